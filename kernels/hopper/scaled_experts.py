@@ -12,8 +12,6 @@ room for a stage more.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,59 +34,30 @@ SHARED_BYTES = 224_000  # of a multiprocessor
 
 
 @gluon.jit
-def _tile(entries, item, num_items, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """An item's expert, the first of its pairs in order, and the end of the expert's; expert -1: none, or no more items."""
-    entry = entries + item // BLOCKS * 3
-    exists = item < num_items
-    expert = gl.load(entry, mask=exists, other=-1, cache_modifier=EARLY)
-    first = gl.load(entry + 1, mask=exists, other=0, cache_modifier=EARLY)
-    stop = gl.load(entry + 2, mask=exists, other=0, cache_modifier=EARLY)
-    if BLOCK_M == 32:
-        stop = gl.minimum(stop, first + BLOCK_M)
-    return expert, first, stop
-
-
-@gluon.jit
 def _bring(
-    x_desc, codes_desc, entries, x_smem, codes_smem, full, empty, expert, first, stop, num_items,
+    x_desc, codes_desc, x_smem, codes_smem, full, empty, first, stop, row,
     N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
 
-    expert, first and stop: of the first item. With PDL its first weights are asked for before x is there.
+    With PDL the weight's first codes are asked for before x is there.
     """
-    OWN: gl.constexpr = 256 // PIECES
-    AHEAD: gl.constexpr = min(STAGES, STEPS)
-    item = gl.program_id(0)
-    asked = item * 0  # steps whose weights are
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if PDL else 0
+    boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
+    for step in gl.static_range(AHEAD):
+        _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
     if PDL:
-        if expert >= 0:
-            asked += AHEAD
-            boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
-            row = expert * (PIECES * N) + item % (N // OWN) * OWN
-            for step in gl.static_range(AHEAD):
-                _ask_weight(x_desc, codes_desc, codes_smem, full, step, row, step, boxes, N, PIECES, BLOCK_M)
         wait_for_inputs()
-    count = item * 0  # of steps
-    while item < num_items:
-        following = item + gl.num_programs(0)
-        next_expert, next_first, next_stop = _tile(entries, following, num_items, N // OWN, BLOCK_M)
-        if expert >= 0:
-            boxes = (gl.minimum(stop - first, BLOCK_M) + 31) // 32
-            row = expert * (PIECES * N) + item % (N // OWN) * OWN
-            for step in range(STEPS):
-                stage = count % STAGES
-                if count >= asked:
-                    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                    _ask_weight(x_desc, codes_desc, codes_smem, full, stage, row, step, boxes, N, PIECES, BLOCK_M)
-                for box in range(boxes):
-                    tma.async_copy_global_to_shared(
-                        x_desc, [first + box * 32, step * 128], full.index(stage),
-                        x_smem.index(stage * (BLOCK_M // 32) + box),
-                    )  # fmt: skip
-                count += 1
-        item, expert, first, stop = following, next_expert, next_first, next_stop
+    for step in range(STEPS):
+        stage = step % STAGES
+        if step >= AHEAD:
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            _ask_weight(x_desc, codes_desc, codes_smem, full, stage, row, step, boxes, N, PIECES, BLOCK_M)
+        for box in range(boxes):
+            tma.async_copy_global_to_shared(
+                x_desc, [first + box * 32, step * 128], full.index(stage), x_smem.index(stage * (BLOCK_M // 32) + box)
+            )
 
 
 @gluon.jit
@@ -112,50 +81,40 @@ def _ask_weight(
 
 @gluon.jit
 def _multiply(
-    scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert, first, stop, num_items,
+    scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
     WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 pairs of each item, if there are any. See `_bring` and `_scaled_experts_kernel`."""
-    GATED: gl.constexpr = ACTIVATION != ""
-    OWN: gl.constexpr = 128 if GATED else 256
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    """A warpgroup's 64 pairs, if there are any. See `_scaled_experts_kernel`."""
     if PDL:
         wait_for_inputs()
-    item = gl.program_id(0)
-    count = item * 0  # of steps
-    while item < num_items:
-        following = item + gl.num_programs(0)
-        next_expert, next_first, next_stop = _tile(entries, following, num_items, N // OWN, BLOCK_M)
-        first += WARPGROUP * 64
-        if (expert >= 0) & (first < stop):
-            n = item % (N // OWN) * OWN
-            position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
-            of_rows = scale + (expert * ((2 if GATED else 1) * N // 128) + n // 128) * STEPS
-            sums = _sums_of_groups(
-                of_rows, of_rows + (N // 128 if GATED else 1) * STEPS,
-                x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
-                x_smem, codes_smem, full, empty, count, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
-            )  # fmt: skip
-            _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
-            count += STEPS
-        elif expert >= 0:
-            for _step in range(STEPS):
-                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-                mbarrier.arrive(empty.index(count % STAGES))
-                count += 1
-        item, expert, first, stop = following, next_expert, next_first, next_stop
+    first = first + WARPGROUP * 64
+    if first < stop:
+        GATED: gl.constexpr = ACTIVATION != ""
+        QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+        position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
+        scale += n // 128 * STEPS
+        sums = _sums_of_groups(
+            scale, scale + (N // 128 if GATED else 1) * STEPS,
+            x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
+            x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
+        )  # fmt: skip
+        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
+    else:
+        for step in range(STEPS):
+            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+            mbarrier.arrive(empty.index(step % STAGES))
 
 
 @gluon.jit
 def _sums_of_groups(
-    scale, more_scale, x_scale, x_smem, codes_smem, full, empty, count, steps,
+    scale, more_scale, x_scale, x_smem, codes_smem, full, empty, steps,
     WARPGROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """[64, 64] of each quarter of 256 rows. GATED: the second and the last quarter are up rows.
 
     scale and more_scale: pointers to the first half's scales and the second's, or to those of gate rows and up rows; x_scale
-    [64]: to those of x. The scales of a row's groups lie side by side. count: steps before these.
+    [64]: to those of x. The scales of a row's groups lie side by side.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -168,8 +127,8 @@ def _sums_of_groups(
     of_rows = gl.load(scale)
     of_more = gl.load(more_scale)
     for step in range(steps):
-        stage = (count + step) % STAGES
-        mbarrier.wait(full.index(stage), ((count + step) // STAGES) & 1)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = _pairs(x_smem, stage, WARPGROUP, BLOCK_M)
         sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
         following = gl.minimum(step + 1, steps - 1)
@@ -250,29 +209,35 @@ def _largest(values):
     return gl.max(gl.maximum(values, -values), 1)
 
 
-@gluon.jit(do_not_specialize=["num_items"])
+@gluon.jit
 def _scaled_experts_kernel(
-    x_desc, codes_desc, scale, x_scale, weights, order, entries, out, out_scale, num_items,
+    x_desc, codes_desc, scale, x_scale, weights, order, entries, out, out_scale,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """256 rows of tiles of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
+    """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
     `entries` are of `kernels.triton.moe._sort_kernel`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
     and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight.
-    A program takes one item, a tile and 256 rows, or one after the other: then its next codes come while it stores.
     Its first weights are asked for while the kernel before still runs: that one must have waited for `entries` and `order`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
     STEPS: gl.constexpr = K // 128
+    OWN: gl.constexpr = 256 // PIECES  # rows of out
     WARPGROUPS: gl.constexpr = (BLOCK_M + 63) // 64
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
+    entry = entries + gl.program_id(0) // (N // OWN) * 3
+    n = gl.program_id(0) % (N // OWN) * OWN
     if PDL:
         launch_dependents()
-    expert, first, stop = _tile(entries, gl.program_id(0), num_items, N // (256 // PIECES), BLOCK_M)
-    if (expert >= 0) | (gl.num_programs(0) < num_items):
+    expert = gl.load(entry, cache_modifier=EARLY)
+    first = gl.load(entry + 1, cache_modifier=EARLY)
+    stop = gl.load(entry + 2, cache_modifier=EARLY)
+    if BLOCK_M == 32:
+        stop = gl.minimum(stop, first + BLOCK_M)
+    if expert >= 0:
+        BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
         x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, 32, 128], TILE)
         codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
         x_smem = x_boxes if BLOCK_M == 32 else x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
@@ -283,15 +248,17 @@ def _scaled_experts_kernel(
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=WARPGROUPS)
         fence_async_shared()
+        scale += expert * (PIECES * N // 128 * STEPS)
+        row = expert * (PIECES * N) + n
         if WARPGROUPS == 1:  # written out twice: Gluon cannot join tuples of constants
             gl.warp_specialize(
                 [
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
-                        first, stop, num_items, gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
+                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, expert, first, stop, num_items,
+                        x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
                         N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
@@ -301,15 +268,15 @@ def _scaled_experts_kernel(
             gl.warp_specialize(
                 [
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
-                        first, stop, num_items, gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
+                        gl.constexpr(0), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_multiply, (
-                        scale, x_scale, weights, order, entries, out, out_scale, x_smem, codes_smem, full, empty, expert,
-                        first, stop, num_items, gl.constexpr(1), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                        scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
+                        gl.constexpr(1), N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
                     )),
                     (_bring, (
-                        x_desc, codes_desc, entries, x_boxes, codes_boxes, full, empty, expert, first, stop, num_items,
+                        x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
                         N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
                     )),
                 ],
@@ -330,11 +297,6 @@ def applies(x: Tensor, weight: Weight) -> bool:
         and x.dtype == torch.bfloat16
         and is_hopper(x.device)
     )
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_m(pairs: float) -> int:
@@ -363,13 +325,9 @@ def launch(
     assert codes.is_contiguous()
     assert weight.scale.is_contiguous()
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
-    num_items = len(entries) * (n * pieces // 256)
-    num_programs = num_items
-    if len(order) > block_m * len(weight):  # more than one tile for each expert
-        num_programs = min(num_items, _num_multiprocessors(x.device))
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
-    _scaled_experts_kernel[(num_programs,)](
+    _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
-        out, x_scale if out_scale is None else out_scale, num_items, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
+        out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, maxnreg=128 if block_m < 128 else None, **pdl_options(x.device),
     )  # fmt: skip

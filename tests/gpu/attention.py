@@ -113,7 +113,7 @@ def wide_prefill(
     wide.fill(made, paged.kv, paged.block_tables, paged.rows, paged.context_lens)
     here = keys, values, wide.block_tables, wide.rows
     return kernels.paged_attention_prefill(
-        query.half(), *here, start, paged.context_lens, window=int(window), **options
+        query if query.dtype == F32 else query.half(), *here, start, paged.context_lens, window=int(window), **options
     )
 
 
