@@ -99,7 +99,7 @@ def _multiply(
             x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
             x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
         )  # fmt: skip
-        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
+        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION, BLOCK_M)
     else:
         for step in range(STEPS):
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
@@ -174,14 +174,25 @@ def _computed(values):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _out_layout(channels):
+    """Of a quarter's outputs [64, 64]: so many lie side by side in a thread. The four threads of a row trade them."""
+    bases = [[0, 1 << bit] for bit in range(6)]
+    own = channels.bit_length() - 1
+    registers = [*bases[:own], [8, 0], *bases[own + 2 :]]
+    lanes = [*bases[own : own + 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
+
+
 @gluon.jit
-def _store(sums, weights, order, out, out_scale, first, stop, n, N: gl.constexpr, ACTIVATION: gl.constexpr):
-    """What `_scaled_experts_kernel` returns, of 64 pairs. The four threads of a row trade values, so that each has four
-    that lie side by side."""
+def _store(
+    sums, weights, order, out, out_scale, first, stop, n,
+    N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores four values that lie side by side, or eight, for which
+    there is shared memory where a multiprocessor has one program."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    OUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
-    )
+    OUT: gl.constexpr = _out_layout(8 if BLOCK_M == 128 else 4)
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
     out_position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     mask = (out_position < stop)[:, None]
