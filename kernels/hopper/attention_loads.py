@@ -225,7 +225,17 @@ def _float16_pairs(chunk):
 
 @gluon.jit
 def _ask_codes(
-    desc, codes, full, blocks, start, context_len, kv_head, pred, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, HALVES: gl.constexpr
+    desc,
+    codes,
+    full,
+    blocks,
+    start,
+    context_len,
+    kv_head,
+    pred,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    HALVES: gl.constexpr,
 ):
     """Ask for the e4m3 codes of a tile of keys (or values), if `pred`."""
     BOX: gl.constexpr = desc.block_shape[2]
@@ -305,8 +315,12 @@ def convert_items(
         if step == 0:
             table = block_tables + row_of_table.to(gl.int64) * stride_table
             blocks = _blocks(table, begin, oldest, context_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
-            _ask_codes(keys, k_codes, codes_full.index(0), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES)
-            _ask_codes(values, v_codes, codes_full.index(1), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES)
+            _ask_codes(
+                keys, k_codes, codes_full.index(0), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES
+            )
+            _ask_codes(
+                values, v_codes, codes_full.index(1), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES
+            )
         q_stage = iteration % Q_STAGES
         mbarrier.wait(q_empty.index(q_stage), ((iteration // Q_STAGES) & 1) ^ 1)
         _load_queries(query, q_smem, q_full, q_stage, token, head, GROUP, GROUP_ROWS, Q_STAGES, HALVES)

@@ -29,7 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.block_sparse import BlockSparse
-from kernels.hopper.attention_loads import bring_items, convert_items, item_tile, keys_of, sequence_of, snake, vertical_blocks
+from kernels.hopper.attention_loads import (
+    bring_items,
+    convert_items,
+    item_tile,
+    keys_of,
+    sequence_of,
+    snake,
+    vertical_blocks,
+)
 from kernels.plan import prefill_query_rows
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 

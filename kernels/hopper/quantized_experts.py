@@ -364,7 +364,7 @@ def _quantized_experts_kernel(
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, SMALL_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.moe._sort_kernel`.
+    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.pairs`.
 
     At most SMALL_M pairs, unless it is 0, are computed as such a tile.
     With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N

@@ -189,8 +189,8 @@ def _store(
     sums, weights, order, out, out_scale, first, stop, n,
     N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores four values that lie side by side, or eight, for which
-    there is shared memory where a multiprocessor has one program."""
+    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores four values that lie side by side, or eight in
+    large tiles: trading so many takes shared memory."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     OUT: gl.constexpr = _out_layout(8 if BLOCK_M == 128 else 4)
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
@@ -228,7 +228,7 @@ def _scaled_experts_kernel(
 ):  # fmt: skip
     """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
 
-    `entries` are of `kernels.triton.moe._sort_kernel`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
+    `entries` are of `kernels.triton.pairs`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
     and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight.
     Its first weights are asked for while the kernel before still runs: that one must have waited for `entries` and `order`.
     """

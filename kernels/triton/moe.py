@@ -1,8 +1,8 @@
 """The experts of a mixture, in Triton: pairs of a token and an expert that it chose, sorted by expert, in grouped products.
 
-One kernel sorts the pairs, on the device: nothing that the CPU sees depends on what was chosen. In the products the rows of
-an expert's weight are the rows of the matrix unit's tile and its tokens the columns, of which there may be few. A last
-kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
+They are sorted on the device (`kernels.triton.pairs`): nothing that the CPU sees depends on what was chosen. In the products
+the rows of an expert's weight are the rows of the matrix unit's tile and its tokens the columns, of which there may be few. A
+last kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
@@ -22,6 +22,7 @@ from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.codes import decode
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.pairs import Tiles, sort_pairs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
 from kernels.triton.scaled import quantize_pairs
 
@@ -36,63 +37,6 @@ MAX_FEW_E2M1 = 4  # tokens: beyond, `quantized_experts` multiplies e2m1 codes fa
 MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first"])
-def _sort_kernel(
-    ids, order, positions, tiles, num_pairs, num_tiles, first,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next kernel, which
-    quantises x, may read what this one waits for.
-
-    One program for each expert, which writes its pairs and its part of the tiles. That begins, if ONE_EACH, where its pairs
-    begin, else so that there are enough up to the next expert's whatever the experts' pairs.
-    """
-    expert = tl.program_id(0)
-    offs = tl.arange(0, BLOCK)
-    if PDL:
-        if not POSITIONS:
-            launch_dependents()
-        wait_for_inputs()
-        if POSITIONS:
-            launch_dependents()
-    counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
-    for at in range(0, num_pairs, BLOCK):
-        local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
-        counts += ((local >= 0) & (local < expert)).to(tl.int64) + ((local == expert).to(tl.int64) << 32)
-    count = tl.sum(counts, 0)
-    start = (count & 0xFFFFFFFF).to(tl.int32)
-    stop = start + (count >> 32).to(tl.int32)
-    position = start
-    for at in range(0, num_pairs, BLOCK):
-        pair = at + offs
-        local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first
-        same = ((local == expert) & (pair < num_pairs)).to(tl.int32)
-        own = position + tl.cumsum(same, 0) - same
-        tl.store(order + own, pair, mask=same == 1)
-        if POSITIONS:
-            tl.store(positions + pair, own, mask=same == 1)
-        if at + BLOCK < num_pairs:
-            position += tl.sum(same, 0)
-    if expert == E - 1:
-        for at in range(stop, num_pairs, BLOCK):
-            tl.store(order + at + offs, 0, mask=at + offs < num_pairs)
-    if ONE_EACH:
-        tile, end = start, stop
-    else:
-        tile, end = start // BLOCK_M + expert, stop // BLOCK_M + expert + 1
-    if expert == E - 1:
-        end = num_tiles
-    for at in range(tile, end, BLOCK):
-        row = start + (at + offs - tile) * BLOCK_M
-        entry = tiles + (at + offs) * 3
-        mask = at + offs < end
-        tl.store(entry, tl.where(row < stop, expert, -1), mask=mask)
-        tl.store(entry + 1, row, mask=mask)
-        tl.store(entry + 2, stop, mask=mask)
 
 
 @triton.jit
@@ -308,33 +252,6 @@ def _sum_kernel(
     tl.store(out + token * stride_out + n, (total + before).to(out.dtype.element_ty), mask=n < N)
 
 
-class Tiles(NamedTuple):
-    """Pairs in the order of their experts; see `_sort_kernel`."""
-
-    order: Tensor  # [pairs] int32
-    entries: Tensor  # [tiles, 3] int32
-    block_m: int
-    positions: Tensor | None = (
-        None  # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
-    )
-
-
-def _sort(ids: Tensor, count: int, first: int, block_m: int, with_positions: bool = False) -> Tiles:
-    num_pairs = ids.numel()
-    by_blocks = num_pairs // block_m + count
-    num_tiles = min(num_pairs, by_blocks)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-    entries = torch.empty(num_tiles, 3, dtype=torch.int32, device=ids.device)
-    positions = torch.empty_like(ids) if with_positions else None
-    block = min(max(next_power_of_2(num_pairs), 128), 8192)
-    _sort_kernel[(count,)](
-        ids, order, _or(positions, order), entries, num_pairs, num_tiles, first, E=count, BLOCK_M=block_m,
-        ONE_EACH=num_tiles < by_blocks, POSITIONS=with_positions, BLOCK=block, num_warps=min(block // 128, 16),
-        **pdl_options(ids.device),
-    )  # fmt: skip
-    return Tiles(order, entries, block_m, positions)
-
-
 def _tile_height(pairs: float, least: int = 16) -> int:
     """For experts with so many pairs on average: so that most experts' pairs fill one tile, or several."""
     return min(max(next_power_of_2(int(pairs + 2 * pairs**0.5)), least), 128)
@@ -455,13 +372,13 @@ def experts(
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
     elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
-        tiles = _sort(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
+        tiles = sort_pairs(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
         _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
     elif _multiplies_quantized(x, gate_up, down):
-        tiles = _sort(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
+        tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
         _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
     else:
-        tiles = _sort(ids, count, first, _tile_height(ids.numel() / count))
+        tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count))
         _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
         _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
     block = min(next_power_of_2(hidden), 1024)

@@ -10,8 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import QuantizedWeight, Weight, pack_e2m1, reference
-from kernels.triton import matmul, moe, quantized, scaled
+from kernels.triton import matmul, quantized, scaled
 from kernels.triton.norm import rms_norm
+from kernels.triton.pairs import sort_pairs
 from tests.oracles.random_weights import FORMS, random_weight
 
 F64 = torch.float64
@@ -153,7 +154,7 @@ def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
     torch.manual_seed(0)
     x, ids = torch.randn(21, 512)[:, :384], torch.rand(21, 8).argsort(1)[:, :3].int()
     ids[-1] = -1
-    order, _, _, positions = moe._sort(ids, 5, 2, 64, with_positions=True)
+    order, _, _, positions = sort_pairs(ids, 5, 2, 64, with_positions=True)
     assert positions is not None
     local = ((ids >= 2) & (ids < 7)).flatten()
     num_local = int(local.sum())
