@@ -38,6 +38,7 @@ from kernels.hopper.attention_loads import (
     snake,
     vertical_blocks,
 )
+from kernels.hopper.layouts import side_by_side
 from kernels.plan import prefill_query_rows
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
@@ -134,24 +135,6 @@ def _fold_tiles(
     return step, p, acc, m, l
 
 
-@gluon.constexpr_function
-def _out_layout(d_pad, fp8):
-    """In which outputs [64, d_pad] are stored: 16 bytes of a thread lie side by side. Registers become so through shared memory.
-
-    With codes there is none left: 8 bytes lie side by side, which the four threads of a row trade among themselves.
-    """
-    if not fp8:
-        return gl.BlockedLayout([1, 8], [32 // (d_pad // 8), d_pad // 8], [4, 1], [1, 0])
-    wider = [[0, channel] for channel in (64, 128) if channel < d_pad]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], *wider],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, d_pad],
-    )
-
-
 @gluon.jit
 def _multiply(
     out, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, may_multiply,
@@ -167,7 +150,9 @@ def _multiply(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
-    OUT_LAYOUT: gl.constexpr = _out_layout(D_PAD, FP8)
+    # Trading 16 bytes takes shared memory, of which codes leave none.
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D_PAD // 8), D_PAD // 8], [4, 1], [1, 0])
+    OUT_LAYOUT: gl.constexpr = side_by_side(D_PAD, 4) if FP8 else ROWS
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     step = 0

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
+from kernels.hopper.layouts import side_by_side
 from kernels.hopper.quantized_steps import _boxes
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
@@ -174,16 +175,6 @@ def _computed(values):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1)
 
 
-@gluon.constexpr_function
-def _out_layout(channels):
-    """Of a quarter's outputs [64, 64]: so many lie side by side in a thread. The four threads of a row trade them."""
-    bases = [[0, 1 << bit] for bit in range(6)]
-    own = channels.bit_length() - 1
-    registers = [*bases[:own], [8, 0], *bases[own + 2 :]]
-    lanes = [*bases[own : own + 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
-
-
 @gluon.jit
 def _store(
     sums, weights, order, out, out_scale, first, stop, n,
@@ -192,7 +183,7 @@ def _store(
     """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores four values that lie side by side, or eight in
     large tiles: trading so many takes shared memory."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    OUT: gl.constexpr = _out_layout(8 if BLOCK_M == 128 else 4)
+    OUT: gl.constexpr = side_by_side(64, 8 if BLOCK_M == 128 else 4)
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
     out_position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     mask = (out_position < stop)[:, None]

@@ -37,7 +37,7 @@ SHAPES = {
     "Mixtral-8x7B": Shape(4096, 14336, 8, Router(2, "softmax_chosen"), ("bfloat16", "int4 asymmetric")),
     "DeepSeek-V3": Shape(7168, 2048, 256, Router(8, "sigmoid", 8, 4, "top2", True, 2.5), ()),
 }
-NUM_TOKENS = (1, 8, 16, 64, 1000)
+NUM_TOKENS = (1, 8, 16, 64, 1000, 5000)  # the last: pairs of most shapes are sorted by chunks
 
 
 def expert_weights(form: str, count: int, n: int, k: int, device: str) -> Weight:
