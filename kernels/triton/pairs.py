@@ -1,7 +1,7 @@
 """Pairs of a token and an expert in the order of their experts, and the tiles that they make, in Triton.
 
-Of few pairs one kernel counts and places those of each expert. Of many, one counts each chunk's pairs, and another one places
-them: where a chunk's pairs of an expert begin follows from all counts. No atomics, so the order is always the same.
+Of few pairs, one kernel counts and sorts those of each expert. Of many, one kernel counts each chunk's pairs and another one
+sorts them: where a chunk's pairs of an expert begin follows from all counts. No atomics, so the order is always the same.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
-MANY = 16384  # pairs, from which on counting by chunks is faster
+MANY = 16384  # pairs, from which on chunks are faster
 CHUNK = 512
 
 
@@ -111,12 +111,12 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first", "num_chunks"])
-def _place_kernel(
+def _sort_chunk_kernel(
     ids, counts, order, positions, tiles, num_pairs, num_tiles, first, num_chunks,
     E: tl.constexpr, E_PAD: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_sort_kernel`, from the counts of all chunks: one program for each, which places PART pairs at a time."""
+    """As `_sort_kernel`, from the counts of all chunks: one program for each, which sorts PART pairs at a time."""
     if PDL:
         if not POSITIONS:
             launch_dependents()
@@ -180,7 +180,7 @@ def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions
             ids, counts, num_pairs, first, E=count, BINS=bins, CHUNK=CHUNK, num_warps=4, **pdl_options(ids.device)
         )
         padded = next_power_of_2(count)
-        _place_kernel[(len(counts),)](
+        _sort_chunk_kernel[(len(counts),)](
             ids, counts, *out, num_pairs, num_tiles, first, len(counts), E=count, E_PAD=padded, BINS=bins, BLOCK_M=block_m,
             POSITIONS=with_positions, CHUNK=CHUNK, PART=max(min(8192 // padded, 128), 16), ROWS=max(2048 // padded, 1),
             num_warps=4, **pdl_options(ids.device),
