@@ -13,6 +13,7 @@ import torch
 
 from kernels.plan import padded_query_rows
 
+WIDE_DTYPE = torch.float16  # holds every e4m3 number, and is that of the queries (see `rope_and_store`)
 WIDE_PAGE = 128  # slots of a wide page: all keys of a tile of the Hopper kernel, which then loads few boxes
 
 PADDED = (128, 256)  # channels of heads for which Hopper's kernel gains; narrower heads are as fast over both

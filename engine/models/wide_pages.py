@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.widening import WIDE_PAGE, first_needed
+from kernels.widening import WIDE_DTYPE, WIDE_PAGE, first_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,12 @@ class WidePages:
         )
 
     def allocate(self, kv_cache: Tensor) -> kernels.WideCopy:
-        """Return float16 pages [2, P, Hkv, WIDE_PAGE, D] for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
+        """Return pages [2, P, Hkv, WIDE_PAGE, D] in WIDE_DTYPE for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
         count = math.prod(shape)
-        scratch = torch.empty(max(count, self.scratch_bytes // 2), dtype=torch.float16, device=kv_cache.device)
+        count_of_scratch = self.scratch_bytes // WIDE_DTYPE.itemsize
+        scratch = torch.empty(max(count, count_of_scratch), dtype=WIDE_DTYPE, device=kv_cache.device)
         return kernels.WideCopy(scratch[:count].view(shape), self.slots)
 
     def fill(self, out: Tensor, kv_cache: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor | None) -> None:

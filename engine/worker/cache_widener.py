@@ -12,7 +12,7 @@ from engine.models.spec import AttentionSpec, ModelSpec
 from engine.models.wide_pages import WidePages
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
-from kernels.widening import WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
+from kernels.widening import WIDE_DTYPE, WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
 
 # Scratch memory, for one layer at a time: 131,072 positions of 8 KV heads of 128 channels. Steps that need more read the cache.
 MOST_BYTES = 512 << 20
@@ -72,7 +72,7 @@ class CacheWidener:
             heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
             if not can_gain(options.device.capability, *heads, options.dtype):
                 continue
-            page_bytes = 2 * WIDE_PAGE * mixer.num_kv_heads * mixer.head_dim * options.dtype.itemsize
+            page_bytes = 2 * WIDE_PAGE * mixer.num_kv_heads * mixer.head_dim * WIDE_DTYPE.itemsize
             most = options.max_num_seqs * -(-options.max_model_len // WIDE_PAGE)
             wide = WideLayers(*heads, layout.groups[group].window, page_bytes, min(MOST_BYTES // page_bytes, most))
             if wide.gain(*wide.fullest_step(options)):

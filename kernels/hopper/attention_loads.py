@@ -1,7 +1,7 @@
-"""What brings the queries, keys and values of Hopper's prefill attention to shared memory, each in a partition of its own.
+"""The partitions of Hopper's prefill attention that bring queries, keys and values to shared memory.
 
-The tensor memory accelerator brings them. What comes from an e4m3 cache becomes float16 on its way: another partition takes it
-through registers to where it is multiplied.
+They ask the tensor memory accelerator: one for queries and keys, one for values. For an e4m3 cache there is one partition for
+all of them, which also makes float16 of the codes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,18 @@ def item_tile(index, tiles, num_items, NUM_KV_HEADS: gl.constexpr):
 def sequence_of(seq, rows, query_start, context_lens):
     """Of a sequence: first token, end of its tokens, context length, row of the block tables."""
     return gl.load(query_start + seq), gl.load(query_start + seq + 1), gl.load(context_lens + seq), gl.load(rows + seq)
+
+
+@gluon.jit
+def first_items(program, num_programs, tiles, num_items, rows, query_start, context_lens, NUM_KV_HEADS: gl.constexpr):
+    """A program's first item: its first query, and `sequence_of` it; then the tile of the second item.
+
+    Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
+    """
+    seq, first_query = item_tile(snake(0, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    start, stop, context_len, row = sequence_of(seq, rows, query_start, context_lens)
+    next_seq, next_first = item_tile(snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    return first_query, start, stop, context_len, row, next_seq, next_first
 
 
 @gluon.jit
@@ -184,10 +196,9 @@ def bring_items(
     step = 0
     iteration = 0
     index = snake(iteration, program, num_programs)
-    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
-    seq, first_query = item_tile(index, tiles, num_items, NUM_KV_HEADS)
-    start, stop, context_len, row_of_table = sequence_of(seq, rows, query_start, context_lens)
-    next_seq, next_first = item_tile(snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    first_query, start, stop, context_len, row_of_table, next_seq, next_first = first_items(
+        program, num_programs, tiles, num_items, rows, query_start, context_lens, NUM_KV_HEADS
+    )
     while index < num_items:
         head = index % NUM_KV_HEADS
         token = start + first_query
@@ -296,11 +307,10 @@ def convert_items(
     step = 0
     iteration = 0
     index = snake(iteration, program, num_programs)
-    more = index < num_items  # to be asked for
-    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
-    seq, first_query = item_tile(index, tiles, num_items, NUM_KV_HEADS)
-    start, stop, context_len, row_of_table = sequence_of(seq, rows, query_start, context_lens)
-    next_seq, next_first = item_tile(snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    more = index < num_items  # there is another tile to ask for; at first, one at all
+    first_query, start, stop, context_len, row_of_table, next_seq, next_first = first_items(
+        program, num_programs, tiles, num_items, rows, query_start, context_lens, NUM_KV_HEADS
+    )
     while index < num_items:
         head = index % NUM_KV_HEADS
         token = start + first_query

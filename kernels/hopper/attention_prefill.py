@@ -2,7 +2,8 @@
 
 A program stays on its multiprocessor and takes one item after another: a tile of 128 rows, which are queries times the query
 heads of one KV head, and that KV head. One warp loads the queries and keys, another the values, by the tensor memory
-accelerator; two warpgroups multiply, 64 rows each. While one takes the exponentials of a tile of keys, the matrix unit is busy
+accelerator, or, from an e4m3 cache, a warpgroup loads all and makes float16 of the codes. Two warpgroups multiply, 64 rows
+each. While one takes the exponentials of a tile of keys, the matrix unit is busy
 with the values of its previous tile and with the other one's scores, since they alternate.
 
 Keys and values are loaded in boxes, a page or a part of one. Where the context ends within a box, the box begins as many slots
@@ -32,6 +33,7 @@ from kernels.block_sparse import BlockSparse
 from kernels.hopper.attention_loads import (
     bring_items,
     convert_items,
+    first_items,
     item_tile,
     keys_of,
     sequence_of,
@@ -158,10 +160,9 @@ def _multiply(
     step = 0
     iteration = 0
     index = snake(iteration, program, num_programs)
-    # Loads run ahead: an item's sequence is loaded one iteration early, its tile two iterations early.
-    seq, first_query = item_tile(index, tiles, num_items, NUM_KV_HEADS)
-    start, stop, context_len, _ = sequence_of(seq, rows, query_start, context_lens)
-    next_seq, next_first = item_tile(snake(1, program, num_programs), tiles, num_items, NUM_KV_HEADS)
+    first_query, start, stop, context_len, _, next_seq, next_first = first_items(
+        program, num_programs, tiles, num_items, rows, query_start, context_lens, NUM_KV_HEADS
+    )
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)

@@ -22,6 +22,16 @@ CHUNK = 512
 
 
 @triton.jit
+def _begin(POSITIONS: tl.constexpr):
+    """Wait for what is sorted. With POSITIONS the next kernel starts only then: it reads that before it waits itself."""
+    if not POSITIONS:
+        launch_dependents()
+    wait_for_inputs()
+    if POSITIONS:
+        launch_dependents()
+
+
+@triton.jit
 def _write_tiles(
     tiles, expert, start, stop, num_tiles,
     E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr,
@@ -53,19 +63,13 @@ def _sort_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next kernel, which
-    quantises x, may read what this one waits for.
-
-    One program for each expert.
+    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next
+    kernel quantises x. One program for each expert.
     """
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     if PDL:
-        if not POSITIONS:
-            launch_dependents()
-        wait_for_inputs()
-        if POSITIONS:
-            launch_dependents()
+        _begin(POSITIONS)
     counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
         local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
@@ -118,11 +122,7 @@ def _sort_chunk_kernel(
 ):  # fmt: skip
     """As `_sort_kernel`, from the counts of all chunks: one program for each, which sorts PART pairs at a time."""
     if PDL:
-        if not POSITIONS:
-            launch_dependents()
-        wait_for_inputs()
-        if POSITIONS:
-            launch_dependents()
+        _begin(POSITIONS)
     chunk = tl.program_id(0)
     expert = tl.arange(0, E_PAD)
     totals = tl.zeros([E_PAD], tl.int32)

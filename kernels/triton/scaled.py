@@ -83,8 +83,8 @@ def _quantize_pairs_kernel(
 ):  # fmt: skip
     """codes [pair in order, K] and scale [pair in order, K / GROUP] of x [T, K]: a program rounds a token for all its pairs.
 
-    Must follow `kernels.triton.pairs`: that waits for x and ids before this kernel starts. This one waits for
-    the sort before the next kernel starts, which then may read the tiles at once.
+    Must follow `kernels.triton.pairs.sort_pairs`, which waits for x and ids before this kernel starts. This one waits for the
+    sort before the next kernel starts, which then may read the tiles at once.
     """
     token = tl.program_id(0).to(tl.int64)
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]

@@ -25,7 +25,7 @@ from kernels.layout import RowState, StepTensors
 from kernels.moe import ExpertActivation
 from kernels.plan import DecodePlan
 from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.widening import WIDE_PAGE
+from kernels.widening import WIDE_DTYPE, WIDE_PAGE
 from tests.oracles.random_weights import random_weight
 
 META = torch.device("meta")
@@ -73,10 +73,11 @@ def rotary(
     cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
     weight = tensor(head_dim, dtype=dtype) if normed else None
     table = tensor(100, rotary_dim, dtype=F32) if rotary_dim else None
+    copy = WideCopy(tensor(2, 5, 8, WIDE_PAGE, head_dim, dtype=WIDE_DTYPE), tensor(3, dtype=I64))
     rope_and_store(
         tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
         num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight, kv_scale=kv_scale(8, cache),
-        interleaved=interleaved, wide=WideCopy(tensor(2, 5, 8, WIDE_PAGE, head_dim), tensor(3, dtype=I64)) if wide else None,
+        interleaved=interleaved, wide=copy if wide else None,
     )  # fmt: skip
 
 
@@ -114,7 +115,8 @@ def attention(
     from kernels.triton.attention_prefill import paged_attention_prefill
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
-    query, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
+    out, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
+    query = out.half() if kv_dtype == E4M3 and dtype == BF16 else out  # as `rope_and_store` returns it
     scale = kv_scale(2, cache)
     by_head = {name: tensor(num_heads, dtype=F32) for name in ("alibi_slopes", "sinks") if options.pop(name, False)}
     tables = tensor(4, 64, dtype=I32)
@@ -122,12 +124,12 @@ def attention(
     plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse)
     plan_decode(lens, rows, plan)
     paged_attention_decode(
-        query, cache, cache, tables, rows, lens, scale=0.1, kv_scale=scale, plan=plan, out=query,
+        query, cache, cache, tables, rows, lens, scale=0.1, kv_scale=scale, plan=plan, out=out,
         sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     paged_attention_prefill(
         query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=scale,
-        tiles=tensor(5, 2, dtype=I32), out=query, sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
+        tiles=tensor(5, 2, dtype=I32), out=out, sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -137,14 +139,14 @@ def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, 
     from kernels.triton.attention_prefill import paged_attention_prefill
     from kernels.triton.wide_pages import widen_pages
 
-    query, cache = tensor(3, 2 * group, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=E4M3)
+    query, cache = tensor(3, 2 * group, head_dim, dtype=WIDE_DTYPE), tensor(10, 2, page, head_dim, dtype=E4M3)
     lens, rows, tables = tensor(3, dtype=I32), tensor(3, dtype=I32), tensor(4, 64, dtype=I32)
     wide = WidePages.of_step([1, 1, 1], [300, 20, 1], 0, lambda tensor: tensor.to(META))
-    out = tensor(2, len(wide.pages), 2, WIDE_PAGE, head_dim, dtype=dtype)
-    widen_pages(cache, cache, tables, rows, lens, wide.pages, out)
+    pages = wide.allocate(cache.expand(2, *cache.shape)).pages
+    widen_pages(cache, cache, tables, rows, lens, wide.pages, pages)
     paged_attention_prefill(
-        query, out[0], out[1], wide.block_tables, wide.rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=kv_scale(2, cache),
-        tiles=tensor(5, 2, dtype=I32), out=query, **options,  # type: ignore[arg-type]
+        query, pages[0], pages[1], wide.block_tables, wide.rows, tensor(4, dtype=I32), lens, scale=0.1,
+        kv_scale=kv_scale(2, cache), tiles=tensor(5, 2, dtype=I32), out=tensor(*query.shape, dtype=dtype), **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
