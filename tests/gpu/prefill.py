@@ -23,7 +23,7 @@ from tests.oracles.attention import Paged, exact_attention
 
 K = 1024
 NUM_KV_HEADS, BLOCK_SIZE = 8, 16
-HEADS = ((32, 128), (16, 256))  # query heads, channels
+HEADS = ((32, 64), (32, 128), (16, 256))  # query heads, channels
 STEPS = {  # lengths of queries and contexts
     "1 x 8k": ([8 * K], [8 * K]),
     "4 x 2k": ([2 * K] * 4, [2 * K] * 4),

@@ -32,6 +32,8 @@ def test_what_queries_see() -> None:
         ([K // 2] * 16, [K] * 16, 0, 128, True),
         ([K // 4] * 32, [K // 4] * 32, 0, 128, False),
         ([K // 2] * 16, [2 * K] * 16, K // 4, 128, False),  # most of what is seen is older
+        ([K // 2] * 16, [K // 2] * 16, 0, 64, True),
+        ([K // 4] * 32, [K // 4] * 32, 0, 64, False),
         ([K] * 8, [K] * 8, 0, 256, True),
         ([8 * K], [32 * K], 0, 128, True),
         ([16], [32 * K], 0, 128, False),
@@ -47,9 +49,9 @@ def test_many_queries_for_each_key_are_worth_it(
 
 def test_which_heads_gain() -> None:
     bfloat16, float32 = torch.bfloat16, torch.float32
-    for shape in ((32, 8, 128), (28, 4, 128), (16, 8, 256), (8, 8, 80), (4, 1, 112)):
+    for shape in ((32, 8, 128), (28, 4, 128), (16, 8, 256), (64, 8, 64), (8, 8, 80), (4, 1, 112)):
         assert can_gain((9, 0), *shape, bfloat16)
-    for shape in ((64, 8, 64), (32, 8, 512), (40, 8, 128), (32, 8, 136)):
+    for shape in ((32, 8, 48), (32, 8, 512), (40, 8, 128), (32, 8, 136)):
         assert not can_gain((9, 0), *shape, bfloat16)
     assert not can_gain((9, 0), 32, 8, 128, float32)
     assert not can_gain((10, 0), 32, 8, 128, bfloat16)
