@@ -1,11 +1,11 @@
 """Experts of e4m3 codes times tokens of e4m3 codes on Hopper's matrix unit, both with scales of 128 channels, in Gluon.
 
-A warpgroup multiplies 64 pairs, which lie side by side in memory, by 256 rows of an expert's weight, one half after the other,
-128 channels a step: as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp
-asks for codes, stages ahead. Gate and up rows lie side by side in a half, so that one thread has the sums of both.
+A program multiplies a tile of pairs, which lie side by side in memory, by 256 rows of an expert's weight, 128 channels a step:
+as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp asks for codes, stages
+ahead. Quarters of gate rows and of up rows alternate, so that one thread has the sums of both.
 
-Tiles of at most 32 pairs are multiplied as 64: the others are those of the next stage, and their sums are not used. So there is
-room for a stage more.
+A warpgroup multiplies 64 pairs, which are the rows of the matrix unit's products, or up to 32, which are their columns: less
+to compute, but what rows have in common then fills more registers.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -100,11 +100,61 @@ def _multiply(
             x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
             x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
         )  # fmt: skip
-        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION, BLOCK_M)
+        _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
     else:
         for step in range(STEPS):
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             mbarrier.arrive(empty.index(step % STAGES))
+
+
+@gluon.jit
+def _multiply_few(
+    scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
+    N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """All of a tile's pairs. See `_scaled_experts_kernel`."""
+    if PDL:
+        wait_for_inputs()
+    GATED: gl.constexpr = ACTIVATION != ""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    position = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SUMS)), stop - 1)
+    scale += n // 128 * STEPS
+    more_scale = scale + (N // 128 if GATED else 1) * STEPS
+    x_scale += position.to(gl.int64) * STEPS
+    total0 = gl.zeros([64, BLOCK_M], gl.float32, SUMS)
+    total1 = gl.zeros([64, BLOCK_M], gl.float32, SUMS)
+    total2 = gl.zeros([64, BLOCK_M], gl.float32, SUMS)
+    total3 = gl.zeros([64, BLOCK_M], gl.float32, SUMS)
+    no_sum = gl.zeros([64, BLOCK_M], gl.float32, SUMS)
+    of_x = gl.load(x_scale)
+    of_rows = gl.load(scale)
+    of_more = gl.load(more_scale)
+    for step in range(STEPS):
+        stage = step % STAGES
+        following = gl.minimum(step + 1, STEPS - 1)
+        next_of_x = gl.load(x_scale + following)
+        next_of_rows = gl.load(scale + following)
+        next_of_more = gl.load(more_scale + following)
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        x = x_smem.index(stage).permute((1, 0))
+        s0 = warpgroup_mma(codes_smem.index(stage * 4), x, no_sum, use_acc=False, is_async=True)
+        s1 = warpgroup_mma(codes_smem.index(stage * 4 + 1), x, no_sum, use_acc=False, is_async=True)
+        s2 = warpgroup_mma(codes_smem.index(stage * 4 + 2), x, no_sum, use_acc=False, is_async=True)
+        s3 = warpgroup_mma(codes_smem.index(stage * 4 + 3), x, no_sum, use_acc=False, is_async=True)
+        s0 = warpgroup_mma_wait(3, deps=[s0])
+        total0 += s0 * (of_x * of_rows)[None, :]
+        s1 = warpgroup_mma_wait(2, deps=[s1])
+        total1 += s1 * (of_x * (of_more if GATED else of_rows))[None, :]
+        s2 = warpgroup_mma_wait(1, deps=[s2])
+        total2 += s2 * (of_x * (of_rows if GATED else of_more))[None, :]
+        s3 = warpgroup_mma_wait(0, deps=[s3])
+        mbarrier.arrive(empty.index(stage))
+        total3 += s3 * (of_x * of_more)[None, :]
+        of_x = next_of_x
+        of_rows = next_of_rows
+        of_more = next_of_more
+    _store_few((total0, total1, total2, total3), weights, order, out, out_scale, first, stop, n, N, ACTIVATION, BLOCK_M)
 
 
 @gluon.jit
@@ -130,7 +180,7 @@ def _sums_of_groups(
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        x = _pairs(x_smem, stage, WARPGROUP, BLOCK_M)
+        x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
         sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
         following = gl.minimum(step + 1, steps - 1)
         next_of_x = gl.load(x_scale + following)
@@ -153,15 +203,6 @@ def _sums_of_groups(
 
 
 @gluon.jit
-def _pairs(x_smem, stage, WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """[64, 128] codes of x."""
-    if BLOCK_M == 32:
-        return x_smem.index(stage)._reinterpret(x_smem.dtype, [64, 128], x_smem.layout)
-    else:
-        return x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
-
-
-@gluon.jit
 def _quarters(sums):
     """The columns of sums [64, 128], one half after the other; a thread has those of both."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -176,22 +217,16 @@ def _computed(values):
 
 
 @gluon.jit
-def _store(
-    sums, weights, order, out, out_scale, first, stop, n,
-    N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores four values that lie side by side, or eight in
-    large tiles: trading so many takes shared memory."""
+def _store(sums, weights, order, out, out_scale, first, stop, n, N: gl.constexpr, ACTIVATION: gl.constexpr):
+    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores eight values that lie side by side."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    OUT: gl.constexpr = side_by_side(64, 8 if BLOCK_M == 128 else 4)
+    OUT: gl.constexpr = side_by_side(64, 8)
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
     out_position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     mask = (out_position < stop)[:, None]
     columns = n + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))[None, :]
     if ACTIVATION != "":
-        low = _activate(sums[0], sums[1], ACTIVATION)
-        high = _activate(sums[2], sums[3], ACTIVATION)
-        scale = gl.maximum(gl.maximum(_largest(low), _largest(high)), 1e-12) / 448.0
+        low, high, scale = _activated(sums, ACTIVATION, 1)
         gl.store(out_scale + gl.minimum(position, stop - 1) * (N // 128) + n // 128, scale, mask=position < stop)
         at = out + out_position.to(gl.int64)[:, None] * N + columns
         gl.store(at, gl.convert_layout((low / scale[:, None]).to(out.dtype.element_ty), OUT), mask=mask)
@@ -206,9 +241,40 @@ def _store(
 
 
 @gluon.jit
-def _largest(values):
-    """Of each row."""
-    return gl.max(gl.maximum(values, -values), 1)
+def _store_few(
+    sums, weights, order, out, out_scale, first, stop, n,
+    N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """The same of sums [64, BLOCK_M], whose columns are pairs. Each thread stores 16 bytes that lie side by side."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    SIZE: gl.constexpr = 16 if ACTIVATION != "" else 8
+    OUT: gl.constexpr = gl.BlockedLayout([SIZE, 1], [64 // SIZE, SIZE // 2], [1, 4], [0, 1])
+    position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SUMS))
+    out_position = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
+    mask = (out_position < stop)[None, :]
+    rows = n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))[:, None]
+    if ACTIVATION != "":
+        low, high, scale = _activated(sums, ACTIVATION, 0)
+        gl.store(out_scale + gl.minimum(position, stop - 1) * (N // 128) + n // 128, scale, mask=position < stop)
+        at = out + out_position.to(gl.int64)[None, :] * N + rows
+        gl.store(at, gl.convert_layout((low / scale[None, :]).to(out.dtype.element_ty), OUT), mask=mask)
+        gl.store(at + 64, gl.convert_layout((high / scale[None, :]).to(out.dtype.element_ty), OUT), mask=mask)
+    else:
+        weight = gl.load(weights + gl.load(order + gl.minimum(position, stop - 1)))[None, :]
+        pair = gl.load(order + gl.minimum(out_position, stop - 1))
+        at = out + pair.to(gl.int64)[None, :] * N + rows
+        for quarter in gl.static_range(4):
+            values = gl.convert_layout((sums[quarter] * weight).to(out.dtype.element_ty), OUT)
+            gl.store(at + quarter * 64, values, mask=mask)
+
+
+@gluon.jit
+def _activated(sums, ACTIVATION: gl.constexpr, AXIS: gl.constexpr):
+    """Activations of 128 channels, in two halves, and what each pair's must be divided by to become codes. AXIS: channels'."""
+    low = _activate(sums[0], sums[1], ACTIVATION)
+    high = _activate(sums[2], sums[3], ACTIVATION)
+    largest = gl.max(gl.maximum(gl.maximum(low, -low), gl.maximum(high, -high)), AXIS)
+    return low, high, gl.maximum(largest, 1e-12) / 448.0
 
 
 @gluon.jit
@@ -239,11 +305,8 @@ def _scaled_experts_kernel(
     if BLOCK_M == 32:
         stop = gl.minimum(stop, first + BLOCK_M)
     if expert >= 0:
-        BOXES: gl.constexpr = STAGES * (BLOCK_M // 32) + (1 if BLOCK_M == 32 else 0)
-        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, 32, 128], TILE)
+        x_boxes = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (BLOCK_M // 32), 32, 128], TILE)
         codes_boxes = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2 * PIECES, 128 // PIECES, 128], TILE)
-        x_smem = x_boxes if BLOCK_M == 32 else x_boxes._reinterpret(x_desc.dtype, [STAGES * WARPGROUPS, 64, 128], TILE)
-        codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
@@ -252,7 +315,25 @@ def _scaled_experts_kernel(
         fence_async_shared()
         scale += expert * (PIECES * N // 128 * STEPS)
         row = expert * (PIECES * N) + n
-        if WARPGROUPS == 1:  # written out twice: Gluon cannot join tuples of constants
+        if BLOCK_M == 32:  # written out three times: Gluon cannot join tuples of constants
+            x_smem = x_boxes
+            codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 4, 64, 128], TILE)
+            gl.warp_specialize(
+                [
+                    (_multiply_few, (
+                        scale, x_scale, weights, order, out, out_scale, x_smem, codes_smem, full, empty, first, stop, n,
+                        N, STEPS, ACTIVATION, BLOCK_M, STAGES, PDL,
+                    )),
+                    (_bring, (
+                        x_desc, codes_desc, x_boxes, codes_boxes, full, empty, first, stop, row,
+                        N, STEPS, PIECES, BLOCK_M, STAGES, PDL,
+                    )),
+                ],
+                [1], [24],
+            )  # fmt: skip
+        elif BLOCK_M == 64:
+            x_smem = x_boxes._reinterpret(x_desc.dtype, [STAGES, 64, 128], TILE)
+            codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
             gl.warp_specialize(
                 [
                     (_multiply, (
@@ -267,6 +348,8 @@ def _scaled_experts_kernel(
                 [1], [24],
             )  # fmt: skip
         else:
+            x_smem = x_boxes._reinterpret(x_desc.dtype, [STAGES * 2, 64, 128], TILE)
+            codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 2, 128, 128], TILE)
             gl.warp_specialize(
                 [
                     (_multiply, (
