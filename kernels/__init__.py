@@ -70,7 +70,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         ),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
-        "kernels.triton.moe": ("experts",),
+        "kernels.triton.moe": ("experts", "pack_experts"),
         "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.triton.matmul": ("linear", "linear_add", "linear_gated", "norm_gated", "norm_linear", "norms_apart"),
         "kernels.triton.quantized": ("dequantize",),
@@ -140,6 +140,7 @@ norms_apart = _dispatched(reference.norms_apart)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)
+pack_experts = _dispatched(reference.pack_experts)
 experts = _dispatched(reference.experts)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)

@@ -20,6 +20,8 @@ class QuantizedWeight:
     or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four bytes share the
     bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A stack of E matrices (experts) is one object whose
     tensors all have E as their first dimension; `stack[e]` is a matrix whose tensors are views.
+
+    With a `panel`, a matrix's codes lie in memory as [K / panel, N, panel], see `in_panels`.
     """
 
     kind: Kind
@@ -31,6 +33,7 @@ class QuantizedWeight:
     factor: Tensor | None = None  # [N] float32
     order: Tensor | None = None  # [K] int64: a permutation of the channels; None: identity
     rounds_activations: bool = False  # products may quantise x to this kind, with one scale per token
+    panel: int = 0  # channels of a panel; 0: rows lie one after the other
 
     @property
     def is_cpu(self) -> bool:
@@ -73,6 +76,23 @@ class QuantizedWeight:
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
         views: dict[str, Any] = {name: part[index] for name, part in parts if isinstance(part, Tensor)}
         return replace(self, **views)
+
+
+def in_panels(stack: QuantizedWeight, panel: int) -> QuantizedWeight:
+    """The stack with codes of e4m3 or int8 in panels, in the same memory: of `panel` channels, rows one after the other.
+
+    What a product reads of many rows at once then lies side by side, and memory sends it faster.
+    """
+    for codes in stack.codes:
+        n, k = codes.shape
+        codes.copy_(codes.view(n, k // panel, panel).transpose(0, 1).reshape(n, k))
+    return replace(stack, panel=panel)
+
+
+def by_rows(codes: Tensor, panel: int) -> Tensor:
+    """Codes [N, K] that lie in panels, row by row."""
+    n, k = codes.shape
+    return codes.view(k // panel, n, panel).transpose(0, 1).reshape(n, k)
 
 
 def by_groups(scale: Tensor) -> Tensor:

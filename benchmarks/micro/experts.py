@@ -115,6 +115,8 @@ class Layer:
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.biased:
             self.biases = _random(device, shape.count, 2 * shape.inner), _random(device, shape.count, shape.hidden)
+        else:
+            self.gate_up, self.down = kernels.pack_experts(self.gate_up, self.down, torch.bfloat16)
 
     def call(self, hidden: Tensor) -> Tensor:
         """The ids that were chosen; the experts' sum is added to `hidden`."""

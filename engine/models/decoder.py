@@ -91,6 +91,9 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Matrix) and module.is_here:
                 module.pack()
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.pack()
 
     def forward(
         self,

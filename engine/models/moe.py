@@ -64,6 +64,12 @@ class MoE(nn.Module):
             return Stream(total)
         return residual.add_partial(self.communicator, hidden, total)
 
+    def pack(self) -> None:
+        """Repack both matrices, each of which is packed already, for the products with experts."""
+        gate_up, down = self.gate_up, self.down
+        if gate_up.is_here and gate_up.bias is down.bias is None:
+            gate_up.weight, down.weight = kernels.pack_experts(gate_up.weight, down.weight, gate_up.dtype)
+
     def norms_apart(self, hidden: Tensor) -> bool:
         """See `Residual.precede`."""
         return kernels.route_norms_apart(hidden)

@@ -69,9 +69,10 @@ def _load(pointers, real, MASKED: gl.constexpr):
 @gluon.jit
 def _load_step(
     codes, scale, zero, factor, ids, row, first, i, W: gl.constexpr, S: gl.constexpr, Z: gl.constexpr,
-    E: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
-    EXPERTS: gl.constexpr, QUANTIZED: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, STAGED: gl.constexpr,
+    E: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, PANEL: gl.constexpr, CHUNK: gl.constexpr,
+    WARPS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    HALVES: gl.constexpr, EXPERTS: gl.constexpr, QUANTIZED: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # fmt: skip
     """Weights of rows [row, row + BLOCK_N) for one step; their groups' zero points and, unless STAGED, scales and factors."""
     PER_EXPERT: gl.constexpr = BYTES // CHUNK
@@ -79,7 +80,10 @@ def _load_step(
     local, _, chunk, real = _chunks(
         gl.SliceLayout(1, gl.SliceLayout(2, W)), ids, first, i, E, WARPS, PER_EXPERT, EXPERTS
     )
-    at = (chunk * CHUNK)[:, None, None] + (row + _middle(W, BLOCK_N)) * BYTES + _last(W, CHUNK)
+    start = chunk * CHUNK
+    if PANEL < BYTES:
+        start = start // PANEL * (STORED * PANEL) + start % PANEL
+    at = start[:, None, None] + (row + _middle(W, BLOCK_N)) * PANEL + _last(W, CHUNK)
     if EXPERTS > 1:
         at = at + (local.to(gl.int64) * (STORED * BYTES))[:, None, None]
     stored = _load(codes + at, real[:, None, None], MASKED)
@@ -202,10 +206,9 @@ def _few_experts_kernel(
     x, codes, scale, zero, factor, bias, ids, weights, residual, out, num_tokens, first, stride_x,
     N: gl.constexpr, K: gl.constexpr, E: gl.constexpr, M: gl.constexpr, CHOSEN: gl.constexpr, CHOICES: gl.constexpr,
     EXPERTS: gl.constexpr, ONE_TOKEN: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr, SMALL: gl.constexpr,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    PDL: gl.constexpr,
+    HALVES: gl.constexpr, PANEL: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNK: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr,
+    SMALL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one expert, for all pairs of a token and that expert: the first such pair's program does it.
 
@@ -244,7 +247,7 @@ def _few_experts_kernel(
         for i in gl.static_range(AHEAD):
             early = early + (
                 _load_step(
-                    codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, CHUNK, WARPS,
+                    codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, PANEL, CHUNK, WARPS,
                     BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                 ),
             )  # fmt: skip
@@ -291,14 +294,14 @@ def _few_experts_kernel(
             for i in gl.static_range(AHEAD):
                 ahead = ahead + (
                     _load_step(
-                        codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, CHUNK, WARPS,
+                        codes, scale, zero, factor, ids, row, first, i, W, S, Z, E, STORED, BYTES, PANEL, CHUNK, WARPS,
                         BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                     ),
                 )  # fmt: skip
                 if GATED:
                     ups = ups + (
                         _load_step(
-                            codes, scale, zero, factor, ids, N + row, first, i, W, S, Z, E, STORED, BYTES, CHUNK,
+                            codes, scale, zero, factor, ids, N + row, first, i, W, S, Z, E, STORED, BYTES, PANEL, CHUNK,
                             WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
@@ -324,7 +327,7 @@ def _few_experts_kernel(
             if i + AHEAD < STEPS:
                 ahead = ahead + (
                     _load_step(
-                        codes, scale, zero, factor, ids, row, first, i + AHEAD, W, S, Z, E, STORED, BYTES, CHUNK,
+                        codes, scale, zero, factor, ids, row, first, i + AHEAD, W, S, Z, E, STORED, BYTES, PANEL, CHUNK,
                         WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                     ),
                 )  # fmt: skip
@@ -334,7 +337,7 @@ def _few_experts_kernel(
                 if i + AHEAD < STEPS:
                     ups = ups + (
                         _load_step(
-                            codes, scale, zero, factor, ids, N + row, first, i + AHEAD, W, S, Z, E, STORED, BYTES,
+                            codes, scale, zero, factor, ids, N + row, first, i + AHEAD, W, S, Z, E, STORED, BYTES, PANEL,
                             CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
                         ),
                     )  # fmt: skip
@@ -473,11 +476,12 @@ def launch(
     n, k = out.shape[1], x.shape[1]
     assert x.stride(1) == out.stride(1) == 1
     codes = scale = zero = factor = weight if isinstance(weight, Tensor) else weight.codes
-    kind, group, rows, halves = "float", k, 1, 1
+    kind, group, rows, halves, panel = "float", k, 1, 1, k
     if isinstance(weight, QuantizedWeight):
         codes, scale = _bytes(weight.codes), _bytes(weight.scale)
         zero, factor = weight.zero, weight.factor
         kind, group, rows, halves = weight.kind, weight.group, weight.rows, k // codes.shape[2]
+        panel = weight.panel or k // halves
         assert weight.lies_by_groups()
     assert codes.is_contiguous()
     steps = cdiv(experts * (k // halves // config.chunk), config.warps)
@@ -488,10 +492,10 @@ def launch(
         ids, weights, out if residual is None else residual, out, num_tokens, first, x.stride(0),
         N=n, K=k, E=len(codes), M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
-        HALVES=halves, ZERO=kind != "float" and zero is not None, FACTOR=kind != "float" and factor is not None,
-        BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps, WIDTH=config.width,
-        STAGED=staged, SMALL=staged > 0 and kind == "e2m1" and zero is None, ACTIVATION=activation,
-        BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
+        HALVES=halves, PANEL=panel, ZERO=kind != "float" and zero is not None,
+        FACTOR=kind != "float" and factor is not None, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead,
+        WARPS=config.warps, WIDTH=config.width, STAGED=staged, SMALL=staged > 0 and kind == "e2m1" and zero is None,
+        ACTIVATION=activation, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
         **pdl_options(x.device),
     )  # fmt: skip
 

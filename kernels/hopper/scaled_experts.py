@@ -1,8 +1,9 @@
 """Experts of e4m3 codes times tokens of e4m3 codes on Hopper's matrix unit, both with scales of 128 channels, in Gluon.
 
 A program multiplies a tile of pairs, which lie side by side in memory, by 256 rows of an expert's weight, 128 channels a step:
-as many as have one scale. A step's sums are scaled before they are added up, in float32. Another warp asks for codes, stages
-ahead. Quarters of gate rows and of up rows alternate, so that one thread has the sums of both.
+as many as have one scale, and lie side by side in a panel of the weight. A step's sums are scaled before they are added up, in
+float32. Another warp asks for codes, stages ahead. Quarters of gate rows and of up rows alternate, so that one thread has the
+sums of both.
 
 A warpgroup multiplies 64 pairs, which are the rows of the matrix unit's products, or up to 32, which are their columns: less
 to compute, but what rows have in common then fills more registers.
@@ -30,7 +31,7 @@ from kernels.hopper.quantized_steps import _boxes
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
-GROUP = 128  # channels that one scale is for, and rows of a weight
+GROUP = 128  # channels of a panel, which one scale is for, and rows of a weight
 SHARED_BYTES = 224_000  # of a multiprocessor
 
 
@@ -75,7 +76,7 @@ def _ask_weight(
             )
     for i in gl.static_range(2 * PIECES):
         tma.async_copy_global_to_shared(
-            codes_desc, [row + i // PIECES * ROWS + i % PIECES * N, step * 128], full.index(stage),
+            codes_desc, [row + step * (PIECES * N) + i // PIECES * ROWS + i % PIECES * N, 0], full.index(stage),
             codes_smem.index(stage * 2 * PIECES + i),
         )  # fmt: skip
 
@@ -314,7 +315,7 @@ def _scaled_experts_kernel(
             mbarrier.init(empty.index(i), count=WARPGROUPS)
         fence_async_shared()
         scale += expert * (PIECES * N // 128 * STEPS)
-        row = expert * (PIECES * N) + n
+        row = expert * (STEPS * PIECES * N) + n  # in the first panel
         if BLOCK_M == 32:  # written out three times: Gluon cannot join tuples of constants
             x_smem = x_boxes
             codes_smem = codes_boxes._reinterpret(codes_desc.dtype, [STAGES * 4, 64, 128], TILE)
@@ -369,8 +370,8 @@ def _scaled_experts_kernel(
             )  # fmt: skip
 
 
-def applies(x: Tensor, weight: Weight) -> bool:
-    """Whether this kernel can multiply tokens like x, rounded, by the experts' weight, and the checkpoint allows it."""
+def packs(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether this kernel can multiply tokens of `dtype`, rounded, by the experts' weight, and the checkpoint allows it."""
     return (
         isinstance(weight, QuantizedWeight)
         and weight.rounds_activations
@@ -378,9 +379,9 @@ def applies(x: Tensor, weight: Weight) -> bool:
         and weight.group == weight.rows == GROUP
         and weight.scale.dtype == torch.float32
         and weight.zero is weight.factor is weight.order is None
-        and weight.codes.shape[1] % 256 == weight.num_channels % 128 == 0
-        and x.dtype == torch.bfloat16
-        and is_hopper(x.device)
+        and weight.codes.shape[1] % 256 == weight.num_channels % GROUP == 0
+        and dtype == torch.bfloat16
+        and is_hopper(weight.device)
     )
 
 
@@ -404,10 +405,10 @@ def launch(
     """See `_scaled_experts_kernel`."""
     pieces = 2 if activation else 1
     n, k = weight.codes.shape[1] // pieces, weight.num_channels
-    codes = weight.codes.flatten(0, 1)
+    codes = weight.codes.view(-1, GROUP)
+    assert weight.panel == GROUP
     assert x.is_contiguous()
     assert x_scale.is_contiguous()
-    assert codes.is_contiguous()
     assert weight.scale.is_contiguous()
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)

@@ -19,7 +19,7 @@ from kernels.reference.latent import (
     rotate_and_store,
 )
 from kernels.reference.matmul import linear, linear_add, linear_gated, norm_gated, norm_linear, norms_apart, pack_weight
-from kernels.reference.moe import experts, norm_route, route, route_norms_apart
+from kernels.reference.moe import experts, norm_route, pack_experts, route, route_norms_apart
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
 from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
@@ -42,11 +42,11 @@ from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
     "KV_SCALES", "NOTHING_ALLOWED", "NOT_FINITE", "Gate", "Part", "WideCopy", "absorb_and_store", "add_rms_norm",
-    "add_scaled", "best_keys", "best_tokens", "dequantize", "embedding", "experts", "gate_and_mul", "gelu_and_mul",
-    "gumbel", "latent_attention_decode", "latent_attention_prefill", "likeliest", "linear", "linear_add",
-    "linear_gated", "mark_faults", "mask_logits", "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1",
-    "pack_nibbles", "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step",
-    "quantize_groups", "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store",
-    "rotate_and_store", "route", "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul",
-    "store_kv", "to_e4m3", "token_logprobs", "widen_pages",
+    "add_scaled", "best_keys", "best_tokens", "dequantize", "embedding", "experts", "gate_and_mul", "gelu_and_mul", "gumbel",
+    "latent_attention_decode", "latent_attention_prefill", "likeliest", "linear", "linear_add", "linear_gated", "mark_faults",
+    "mask_logits", "norm_gated", "norm_linear", "norm_route", "norms_apart", "pack_e2m1", "pack_experts", "pack_nibbles",
+    "pack_weight", "paged_attention_decode", "paged_attention_prefill", "plan_decode", "prepare_step", "quantize_groups",
+    "quantize_rows", "random_bits", "rms_norm", "rms_norm_add", "rope", "rope_and_store", "rotate_and_store", "route",
+    "route_norms_apart", "sample", "sampling_thresholds", "scale", "silu_and_mul", "store_kv", "to_e4m3", "token_logprobs",
+    "widen_pages",
 ]  # fmt: skip

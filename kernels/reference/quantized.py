@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import QuantizedWeight
+from kernels.quantized_weight import QuantizedWeight, by_rows
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes 0 to 7; from 8 on they are negative
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -15,7 +15,7 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     """The whole matrix [N, K] in `dtype`, computed in float32, or in float64 for that. `codes` are the weight's."""
     wide = torch.promote_types(dtype, torch.float32)
     n, k = len(weight), weight.num_channels
-    values = _values(codes, weight.kind).to(wide)
+    values = _values(by_rows(codes, weight.panel) if weight.panel else codes, weight.kind).to(wide)
     scale = weight.scale.to(wide).repeat_interleave(weight.rows, 0)[:n]
     if weight.zero is not None:
         values = values - weight.zero.to(wide).repeat_interleave(weight.group, 1)[:, :k]

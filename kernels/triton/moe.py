@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe import ExpertActivation
-from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.quantized_weight import QuantizedWeight, Weight, in_panels
 from kernels.triton.codes import decode
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.pairs import Tiles, sort_pairs
@@ -33,7 +33,8 @@ if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not 
 else:
     few = quantized_experts = scaled = None  # type: ignore[assignment]
 
-MAX_FEW_E2M1 = 4  # tokens: beyond, `quantized_experts` multiplies e2m1 codes faster than `experts_few`
+MAX_FEW_FLOATS = 3  # tokens: beyond, the kernel here multiplies floats faster than `experts_few`
+MAX_FEW_E2M1 = 4  # likewise, `quantized_experts` e2m1 codes
 MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
@@ -272,6 +273,7 @@ def _grouped(
     kind: str
     if isinstance(weight, QuantizedWeight):
         assert weight.order is None, "experts cannot have permuted channels"
+        assert not weight.panel, "only `kernels.hopper.scaled_experts` multiplies panels"
         assert weight.lies_by_groups()
         codes, scale = _words(weight.codes, weight.kind), _bytes(weight.scale)
         zero, factor = _or(weight.zero, scale), _or(weight.factor, scale)
@@ -335,6 +337,15 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     return Config(block_n, block_k, 4, min(max(PROGRAM_BYTES // (block_k * per_channel), 2), 5))
 
 
+def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
+    """See `kernels.reference.pack_experts`. In panels, for `kernels.hopper.scaled_experts`."""
+    if scaled is None or not scaled.packs(gate_up, dtype) or not scaled.packs(down, dtype):
+        return gate_up, down
+    assert isinstance(gate_up, QuantizedWeight)
+    assert isinstance(down, QuantizedWeight)
+    return in_panels(gate_up, scaled.GROUP), in_panels(down, scaled.GROUP)
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -371,7 +382,7 @@ def experts(
             )
             return out
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
-    elif _multiplies_scaled(x, gate_up, down, gate_up_bias, down_bias):
+    elif isinstance(gate_up, QuantizedWeight) and gate_up.panel:  # see `pack_experts`
         tiles = sort_pairs(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
         _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
     elif _multiplies_quantized(x, gate_up, down):
@@ -405,17 +416,6 @@ def _multiply_quantized(
     quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
 
 
-def _multiplies_scaled(
-    x: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None, down_bias: Tensor | None
-) -> bool:
-    """Whether `kernels.hopper.scaled_experts` applies to both products."""
-    return (
-        scaled is not None
-        and gate_up_bias is down_bias is None
-        and all(scaled.applies(x, each) for each in (gate_up, down))
-    )
-
-
 def _multiply_scaled(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles,
     first: int,
@@ -423,6 +423,7 @@ def _multiply_scaled(
     """Both products of codes, into `parts`; what is between them is quantised as x is."""
     order, entries, block_m, positions = tiles
     assert positions is not None
+    assert x.dtype == torch.bfloat16
     codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, positions, first, len(gate_up))
     inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
     inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
@@ -434,7 +435,7 @@ def _few_configs(
     x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
 ) -> tuple[few.Config, few.Config] | None:
     """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
-    if few is None or len(x) > few.MAX_FEW:
+    if few is None or len(x) > (MAX_FEW_FLOATS if isinstance(gate_up, Tensor) else few.MAX_FEW):
         return None
     is_e2m1 = isinstance(gate_up, QuantizedWeight) and gate_up.kind == "e2m1"
     if is_e2m1 and len(x) > MAX_FEW_E2M1 and _multiplies_quantized(x, gate_up, down):

@@ -90,6 +90,8 @@ def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: 
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     if shape.biased:
         biases = (checks.random(shape.count, 2 * shape.inner), checks.random(shape.count, shape.hidden))
+    else:
+        gate_up, down = kernels.pack_experts(gate_up, down, BF16)
     for count in num_tokens:
         x, residual = checks.random(count, shape.hidden), checks.random(count, shape.hidden)
         ids = torch.rand(count, shape.count, device=checks.device).argsort(1)[:, : shape.rule.num_chosen].int()

@@ -232,8 +232,11 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
 
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
     from kernels.triton.moe import experts as compute
+    from kernels.triton.moe import pack_experts
 
     gate_up, down = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
+    if activation == "silu":
+        gate_up, down = pack_experts(gate_up, down, BF16)
     x, weights, bias = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32), tensor(32, 1024)
     biases = (None, None) if activation == "silu" else (bias, bias)
     compute(x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation, add_to=x)

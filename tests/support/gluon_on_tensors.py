@@ -52,7 +52,6 @@ class Pointers:
 class Shared:
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object, value: Tensor | None = None) -> None:
         self.shape, self.dtype = shape, dtype
-        self.following: list[Shared] = []
         if value is not None:
             self.store(value)
 
@@ -73,13 +72,6 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Tensor:
         return self.value.permute(order)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        """With the parts that follow in memory. What nothing was written to is NaN."""
-        count = shape[0] // self.shape[0]
-        assert count <= len(self.following)
-        joined = torch.cat([part.read() for part in self.following[:count]])
-        return Shared(dtype, shape, layout, joined)
-
 
 class Stages:
     """Shared memory of several parts, each written as a whole. A part that is read must have been written."""
@@ -87,17 +79,29 @@ class Stages:
     def __init__(self, dtype: torch.dtype, shape: list[int], layout: object) -> None:
         self.parts = [Shared(dtype, shape[1:], layout) for _ in range(shape[0])]
         self.dtype, self.layout = dtype, layout
-        for i, part in enumerate(self.parts):
-            part.following = self.parts[i:]
 
     def index(self, i: int) -> Shared:
         return self.parts[int(i)]
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Joined | Stages:
-        """Smaller parts are of its own memory: what uses them uses no others."""
         if shape[0] > len(self.parts):
-            return Stages(dtype, shape, layout)
+            return Pieces(self, dtype, shape, layout)
         return Joined(self.parts, len(self.parts) // shape[0])
+
+
+class Pieces(Stages):
+    """Stages of which each part is cut into several. Where the parts were not written, pieces have memory of their own."""
+
+    def __init__(self, whole: Stages, dtype: torch.dtype, shape: list[int], layout: object) -> None:
+        super().__init__(dtype, shape, layout)
+        self.whole, self.count = whole.parts, shape[0] // len(whole.parts)
+
+    def index(self, i: int) -> Shared:
+        part, piece = self.whole[int(i) // self.count], super().index(i)
+        if not hasattr(part, "value"):
+            return piece
+        rows = piece.shape[0]
+        return Shared(part.dtype, piece.shape, None, part.value[int(i) % self.count * rows :][:rows])
 
 
 class Joined:

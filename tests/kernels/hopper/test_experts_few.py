@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.hopper import experts_few as few
+from kernels.quantized_weight import in_panels
 from kernels.triton import moe
 from tests.kernels.hopper.test_quantized_few import scale_of, values_of
 from tests.kernels.triton.test_moe import exact, random_stack
@@ -28,7 +29,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
-def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int) -> None:
+def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int, panel: int = 0) -> None:
     """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
     torch.manual_seed(0)
     hidden, inner = {"float": (320, 96), "fp8 blocks": (512, 128)}.get(form, (256, 128))
@@ -39,6 +40,8 @@ def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int)
     gate_up, down = random_stack(form, 6, 2 * inner, hidden), random_stack(form, 6, hidden, inner)
     if form == "float":
         gate_up, down = gate_up.bfloat16(), down.bfloat16()  # type: ignore[union-attr]
+    if panel:
+        gate_up, down = in_panels(gate_up, panel), in_panels(down, panel)
     biases = (torch.randn(6, 2 * inner).bfloat16(), torch.randn(6, hidden).bfloat16()) if biased else (None, None)
     wide = tuple(None if bias is None else bias.double() for bias in biases)
     want = reference.experts(
@@ -55,7 +58,7 @@ def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int)
     assert (added.double() - want).norm() < 6e-3 * want.norm()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
 @pytest.mark.parametrize(("activation", "biased", "first"), [("silu", False, 0), ("clamped_swiglu", True, 2)])
 def test_experts(num_tokens: int, activation: str, biased: bool, first: int, without_layouts: Any) -> None:
     check("float", num_tokens, activation, biased, first)
@@ -63,8 +66,13 @@ def test_experts(num_tokens: int, activation: str, biased: bool, first: int, wit
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "int8", "int4", "int4 asymmetric", "mxfp4"])
 def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
-    for num_tokens in (1, 3):
+    for num_tokens in (1, 3) if form == "mxfp4" else (1, 7):
         check(form, num_tokens, "gelu_tanh", True, 1)
+
+
+def test_codes_in_panels(without_layouts: Any) -> None:
+    for num_tokens in (1, 5):
+        check("fp8 blocks", num_tokens, "silu", False, 1, panel=128)
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])

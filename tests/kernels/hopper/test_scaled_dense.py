@@ -19,7 +19,7 @@ F64 = torch.float64
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
-    run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", ("_quarters", "_sums_of_groups", "_pairs"))
+    run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", ("_quarters", "_sums_of_groups"))
     helpers = ("_bring", "_ask_weight", "_multiply", "_sums")
     run_on_tensors(monkeypatch, scaled_dense, "_scaled_dense_kernel", helpers, shared=scaled_experts)
     monkeypatch.setattr(scaled_experts, "gl", vars(scaled_dense)["gl"])

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernels import QuantizedWeight
 from kernels.hopper import experts_few, scaled_experts
 from kernels.triton import moe
 from tests.oracles.random_weights import random_experts
@@ -21,16 +22,23 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None
         "_bring",
         "_ask_weight",
         "_multiply",
+        "_multiply_few",
         "_sums_of_groups",
         "_quarters",
         "_store",
-        "_largest",
+        "_store_few",
         "_activate",
-        "_pairs",
+        "_activated",
     )
     run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", helpers)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
+
+
+def packed(gate_up: QuantizedWeight, down: QuantizedWeight) -> Any:
+    panels = moe.pack_experts(gate_up, down, torch.bfloat16)
+    assert all(isinstance(each, QuantizedWeight) and each.panel for each in panels)
+    return panels
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
@@ -41,7 +49,7 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     ids[-1] = -1
     gate_up, down = (random_experts("fp8 blocks", 6, *shape) for shape in ((2 * inner, hidden), (hidden, inner)))
     want = rounded_experts(x, ids, weights, gate_up, down, activation, first=first)
-    assert moe._multiplies_scaled(x, gate_up, down, None, None)
+    gate_up, down = packed(gate_up, down)
     got = moe.experts(x, ids, weights, gate_up, down, activation=activation, first=first)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
@@ -57,7 +65,7 @@ def test_tiles_of_32_pairs(without_layouts: Any) -> None:
     x, weights = torch.randn(40, 256).bfloat16(), torch.rand(40, 1)
     gate_up, down = random_experts("fp8 blocks", 6, 256, 256), random_experts("fp8 blocks", 6, 256, 128)
     want = rounded_experts(x, ids, weights, gate_up, down, "silu", first=0)
-    assert (moe.experts(x, ids, weights, gate_up, down).double() - want).norm() < 8e-3 * want.norm()
+    assert (moe.experts(x, ids, weights, *packed(gate_up, down)).double() - want).norm() < 8e-3 * want.norm()
 
 
 def test_tiles_of_64_pairs(without_layouts: Any) -> None:
@@ -73,10 +81,11 @@ def test_tiles_of_128_pairs(without_layouts: Any) -> None:
 
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
-    x, weight = torch.zeros(40, 256, dtype=torch.bfloat16), random_experts("fp8 blocks", 2, 256, 256)
-    assert scaled_experts.applies(x, weight)
-    assert not scaled_experts.applies(x.half(), weight)
-    assert not scaled_experts.applies(x, replace(weight, rounds_activations=False))
-    assert not scaled_experts.applies(x, random_experts("fp8", 2, 256, 256))
-    assert not scaled_experts.applies(x, random_experts("fp8 blocks", 2, 128, 256))
-    assert not moe._multiplies_scaled(x, weight, weight, None, x)
+    bfloat16, weight = torch.bfloat16, random_experts("fp8 blocks", 2, 256, 256)
+    assert scaled_experts.packs(weight, bfloat16)
+    assert not scaled_experts.packs(weight, torch.float16)
+    assert not scaled_experts.packs(replace(weight, rounds_activations=False), bfloat16)
+    assert not scaled_experts.packs(random_experts("fp8", 2, 256, 256), bfloat16)
+    narrow = random_experts("fp8 blocks", 2, 128, 256)
+    assert not scaled_experts.packs(narrow, bfloat16)
+    assert moe.pack_experts(weight, narrow, bfloat16) == (weight, narrow)
