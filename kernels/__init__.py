@@ -37,6 +37,8 @@ from kernels.reference import Part as Part
 from kernels.reference import WideCopy as WideCopy
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
+from kernels.rounded import NextNorm as NextNorm
+from kernels.rounded import Rounded as Rounded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,11 +46,12 @@ R = TypeVar("R")
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale"),
-        "kernels.cpu.moe": ("experts",),
+        "kernels.cpu.moe": ("experts", "experts_add_norm"),
         "kernels.cpu.matmul": (
             "pack_weight",
             "linear",
             "linear_add",
+            "linear_add_norm",
             "linear_gated",
             "norm_gated",
             "norm_linear",
@@ -70,9 +73,18 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         ),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
-        "kernels.triton.moe": ("experts", "pack_experts"),
+        "kernels.triton.moe": ("experts", "experts_add_norm", "pack_experts"),
         "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
-        "kernels.triton.matmul": ("linear", "linear_add", "linear_gated", "norm_gated", "norm_linear", "norms_apart"),
+        "kernels.triton.matmul": (
+            "linear",
+            "linear_add",
+            "linear_add_norm",
+            "linear_gated",
+            "norm_gated",
+            "norm_linear",
+            "norms_apart",
+            "rounding",
+        ),
         "kernels.triton.quantized": ("dequantize",),
         "kernels.triton.scaled": ("quantize_rows",),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
@@ -133,15 +145,18 @@ quantize_groups = _dispatched(reference.quantize_groups)
 quantize_rows = _dispatched(reference.quantize_rows)
 linear = _dispatched(reference.linear)
 linear_add = _dispatched(reference.linear_add)
+linear_add_norm = _dispatched(reference.linear_add_norm)
 linear_gated = _dispatched(reference.linear_gated)
 norm_linear = _dispatched(reference.norm_linear)
 norm_gated = _dispatched(reference.norm_gated)
 norms_apart = _dispatched(reference.norms_apart)
+rounding = _dispatched(reference.rounding)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)
 pack_experts = _dispatched(reference.pack_experts)
 experts = _dispatched(reference.experts)
+experts_add_norm = _dispatched(reference.experts_add_norm)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
 widen_pages = _dispatched(reference.widen_pages)

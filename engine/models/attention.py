@@ -13,7 +13,17 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.expansion import LatentExpansion
-from engine.models.layers import CheckpointModule, CheckpointTensor, Linear, Norm, Residual, Scope, Stream, empty
+from engine.models.layers import (
+    CheckpointModule,
+    CheckpointTensor,
+    Linear,
+    Norm,
+    NormBefore,
+    Residual,
+    Scope,
+    Stream,
+    empty,
+)
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
@@ -159,9 +169,9 @@ class Attention(CheckpointModule):
         )  # fmt: skip
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
-    def norms_apart(self, hidden: Tensor) -> bool:
+    def norm_before(self, hidden: Tensor) -> NormBefore:
         """See `Residual.precede`."""
-        return self.qkv.norms_apart(hidden)
+        return self.qkv.norm_before(hidden)
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
         """Normalise the queries of all ranks together, and their keys, in place."""

@@ -18,7 +18,18 @@ from engine.models.attention import Attention, AttentionMetadata, MakeNorm
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
 from engine.models.latent import LatentAttention
-from engine.models.layers import Embedding, LayerNorm, LMHead, Matrix, Norm, Residual, RMSNorm, Scope, Stream
+from engine.models.layers import (
+    Embedding,
+    LayerNorm,
+    LMHead,
+    Matrix,
+    Norm,
+    NormBefore,
+    Residual,
+    RMSNorm,
+    Scope,
+    Stream,
+)
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
@@ -172,13 +183,18 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
-        self.around_attention.precede(before_mlp, self.mlp.norms_apart)
+        self.around_attention.precede(before_mlp, self.mlp.norm_before)
 
     def precede(self, following: DecoderLayer) -> None:
         """Compute the norm with which the layer `following` begins, too, where it is faster; see `Residual.precede`."""
         if self.output_scale is None:
             last = self.around_mlp if self.per_layer is None else self.per_layer.around
-            last.precede(following.shared_norm or following.around_attention.before, following.attention.norms_apart)
+            last.precede(following.shared_norm or following.around_attention.before, following.norm_before)
+
+    def norm_before(self, hidden: Tensor) -> NormBefore:
+        """See `Residual.precede`. The MLP, if it reads the same norm, takes it as it is."""
+        wanted = self.attention.norm_before(hidden)
+        return wanted is True if self.shared_norm is not None else wanted
 
     def forward(
         self, x: Stream, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
@@ -190,7 +206,7 @@ class DecoderLayer(nn.Module):
             x = Stream(x.hidden, self.shared_norm(x.hidden))
         out = self.attention(x, x.hidden, self.around_attention, positions, kv, metadata)
         if self.shared_norm is not None:
-            assert x.normed is not None
+            assert isinstance(x.normed, Tensor)
             out = Stream(out.hidden, metadata.select(x.normed))
         if isinstance(self.mlp, MLP):
             out = self.mlp(out, out.hidden, self.around_mlp)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Linear, Residual, RMSNorm, Scope, Stream
+from engine.models.layers import Linear, NormBefore, Residual, RMSNorm, Scope, Stream
 from engine.models.spec import LatentSpec
 
 
@@ -78,9 +78,9 @@ class LatentAttention(nn.Module):
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
-    def norms_apart(self, hidden: Tensor) -> bool:
+    def norm_before(self, hidden: Tensor) -> NormBefore:
         """See `Residual.precede`."""
-        return self.short.norms_apart(hidden)
+        return self.short.norm_before(hidden)
 
 
 class HeadProjections(Linear):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -270,7 +270,7 @@ class Linear(Matrix):
         super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | kernels.Rounded) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
@@ -280,10 +280,14 @@ class Linear(Matrix):
             return result if out is None else out.copy_(result)
         return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
+    def gated(self, x: Tensor | kernels.Rounded, gate: kernels.Gate) -> Tensor:
+        """Return the activated gate · up for the two stacked projections of x."""
+        return kernels.linear_gated(x, self.weight, self.bias, gate)
+
     def gated_after_norm(self, x: Tensor, norm: Norm | None, gate: kernels.Gate) -> Tensor:
-        """Return the activated gate · up for the two stacked projections of the normalised x."""
+        """As `gated`, of the normalised x."""
         if not isinstance(norm, RMSNorm):
-            return kernels.linear_gated(x if norm is None else norm(x), self.weight, self.bias, gate)
+            return self.gated(x if norm is None else norm(x), gate)
         return kernels.norm_gated(x, norm.weight, norm.eps, self.weight, self.bias, gate)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
@@ -299,9 +303,10 @@ class Linear(Matrix):
             out = self.communicator.all_reduce(out)
         return out
 
-    def norms_apart(self, x: Tensor, gate: kernels.Gate | None = None) -> bool:
-        """Whether `after_norm`, or `gated_after_norm`, has a kernel for the norm of x [T, in] alone."""
-        return kernels.norms_apart(x, self.weight, gate)
+    def norm_before(self, x: Tensor, gate: kernels.Gate | None = None) -> NormBefore:
+        """How `after_norm`, or `gated_after_norm`, wants the norm of x [T, in] to be computed."""
+        rounded = kernels.rounding(x, self.weight, self.bias, gate)
+        return kernels.norms_apart(x, self.weight, gate) if rounded is None else rounded
 
 
 def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
@@ -408,7 +413,11 @@ class Stream:
     """The residual stream [T, hidden] between sublayers, and its norm for the next one if that is computed already."""
 
     hidden: Tensor
-    normed: Tensor | None = None
+    normed: Tensor | kernels.Rounded | None = None
+
+
+# Whether a sublayer wants the norm of its input to be computed with what comes before; memory for it: rounded, in there.
+NormBefore: TypeAlias = "bool | kernels.Rounded"
 
 
 class Residual(nn.Module):
@@ -417,16 +426,17 @@ class Residual(nn.Module):
     def __init__(self, before: Norm | None, after: Norm | None, multiplier: float) -> None:
         super().__init__()
         self.before, self.after, self.multiplier = before, after, multiplier
-        self._next: tuple[RMSNorm, Callable[[Tensor], bool]] | None = None  # in a tuple: it is no submodule
+        self._next: tuple[RMSNorm, Callable[[Tensor], NormBefore]] | None = None  # in a tuple: it is no submodule
 
-    def precede(self, norm: Norm | None, norms_apart: Callable[[Tensor], bool]) -> None:
-        """Compute the norm with which the next sublayer reads the sum, too, where that sublayer `norms_apart`."""
+    def precede(self, norm: Norm | None, norm_before: Callable[[Tensor], NormBefore]) -> None:
+        """Compute the norm with which the next sublayer reads the sum, too, where that sublayer wants it."""
         if isinstance(norm, RMSNorm):
-            self._next = norm, norms_apart
+            self._next = norm, norm_before
 
     def read(self, x: Stream) -> Tensor:
         """Return what the sublayer reads of x, normalised."""
         if x.normed is not None:
+            assert isinstance(x.normed, Tensor)
             return x.normed
         return x.hidden if self.before is None else cast(Tensor, self.before(x.hidden))
 
@@ -436,26 +446,28 @@ class Residual(nn.Module):
     def gated(self, linear: Linear, x: Stream, gate: kernels.Gate) -> Tensor:
         if x.normed is None:
             return linear.gated_after_norm(x.hidden, self.before, gate)
-        return linear.gated_after_norm(x.normed, None, gate)
+        return linear.gated(x.normed, gate)
 
     def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
-        norm = self._norm_to_compute(hidden)
         if self.is_sum and linear.is_partial:
-            return Stream(hidden, linear.communicator.add_product(hidden, x, linear, norm))
-        if norm is None or self.is_sum:
+            return Stream(hidden, linear.communicator.add_product(hidden, x, linear, self._norm_apart(hidden)))
+        norm = self.next_norm(hidden)
+        if norm is None:
             return Stream(linear.add_to(hidden, x, self.after, self.multiplier))
+        if self.is_sum:
+            return Stream(hidden, kernels.linear_add_norm(hidden, x, linear.weight, linear.bias, norm))
         return self.add_output(hidden, linear.summed(x))
 
     def add_partial(self, communicator: Communicator, hidden: Tensor, partial: Tensor) -> Stream:
         """Add the sum of all ranks' partial outputs [T, hidden] to hidden [T, hidden] in place."""
         if not self.is_sum:
             return self.add_output(hidden, communicator.all_reduce(partial))
-        return Stream(hidden, communicator.add_sum(hidden, partial, self._norm_to_compute(hidden)))
+        return Stream(hidden, communicator.add_sum(hidden, partial, self._norm_apart(hidden)))
 
     def add_output(self, hidden: Tensor, output: Tensor) -> Stream:
         """Add a sublayer's finished output [T, hidden] to hidden [T, hidden] in place."""
-        norm, after = self._norm_to_compute(hidden), self.after
+        norm, after = self._norm_apart(hidden), self.after
         if norm is None:
             return Stream(add_normed(hidden, output, after, self.multiplier))
         assert after is None or isinstance(after, RMSNorm), "a model has norms of one kind"
@@ -463,12 +475,20 @@ class Residual(nn.Module):
         normed = kernels.add_rms_norm(hidden, output, *norm, weight, eps, self.multiplier)
         return Stream(hidden, normed)
 
-    def _norm_to_compute(self, hidden: Tensor) -> WeightAndEps | None:
-        """Return the next sublayer's norm if it is to be computed with the sum."""
+    def next_norm(self, hidden: Tensor) -> kernels.NextNorm | None:
+        """Return the next sublayer's norm if it is to be computed with the sum, which has the shape of `hidden`."""
         if self._next is None:
             return None
-        norm, norms_apart = self._next
-        return (norm.weight, norm.eps) if norms_apart(hidden) else None
+        norm, norm_before = self._next
+        wanted = norm_before(hidden)
+        if wanted is False:
+            return None
+        return kernels.NextNorm(norm.weight, norm.eps, None if wanted is True else wanted)
+
+    def _norm_apart(self, hidden: Tensor) -> WeightAndEps | None:
+        """As `next_norm`, for kernels that do not round it."""
+        norm = self.next_norm(hidden)
+        return None if norm is None or norm.rounded is not None else (norm.weight, norm.eps)
 
     @property
     def is_sum(self) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from engine.models.layers import Linear, Residual, Scope, Stream
+from engine.models.layers import Linear, NormBefore, Residual, Scope, Stream
 from engine.models.spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gate
@@ -42,6 +42,6 @@ class MLP(nn.Module):
             return residual.gated(self.gate_up, x, self._gate)
         return ACTIVATIONS[self.spec.activation](residual.project(self.gate_up, x))
 
-    def norms_apart(self, hidden: Tensor) -> bool:
+    def norm_before(self, hidden: Tensor) -> NormBefore:
         """See `Residual.precede`."""
-        return self.gate_up.norms_apart(hidden, self._gate)
+        return self.gate_up.norm_before(hidden, self._gate)

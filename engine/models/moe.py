@@ -52,14 +52,21 @@ class MoE(nn.Module):
         shared = self.shared  # reads x before the sum overwrites it
         inner = None if shared is None else shared.activate(Stream(x.hidden, normed), residual)
         in_place = self.num_ranks == 1 and residual.is_sum
-        total = kernels.experts(
+        norm = residual.next_norm(hidden) if in_place else None
+        chosen = (
             normed, ids, weights, self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias,
-            self.spec.activation, add_to=hidden if in_place else None, first=self.first,
+            self.spec.activation,
         )  # fmt: skip
+        if norm is not None and shared is None:
+            return Stream(hidden, kernels.experts_add_norm(hidden, norm, *chosen, first=self.first))
+        total = kernels.experts(*chosen, add_to=hidden if in_place else None, first=self.first)
         if shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)
-            total = kernels.linear_add(total, inner, shared.down.weight, shared.down.bias)
+            matrix = shared.down.weight, shared.down.bias
+            if norm is not None:
+                return Stream(total, kernels.linear_add_norm(total, inner, *matrix, norm))
+            total = kernels.linear_add(total, inner, *matrix)
         if in_place:
             return Stream(total)
         return residual.add_partial(self.communicator, hidden, total)
@@ -70,7 +77,7 @@ class MoE(nn.Module):
         if gate_up.is_here and gate_up.bias is down.bias is None:
             gate_up.weight, down.weight = kernels.pack_experts(gate_up.weight, down.weight, gate_up.dtype)
 
-    def norms_apart(self, hidden: Tensor) -> bool:
+    def norm_before(self, hidden: Tensor) -> bool:
         """See `Residual.precede`."""
         return kernels.route_norms_apart(hidden)
 
@@ -97,7 +104,7 @@ class DenseAndExperts(nn.Module):
         total = self.shared(x, torch.zeros_like(x.hidden), self.around_shared).hidden
         return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots).hidden)
 
-    def norms_apart(self, hidden: Tensor) -> bool:
+    def norm_before(self, hidden: Tensor) -> bool:
         """See `Residual.precede`. Each part has its own norm."""
         return False
 

@@ -15,6 +15,7 @@ from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pac
 from kernels.cpu.rotary import rms_norm
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import Gate, silu_and_mul
+from kernels.rounded import NextNorm, Rounded
 
 _onednn = torch.ops.mkldnn
 PACKED_FOR = 16  # tokens that oneDNN packs weights for: about the best blocks for fewer, and for many more
@@ -85,6 +86,14 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
     if isinstance(weight, Tensor) and weight.is_mkldnn:
         return residual.copy_(_onednn._linear_pointwise.binary(x, residual, weight, bias, "add"))
     return reference.linear_add(residual, x, weight, bias)
+
+
+def linear_add_norm(
+    residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | Rounded:
+    """See `kernels.reference.linear_add_norm`."""
+    assert norm.rounded is None
+    return rms_norm(linear_add(residual, x, weight, bias), norm.weight, norm.eps)
 
 
 def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:

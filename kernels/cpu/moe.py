@@ -8,9 +8,11 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu.matmul import linear, swiglu
 from kernels.cpu.packed_weight import NativeWeight
+from kernels.cpu.rotary import rms_norm
 from kernels.moe import ExpertActivation
 from kernels.quantized_weight import Weight
 from kernels.reference.moe import activate
+from kernels.rounded import NextNorm, Rounded
 
 
 def experts(
@@ -45,3 +47,22 @@ def experts(
         parts[token, choice] = linear(inner, down.stack[expert], bias).float()
     result = torch.bmm(weights.float()[:, None, :], parts)[:, 0]
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+
+
+def experts_add_norm(
+    residual: Tensor,
+    norm: NextNorm,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    first: int = 0,
+) -> Tensor | Rounded:
+    """See `kernels.reference.experts_add_norm`."""
+    assert norm.rounded is None
+    experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, residual, first)
+    return rms_norm(residual, norm.weight, norm.eps)

@@ -3,7 +3,7 @@
 A warpgroup multiplies 64 tokens by 256 rows of the weight, one half after the other, 128 channels a step. With scales of
 blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another warp asks for
 codes, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all multiprocessors, the
-channels are divided among programs, and `sum_parts` adds up. With SwiGLU gate and up rows lie side by side in a half, so that
+channels are divided among programs, and another kernel adds up. With SwiGLU gate and up rows lie side by side in a half, so that
 one thread has the sums of both.
 """
 
@@ -30,8 +30,8 @@ from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import _boxes
 from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
 from kernels.quantized_weight import QuantizedWeight
+from kernels.rounded import Rounded
 from kernels.triton.launch import cdiv, is_hopper, launch_dependents, pdl_options, wait_for_inputs
-from kernels.triton.parts import sum_parts
 
 
 @gluon.jit
@@ -240,7 +240,7 @@ def _choose(num_tokens: int, n: int, k: int, swiglu: bool) -> Config | None:
     return Config(block_m, cdiv(steps, parts), SHARED_BYTES // ((256 + block_m) * 128))
 
 
-def config(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
+def config(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
     """How to multiply tokens like x, rounded, by the weight; None where this kernel does not apply."""
     n, k = len(weight), weight.num_channels
     if (
@@ -258,29 +258,17 @@ def config(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool
     return None
 
 
-def multiply(
-    codes: Tensor,
-    x_scale: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    config: Config,
-    dtype: torch.dtype,
-    *,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Codes x [M, K] and their scales, times the weight, plus bias, or SwiGLU of that; in `residual`, added to it."""
-    num_tokens, n = len(codes), len(weight) // (2 if swiglu else 1)
+def multiply(x: Rounded, weight: QuantizedWeight, config: Config, *, swiglu: bool = False) -> Tensor:
+    """x [M, K] times the weight, or SwiGLU of that, in parts [P, M, N], which are yet to be added up."""
+    num_tokens, n = len(x), len(weight) // (2 if swiglu else 1)
     steps = weight.num_channels // 128
-    assert codes.is_contiguous()
-    assert x_scale.is_contiguous()
-    assert not (swiglu and (bias is not None or config.part < steps))
-    parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=dtype, device=codes.device)
+    assert x.codes.is_contiguous()
+    assert x.scale.is_contiguous()
+    assert not (swiglu and config.part < steps)
+    parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=x.dtype, device=x.device)
     _scaled_dense_kernel[(cdiv(num_tokens, config.block_m) * (len(weight) // 256), len(parts))](
-        _boxes(codes, 64, 128, 128), _boxes(weight.codes, 64 if swiglu else 128, 128, 128), weight.scale, x_scale,
+        _boxes(x.codes, 64, 128, 128), _boxes(weight.codes, 64 if swiglu else 128, 128, 128), weight.scale, x.scale,
         parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP, SWIGLU=swiglu,
-        BLOCK_M=config.block_m, STAGES=config.stages, num_warps=4, **pdl_options(codes.device),
+        BLOCK_M=config.block_m, STAGES=config.stages, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
-    if len(parts) == 1 and bias is None and residual is None:
-        return parts[0]
-    return sum_parts(parts, torch.empty_like(parts[0]) if residual is None else residual, bias=bias, residual=residual)
+    return parts

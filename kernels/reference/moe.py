@@ -12,6 +12,7 @@ from kernels.reference.activation import gelu_and_mul, silu_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 from kernels.reference.quantized import dequantize
+from kernels.rounded import NextNorm, Rounded
 
 
 def route(
@@ -112,6 +113,25 @@ def experts(
     if add_to is not None:
         return add_to.copy_(result + add_to)
     return result.to(x.dtype).contiguous()
+
+
+def experts_add_norm(
+    residual: Tensor,
+    norm: NextNorm,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    first: int = 0,
+) -> Tensor | Rounded:
+    """`experts`, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see `linear_add_norm`."""
+    assert norm.rounded is None
+    experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, residual, first)
+    return rms_norm(residual, norm.weight, norm.eps)
 
 
 def _linear(x: Tensor, weights: Weight, biases: Tensor | None, expert: int) -> Tensor:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import Gate
-from kernels.triton import quantized
+from kernels.rounded import NextNorm, Rounded
+from kernels.triton import quantized, scaled
 from kernels.triton.activation import activate, gate_and_mul
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.norm import rms_norm
@@ -165,10 +166,11 @@ def _fused(
     return out
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
+    assert isinstance(x, Tensor)
     out = _fused(x, weight, bias)
     return F.linear(x, weight, bias) if out is None else out
 
@@ -183,12 +185,27 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
     return residual if bias is None else residual.add_(bias)
 
 
-def linear_gated(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+def linear_add_norm(
+    residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | Rounded:
+    """See `kernels.reference.linear_add_norm`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.linear_add_norm(residual, x, weight, bias, norm)
+    return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
+
+
+def linear_gated(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """See `kernels.reference.linear_gated`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_gated(x, weight, bias, gate)
+    assert isinstance(x, Tensor)
     out = _fused(x, weight, bias, gate=gate)
     return gate_and_mul(F.linear(x, weight, bias), gate) if out is None else out
+
+
+def rounding(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None) -> Rounded | None:
+    """See `kernels.reference.rounding`."""
+    return quantized.rounding(x, weight, bias, gate) if isinstance(weight, QuantizedWeight) else None
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:

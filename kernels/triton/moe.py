@@ -20,11 +20,13 @@ from torch import Tensor
 
 from kernels.moe import ExpertActivation
 from kernels.quantized_weight import QuantizedWeight, Weight, in_panels
+from kernels.rounded import NextNorm, Rounded
 from kernels.triton.codes import decode
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.pairs import Tiles, sort_pairs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
-from kernels.triton.scaled import quantize_pairs
+from kernels.triton.rounding import norm_arguments, store_norm
+from kernels.triton.scaled import finish_norm, quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import experts_few as few
@@ -33,8 +35,10 @@ if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not 
 else:
     few = quantized_experts = scaled = None  # type: ignore[assignment]
 
-MAX_FEW_FLOATS = 3  # tokens: beyond, the kernel here multiplies floats faster than `experts_few`
-MAX_FEW_E2M1 = 4  # likewise, `quantized_experts` e2m1 codes
+# Tokens beyond which another kernel is faster than `experts_few`:
+MAX_FEW_FLOATS = 3  # with floats, the one here
+MAX_FEW_E2M1 = 4  # with e2m1 codes, `quantized_experts`
+MAX_FEW_PANELS = 1  # with panels, `scaled_experts`
 MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
@@ -225,32 +229,40 @@ def _grouped_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "stride_row", "stride_group"])
 def _sum_kernel(
-    parts, ids, add_to, out, first, stride_out,
-    N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, ids, add_to, out, norm_weight, normed, scale, eps, stride_row, stride_group, first, stride_out,
+    N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's sum over its experts, from parts [pair, N].
+    """A piece of a token's sum over its experts, from parts [pair, N]; with NORM all of it, and its norm, see `store_norm`.
 
     It reads all but the parts at once: the experts' first kernels waited for it before they let the next ones start.
     """
     token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.arange(0, BLOCK // GROUP)[:, None]
+    n = tl.program_id(1) * BLOCK + group * GROUP + tl.arange(0, GROUP)[None, :]
     if PDL:
         launch_dependents()
     local_ids = ()
     for i in tl.static_range(CHOSEN):
         local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
-    before = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK // GROUP, GROUP], tl.float32)
     if ADD:
         before = tl.load(add_to + token * stride_out + n, mask=n < N, other=0.0, cache_modifier=EARLY).to(tl.float32)
     if PDL:
         wait_for_inputs()
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK // GROUP, GROUP], tl.float32)
     for i in tl.static_range(CHOSEN):
         mask = (n < N) & (local_ids[i] >= 0) & (local_ids[i] < E)
         total += tl.load(parts + (token * CHOSEN + i) * N + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * stride_out + n, (total + before).to(out.dtype.element_ty), mask=n < N)
+    total = (total + before).to(out.dtype.element_ty)
+    tl.store(out + token * stride_out + n, total, mask=n < N)
+    if NORM:
+        store_norm(
+            total.to(tl.float32), norm_weight, eps, normed, scale, token, group, n, stride_row, stride_group, N, GROUP,
+            LARGEST, out.dtype.element_ty,
+        )  # fmt: skip
 
 
 def _tile_height(pairs: float, least: int = 16) -> int:
@@ -361,14 +373,58 @@ def experts(
     """See `kernels.reference.experts`. Tokens must be contiguous, their stride is free; what an expert adds to a token is
     rounded to x's dtype, if there are many tokens.
     """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    stacks = gate_up, down, gate_up_bias, down_bias
+    parts = _products(x, ids, weights, *stacks, activation, out, add_to is not None, first)
+    if parts is not None:
+        n = out.shape[1]
+        block = min(next_power_of_2(n), 1024)
+        _sum_kernel[(len(x), cdiv(n, block))](
+            parts, ids, out, out, out, out, out, 0.0, 0, 0, first, out.stride(0), N=n, E=len(gate_up), CHOSEN=ids.shape[1],
+            ADD=add_to is not None, NORM=False, BLOCK=block, GROUP=block, LARGEST=0, num_warps=4, **pdl_options(x.device),
+        )  # fmt: skip
+    return out
+
+
+def experts_add_norm(
+    residual: Tensor,
+    norm: NextNorm,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    first: int = 0,
+) -> Tensor | Rounded:
+    """See `kernels.reference.experts_add_norm`, and `experts`."""
+    stacks = gate_up, down, gate_up_bias, down_bias
+    parts = _products(x, ids, weights, *stacks, activation, residual, True, first)
+    if parts is None:
+        return finish_norm(residual, norm)
+    normed, arguments, options = norm_arguments(residual, norm)
+    _sum_kernel[(len(x), 1)](
+        parts, ids, residual, residual, *arguments, first, residual.stride(0), N=residual.shape[1], E=len(gate_up),
+        CHOSEN=ids.shape[1], ADD=True, NORM=True, num_warps=min(max(options["BLOCK"] // 256, 1), 16), **options,
+        **pdl_options(x.device),
+    )  # fmt: skip
+    return normed
+
+
+def _products(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, activation: str, out: Tensor, add: bool, first: int,
+) -> Tensor | None:  # fmt: skip
+    """What each expert adds to each token, times its weight: [pair, hidden]; None: the sums are in `out`, or added to it."""
     num_tokens, hidden = x.shape
     count, chosen = len(gate_up), ids.shape[1]
-    out = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device) if add_to is None else add_to
     assert out.stride(1) == 1
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     if not num_tokens:
-        return out
+        return None
     inner_size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
     inner = torch.empty(ids.numel(), inner_size, dtype=x.dtype, device=x.device)
     wide = num_tokens <= MAX_WIDE
@@ -378,9 +434,10 @@ def experts(
         few.launch(x, gate_up, gate_up_bias, ids, weights, inner, configs[0], activation=activation, first=first)
         if num_tokens == 1:
             few.launch(
-                inner, down, down_bias, ids, weights, out, configs[1], experts=chosen, residual=add_to, first=first
-            )
-            return out
+                inner, down, down_bias, ids, weights, out, configs[1], experts=chosen, residual=out if add else None,
+                first=first,
+            )  # fmt: skip
+            return None
         few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
     elif isinstance(gate_up, QuantizedWeight) and gate_up.panel:  # see `pack_experts`
         tiles = sort_pairs(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
@@ -392,12 +449,7 @@ def experts(
         tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count))
         _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
         _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
-    block = min(next_power_of_2(hidden), 1024)
-    _sum_kernel[(num_tokens, cdiv(hidden, block))](
-        parts, ids, out, out, first, out.stride(0), N=hidden, E=count, CHOSEN=chosen, ADD=add_to is not None,
-        BLOCK=block, num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
+    return parts
 
 
 def _multiplies_quantized(x: Tensor, gate_up: Weight, down: Weight) -> bool:
@@ -435,10 +487,16 @@ def _few_configs(
     x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
 ) -> tuple[few.Config, few.Config] | None:
     """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
-    if few is None or len(x) > (MAX_FEW_FLOATS if isinstance(gate_up, Tensor) else few.MAX_FEW):
+    if few is None:
         return None
-    is_e2m1 = isinstance(gate_up, QuantizedWeight) and gate_up.kind == "e2m1"
-    if is_e2m1 and len(x) > MAX_FEW_E2M1 and _multiplies_quantized(x, gate_up, down):
+    most = few.MAX_FEW
+    if isinstance(gate_up, Tensor):
+        most = MAX_FEW_FLOATS
+    elif gate_up.panel:
+        most = MAX_FEW_PANELS
+    elif gate_up.kind == "e2m1" and _multiplies_quantized(x, gate_up, down):
+        most = MAX_FEW_E2M1
+    if len(x) > most:
         return None
     first = few.config(x, gate_up, len(x), True)
     second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)

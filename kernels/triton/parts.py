@@ -1,4 +1,4 @@
-"""The sum of a product's parts: each is the product of some of the channels."""
+"""The sum of a product's parts, and the norm of that: each part is the product of some of the channels."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.rounded import NextNorm, Rounded
 from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.rounding import norm_arguments, store_norm
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -47,3 +49,44 @@ def sum_parts(parts: Tensor, out: Tensor, *, bias: Tensor | None = None, residua
         BLOCK=1024, num_warps=4, **options, **pdl_options(out.device),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_row", "stride_group"])
+def _sum_norm_kernel(
+    parts, bias, residual, weight, out, scale, eps, stride_row, stride_group, num_rows,
+    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    LARGEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual [M, N] += the sum of parts [PARTS, num_rows, N] and bias [N]; out: the norm of that. One program for a row."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK // GROUP)[:, None]
+    channels = group * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = channels < N
+    size = num_rows.to(tl.int64) * N
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    total = tl.load(residual + row * N + channels, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size + row * N + channels, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+    values = total.to(residual.dtype.element_ty)
+    tl.store(residual + row * N + channels, values, mask=inside)
+    store_norm(
+        values.to(tl.float32), weight, eps, out, scale, row, group, channels, stride_row, stride_group, N, GROUP, LARGEST,
+        residual.dtype.element_ty,
+    )  # fmt: skip
+
+
+def sum_parts_norm(parts: Tensor, residual: Tensor, norm: NextNorm, *, bias: Tensor | None = None) -> Tensor | Rounded:
+    """Add the sum of parts [P, at least M, N] and bias [N] to residual [M, N], and return its norm."""
+    num_parts, num_rows, n = parts.shape
+    assert parts.is_contiguous()
+    assert residual.is_contiguous()
+    normed, arguments, options = norm_arguments(residual, norm)
+    _sum_norm_kernel[(len(residual),)](
+        parts, residual if bias is None else bias, residual, *arguments, num_rows, N=n, PARTS=num_parts,
+        BIAS=bias is not None, num_warps=min(max(options["BLOCK"] // 256, 1), 16), **options, **pdl_options(residual.device),
+    )  # fmt: skip
+    return normed

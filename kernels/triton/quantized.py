@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import Gate
+from kernels.rounded import NextNorm, Rounded
 from kernels.triton import scaled
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.codes import values
@@ -195,7 +196,7 @@ def _empty(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Tensor:
 
 
 def _multiply(
-    x: Tensor,
+    x: Tensor | Rounded,
     weight: QuantizedWeight,
     bias: Tensor | None,
     *,
@@ -206,6 +207,10 @@ def _multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in `out`."""
+    if isinstance(x, Rounded):
+        assert norm_weight is None
+        assert out is None
+        return scaled.multiply(x, weight, bias, swiglu=swiglu, residual=residual)
     if weight.order is not None:
         x, norm_weight = x[:, weight.order], None if norm_weight is None else norm_weight[weight.order]
         weight = dataclasses.replace(weight, order=None)
@@ -239,7 +244,7 @@ def _multiply(
     return result if out is None else out.copy_(result)
 
 
-def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
     return _multiply(x, weight, bias)
 
@@ -249,11 +254,33 @@ def linear_add(residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tenso
     return _multiply(x, weight, bias, residual=residual)
 
 
-def linear_gated(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+def linear_gated(
+    x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
+) -> Tensor:
     """See `kernels.reference.linear_gated`."""
     if gate != "silu":
         return gate_and_mul(_multiply(x, weight, bias), gate)
     return _multiply(x, weight, bias, swiglu=True)
+
+
+def linear_add_norm(
+    residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | Rounded:
+    """See `kernels.reference.linear_add_norm`."""
+    if weight.order is None and (few is None or few.config(x, weight, False) is None) and _rounds(x, weight):
+        return scaled.multiply_add_norm(residual, x, weight, bias, norm)
+    return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
+
+
+def rounding(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate | None = None
+) -> Rounded | None:
+    """See `kernels.reference.rounding`."""
+    swiglu = gate == "silu"
+    is_few = few is not None and few.config(x, weight, swiglu) is not None
+    if weight.order is not None or is_few or not _rounds(x, weight):
+        return None
+    return scaled.unwritten(x, weight, bias, swiglu)
 
 
 def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:

@@ -10,6 +10,7 @@ x gets a scale for each token, or for each group of channels if the weight has t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.quantized_weight import QuantizedWeight
+from kernels.rounded import NextNorm, Rounded
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.launch import (
     EARLY,
@@ -27,23 +29,14 @@ from kernels.triton.launch import (
     pdl_options,
     wait_for_inputs,
 )
+from kernels.triton.norm import normed_row, rms_norm
+from kernels.triton.parts import sum_parts, sum_parts_norm
+from kernels.triton.rounding import LARGEST, group_of, rounded, store_rounded
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import scaled_dense as dense
 else:
     dense = None  # type: ignore[assignment]
-
-LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
-
-
-@triton.jit
-def _rounded(values, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes of values [GROUPS, GROUP], and the groups' scales [GROUPS, 1]."""
-    scale = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), 1e-12) / LARGEST
-    rounded = values / scale
-    if dtype == tl.int8:
-        rounded = tl.where(rounded < 0, rounded - 0.5, rounded + 0.5)
-    return rounded.to(dtype), scale
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_group"])  # one is the number of rows
@@ -67,12 +60,8 @@ def _quantize_kernel(
         wait_for_inputs()
     values = tl.load(x + row * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        values = values * tl.rsqrt(tl.sum(tl.sum(values * values, 1), 0) / K + eps)
-        values = values.to(x.dtype.element_ty).to(tl.float32) * g
-        values = values.to(x.dtype.element_ty).to(tl.float32)
-    rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
-    tl.store(codes + row * K + channels, rounded, mask=inside)
-    tl.store(scale + row * stride_row + group * stride_group, largest, mask=group * GROUP < K)
+        values = normed_row(values, g, eps, K, x.dtype.element_ty)
+    store_rounded(values, codes, scale, row, group, channels, stride_row, stride_group, K, GROUP, LARGEST)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -91,7 +80,7 @@ def _quantize_pairs_kernel(
     channels = group * GROUP + k
     inside = channels < K
     values = tl.load(x + token * stride_x + channels, mask=inside, other=0.0, cache_modifier=EARLY).to(tl.float32)
-    rounded, largest = _rounded(values, codes.dtype.element_ty, LARGEST)
+    result, largest = rounded(values, codes.dtype.element_ty, LARGEST)
     local_ids = ()
     for i in tl.static_range(CHOSEN):
         local_ids = local_ids + (tl.load(ids + token * CHOSEN + i, cache_modifier=EARLY) - first,)
@@ -104,7 +93,7 @@ def _quantize_pairs_kernel(
         rows = rows + (tl.load(positions + token * CHOSEN + i, mask=local, other=-1).to(tl.int64),)
     for i in tl.static_range(CHOSEN):
         local = rows[i] >= 0
-        tl.store(codes + rows[i] * K + channels, rounded, mask=inside & local)
+        tl.store(codes + rows[i] * K + channels, result, mask=inside & local)
         tl.store(scale + rows[i] * (K // GROUP) + group, largest, mask=(group * GROUP < K) & local)
 
 
@@ -166,25 +155,32 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
 
-    `by_group`: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4. Nothing
-    is written to the last ones.
+    `by_group`: see `Rounded.empty`.
     """
+    out = Rounded.empty(x, dtype, group, by_group)
+    round_into(out, x, norm_weight, eps)
+    return out.codes, out.scale
+
+
+def round_into(out: Rounded, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
+    """Round x [M, K], or its norm, into unwritten memory."""
     num_rows, k = x.shape
-    block = next_power_of_2(k)
-    width = group or block
-    num_codes = cdiv(num_rows, 4) * 4 if by_group else num_rows
-    codes = torch.empty(num_codes, k, dtype=dtype, device=x.device)
-    shape = (num_codes, cdiv(k, width))
-    strides = (1, num_codes) if by_group else (shape[1], 1)
-    scale = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
     assert x.stride(1) == 1
     if num_rows:
+        block, width = group_of(out)
         _quantize_kernel[(num_rows,)](
-            x, x if norm_weight is None else norm_weight, codes, scale, eps, x.stride(0), *strides, K=k, GROUP=width,
-            GROUPS=block // width, LARGEST=LARGEST[dtype], NORM=norm_weight is not None,
+            x, x if norm_weight is None else norm_weight, out.codes, out.scale, eps, x.stride(0), *out.scale.stride(), K=k,
+            GROUP=width, GROUPS=block // width, LARGEST=LARGEST[out.codes.dtype], NORM=norm_weight is not None,
             num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
-    return codes, scale
+
+
+def finish_norm(total: Tensor, norm: NextNorm) -> Tensor | Rounded:
+    """The norm of a sum that another kernel has written."""
+    if norm.rounded is None:
+        return rms_norm(total, norm.weight, norm.eps)
+    round_into(norm.rounded, total, norm.weight, norm.eps)
+    return norm.rounded
 
 
 def quantize_pairs(
@@ -212,8 +208,15 @@ def multiplies_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def unwritten(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Rounded:
+    """Memory for x [M, K] rounded to codes, as `multiply` takes it."""
+    group = 0 if weight.scale.shape[1] == 1 else weight.group
+    by_group = group > 0 and _dense_config(x, weight, bias, swiglu) is None and _by_cublas(x, weight)
+    return Rounded.empty(x, weight.codes.dtype, group, by_group)
+
+
 def multiply(
-    x: Tensor,
+    x: Tensor | Rounded,
     weight: QuantizedWeight,
     bias: Tensor | None,
     *,
@@ -223,19 +226,49 @@ def multiply(
     residual: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], or its norm, rounded to codes, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it."""
-    group = 0 if weight.scale.shape[1] == 1 else weight.group
-    config = dense.config(x, weight, bias, swiglu) if dense is not None else None
-    cublas = config is None and _by_cublas(x, weight)
-    codes, scale = quantize_rows(
-        x, weight.codes.dtype, group=group, by_group=cublas and group > 0, norm_weight=norm_weight, eps=eps
-    )
+    config = _dense_config(x, weight, bias, swiglu)
+    x = _rounded(x, weight, bias, norm_weight, eps, swiglu)
     if config is not None:
-        return dense.multiply(codes, scale, weight, bias, config, x.dtype, swiglu=swiglu, residual=residual)
-    product = _cublas if cublas else _triton
-    out = product(codes, scale, weight, bias, x.dtype)[: len(x)]
+        parts = dense.multiply(x, weight, config, swiglu=swiglu)
+        if len(parts) == 1 and bias is None and residual is None:
+            return parts[0]
+        out = torch.empty_like(parts[0]) if residual is None else residual
+        return sum_parts(parts, out, bias=bias, residual=residual)
+    product = _cublas if _by_cublas(x, weight) else _triton
+    out = product(x.codes, x.scale, weight, bias, x.dtype)[: len(x)]
     if swiglu:
         out = gate_and_mul(out, "silu")
     return out if residual is None else residual.add_(out)
+
+
+def multiply_add_norm(
+    residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | Rounded:
+    """Add x [M, K], rounded to codes, times the weight, plus bias, to residual [M, N]. Returns the norm of that."""
+    config = _dense_config(x, weight, bias, False)
+    if config is None:
+        return finish_norm(multiply(x, weight, bias, residual=residual), norm)
+    parts = dense.multiply(_rounded(x, weight, bias), weight, config)
+    return sum_parts_norm(parts, residual, norm, bias=bias)
+
+
+def _dense_config(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Any:
+    return dense.config(x, weight, bias, swiglu) if dense is not None else None
+
+
+def _rounded(
+    x: Tensor | Rounded,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+) -> Rounded:
+    if isinstance(x, Rounded):
+        return x
+    out = unwritten(x, weight, bias, swiglu)
+    round_into(out, x, norm_weight, eps)
+    return out
 
 
 def _triton(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -261,7 +294,7 @@ def _cublas(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tenso
     return out if bias is None or by_row else out.add_(bias)
 
 
-def _by_cublas(x: Tensor, weight: QuantizedWeight) -> bool:
+def _by_cublas(x: Tensor | Rounded, weight: QuantizedWeight) -> bool:
     """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
     n, k = len(weight), weight.num_channels
     by_row = weight.scale.shape == (n, 1)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+import kernels
 from engine.worker import cache_widener, latent_expander
 from engine.worker.cache_widener import CacheWidener
 from engine.worker.latent_expander import LatentExpander
 
 pytest.importorskip("triton")
 
+from kernels.triton import quantized, scaled
 from tests.oracles.families import make_checkpoint
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 
@@ -64,6 +66,28 @@ def test_tokens_over_wide_pages_of_an_fp8_cache(
     assert answers(tiny_model, names, **settings) == expected
     assert (0, [24], [48]) in steps, "the full step"
     assert any(num_decodes for num_decodes, _, _ in steps)
+
+
+def test_tokens_of_norms_rounded_with_the_sum_before(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As those of norms that the products themselves round."""
+    names, settings = ["greedy", "long prompt", "late"], {"quantization": "fp8"}
+    request.getfixturevalue("gpu")
+    request.getfixturevalue("exact_float8")
+    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized, "MAX_FEW", 1)
+    rounding, rounded = kernels.rounding, []
+
+    def counted(*args: Any) -> kernels.Rounded | None:
+        rounded.append(rounding(*args))
+        return rounded[-1]
+
+    monkeypatch.setattr(kernels, "rounding", counted)
+    got = answers(tiny_model, names, **settings)
+    assert any(each is not None for each in rounded)
+    monkeypatch.setattr(kernels, "rounding", lambda *_: None)
+    assert answers(tiny_model, names, **settings) == got
 
 
 def test_tokens_of_expanded_latents(

@@ -232,7 +232,7 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
 
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
     from kernels.triton.moe import experts as compute
-    from kernels.triton.moe import pack_experts
+    from kernels.triton.moe import experts_add_norm, pack_experts
 
     gate_up, down = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
     if activation == "silu":
@@ -240,6 +240,8 @@ def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> No
     x, weights, bias = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32), tensor(32, 1024)
     biases = (None, None) if activation == "silu" else (bias, bias)
     compute(x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation, add_to=x)
+    norm = kernels.NextNorm(tensor(1024), 1e-6)
+    experts_add_norm(x, norm, x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation)
 
 
 def parts_of_channels() -> None:
@@ -258,11 +260,16 @@ def embedding() -> None:
 
 
 def parts() -> None:
-    from kernels.triton.parts import sum_parts
+    from kernels.triton.parts import sum_parts, sum_parts_norm
 
     out, bias = tensor(60, 512), tensor(512)
     sum_parts(tensor(3, 64, 512), out)
     sum_parts(tensor(3, 60, 512, dtype=F32), out, bias=bias, residual=out)
+    norm = kernels.NextNorm(bias, 1e-6)
+    sum_parts_norm(tensor(3, 60, 512), out, norm, bias=bias)
+    sum_parts_norm(
+        tensor(3, 60, 512), out, dataclasses.replace(norm, rounded=kernels.Rounded.empty(out, torch.int8, 128))
+    )
 
 
 def pairs() -> None:

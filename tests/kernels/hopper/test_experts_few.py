@@ -71,8 +71,7 @@ def test_experts_of_few_bits(form: str, without_layouts: Any) -> None:
 
 
 def test_codes_in_panels(without_layouts: Any) -> None:
-    for num_tokens in (1, 5):
-        check("fp8 blocks", num_tokens, "silu", False, 1, panel=128)
+    check("fp8 blocks", 1, "silu", False, 1, panel=128)
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "mxfp4"])

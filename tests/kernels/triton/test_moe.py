@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import QuantizedWeight, Router, reference
+from kernels import NextNorm, QuantizedWeight, Rounded, Router, reference
 from kernels.triton import moe, router
+from kernels.triton.scaled import quantize_rows
 from tests.kernels.reference.test_moe import ROUTERS
 from tests.oracles.random_weights import random_experts
 
@@ -143,12 +144,30 @@ def check(
         x, ids, weights, gate_up, down, *biases, activation=activation, first=first, add_to=residual.clone()
     )
     assert (got - residual - want).norm() < 1e-5 * want.norm()
+    total, weight = residual.clone(), torch.randn(hidden)
+    normed = moe.experts_add_norm(
+        total, NextNorm(weight, 1e-6), x, ids, weights, gate_up, down, *biases, activation=activation, first=first
+    )
+    assert torch.equal(total, got)
+    torch.testing.assert_close(normed, reference.rms_norm(got, weight, 1e-6))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 7, 45])
 @pytest.mark.parametrize("first", [0, 2])
 def test_experts(num_tokens: int, first: int) -> None:
     check("float", num_tokens, first=first)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 45])
+def test_the_norm_of_the_sum_is_rounded(num_tokens: int, exact_float8: None) -> None:
+    x, residual, weight = torch.randn(num_tokens, 256), torch.randn(num_tokens, 256), torch.randn(256)
+    ids, weights = torch.rand(num_tokens, 6).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
+    stacks = torch.randn(6, 256, 256), torch.randn(6, 256, 128)
+    into = Rounded.empty(x, torch.float8_e4m3fn, 128)
+    assert moe.experts_add_norm(residual, NextNorm(weight, 1e-6, into), x, ids, weights, *stacks) is into
+    codes, scale = quantize_rows(residual, torch.float8_e4m3fn, group=128, norm_weight=weight, eps=1e-6)
+    assert torch.equal(into.codes.float(), codes.float())
+    assert torch.equal(into.scale, scale)
 
 
 @pytest.mark.parametrize("num_tokens", [40, 150])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import QuantizedWeight, Weight, pack_e2m1, reference
+from kernels import NextNorm, QuantizedWeight, Weight, pack_e2m1, reference
 from kernels.triton import matmul, quantized, scaled
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
@@ -106,6 +106,36 @@ def test_a_norm_apart_is_one_that_a_kernel_computes_alone(
         alone.reset_mock()
         matmul.norm_gated(x, norm, 1e-6, weight, None, gate)  # type: ignore[arg-type]
         assert matmul.norms_apart(x, weight, gate) == alone.called  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["float", "fp8", "fp8 blocks", "int8", "int4 asymmetric", "int4 desc_act"])
+@pytest.mark.parametrize("num_tokens", [2, 70])
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_norm_with_the_sum_before(
+    form: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, exact_float8: None
+) -> None:
+    """Rounded where the next product rounds it, it gives what that product's own norm gives."""
+    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    first: Weight = torch.randn(256, 256) if form == "float" else random_weight(form, 256, 256)
+    second: Weight = torch.randn(512, 256) if form == "float" else random_weight(form, 512, 256)
+    residual, x, weight, bias = (
+        torch.randn(num_tokens, 256),
+        torch.randn(num_tokens, 256),
+        torch.randn(256),
+        torch.randn(256),
+    )
+    rounded = matmul.rounding(residual, second)
+    assert (rounded is not None) == (num_tokens == 70 and form in ("fp8", "fp8 blocks", "int8"))
+    total = residual.clone()
+    normed = matmul.linear_add_norm(total, x, first, bias, NextNorm(weight, 1e-6, rounded))
+    want = matmul.linear_add(residual.clone(), x, first, bias)
+    torch.testing.assert_close(total, want)
+    got = matmul.linear(normed, second)
+    assert error(got, matmul.norm_linear(total, weight, 1e-6, second)) < 1e-5
+    if rounded is not None:
+        rounded = matmul.rounding(residual, second, None, "silu")
+        normed = matmul.linear_add_norm(residual.clone(), x, first, bias, NextNorm(weight, 1e-6, rounded))
+        assert error(matmul.linear_gated(normed, second), matmul.norm_gated(total, weight, 1e-6, second)) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "fp8 rows of blocks", "int8"])
