@@ -406,8 +406,9 @@ class Config(NamedTuple):
 
 @functools.cache
 def _choose(
-    kind: str, rows: int, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int
-) -> Config | None:
+    kind: str, rows: int, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int,
+    in_panels: bool = False,
+) -> Config | None:  # fmt: skip
     """For a weight of `rows` rows, each of `row` bytes of codes or `row` floats. Loads in flight fill some 100 registers of each
     thread; a step lies within one group.
 
@@ -416,7 +417,9 @@ def _choose(
     """
     blocks = kind == "e4m3" and group < row
     if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
-        return Config(16, 8, 64, 1) if experts == 1 else Config(16, 16, 128, 1, 16)
+        if experts > 1:
+            return Config(16, 16, 128, 1, 16)
+        return Config(32, 8, 128, 1, 16) if in_panels and rows % 64 == 0 else Config(16, 8, 64, 1)
     size = 2 if kind == "float" else 1
     whole = group if group < row * halves else row
     several = num_tokens > 1 and experts == 1 and kind in ("float", "e4m3")
@@ -453,7 +456,8 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
     if isinstance(weight, QuantizedWeight):
         if num_tokens > MAX_QUANTIZED or weight.order is not None or (n // streams) % weight.rows != 0:
             return None
-        return _choose(weight.kind, n, row, x.shape[1] // row, weight.group, streams, experts, num_tokens)
+        shape = n, row, x.shape[1] // row, weight.group, streams, experts, num_tokens
+        return _choose(weight.kind, *shape, weight.panel > 0)
     return _choose("float", n, row, 1, row, streams, experts, num_tokens)
 
 

@@ -415,5 +415,5 @@ def launch(
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
         _boxes(x, 32, 128, 128), _boxes(codes, 128 // pieces, 128, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
-        STAGES=stages, num_warps=4, maxnreg=128 if block_m < 128 else None, **pdl_options(x.device),
+        STAGES=stages, num_warps=4, maxnreg={32: 112, 64: 128}.get(block_m), **pdl_options(x.device),
     )  # fmt: skip
