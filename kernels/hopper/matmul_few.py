@@ -263,8 +263,14 @@ MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (4096, 14336, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2), None),
     (8192, 3840, False): (Config(block_n=16, warps=8, ahead=4, x_ahead=2, registers=128), None),
     (15360, 3840, True): (Config(block_n=16, warps=8, ahead=4, x_ahead=2), None),
-    (5120, 2048, False): (Config(block_n=16, warps=4, ahead=4, x_ahead=2, chains=2), None),
-    (2048, 4096, False): (Config(block_n=16, warps=8, ahead=8, x_ahead=2, chains=2), None),
+    (5120, 2048, False): (
+        Config(block_n=16, warps=4, ahead=4, x_ahead=2, chains=2),
+        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
+    ),
+    (2048, 4096, False): (
+        Config(block_n=16, warps=8, ahead=8, x_ahead=2, chains=2),
+        Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
+    ),
     (5120, 2880, False): (Config(block_n=16, warps=4, ahead=6, x_ahead=2, registers=168),) * 2,
     (2880, 4096, False): (
         Config(block_n=16, warps=8, ahead=4, x_ahead=2, chains=2),
