@@ -163,11 +163,25 @@ class Attention(CheckpointModule):
             interleaved=spec.rope is not None and spec.rope.interleaved,
             wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
-        out = attend(
+        out = self._memory(qkv, metadata)
+        attend(
             query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes,
-            wide=None if wide is None else wide.pages, out=qkv.new_empty(query.shape),
+            wide=None if wide is None else wide.pages, out=out,
         )  # fmt: skip
+        if isinstance(out, kernels.Rounded):
+            return residual.add(self.o, hidden, out)
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
+
+    def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.Rounded:
+        """For the attention of the step's tokens [T, H, D]; rounded, if they all decode and `o` takes it so, with a scale for
+        each head."""
+        num_heads, head_dim = self.spec.num_heads, self.spec.head_dim
+        all_decode = metadata.first_prefill >= len(metadata.rows) and metadata.logits_indices is None
+        if all_decode and head_dim & (head_dim - 1) == 0:
+            rounded = self.o.rounding(qkv[:, : num_heads * head_dim])
+            if rounded is not None and rounded.scale.shape[1] == num_heads:
+                return rounded
+        return qkv.new_empty(len(qkv), num_heads, head_dim)
 
     def norm_before(self, hidden: Tensor) -> NormBefore:
         """See `Residual.precede`."""
@@ -245,13 +259,13 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     wide: Tensor | None = None,
-    out: Tensor,
-) -> Tensor:
+    out: Tensor | kernels.Rounded,
+) -> None:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
-    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]. kv_scale [2, num_kv_heads]
-    float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has them. `wide`: the pages of
-    `metadata.wide_pages`, which hold the K and V that the layer has stored.
+    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]; rounded only if all tokens decode.
+    kv_scale [2, num_kv_heads] float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has
+    them. `wide`: the pages of `metadata.wide_pages`, which hold the K and V that the layer has stored.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
     options = _Options(
@@ -267,10 +281,12 @@ def attend(
     plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
     if n:
         lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
+        into = out if isinstance(out, kernels.Rounded) else out[:n]
         kernels.paged_attention_decode(
-            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=out[:n], **options
+            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=into, **options
         )
     if first < len(m.rows):
+        assert isinstance(out, Tensor)
         tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
         if m.wide_pages is not None and wide is not None:
             m.wide_pages.fill(wide, kv_cache, tables, rows, None if spec.kv_of is None else lens)
@@ -279,4 +295,3 @@ def attend(
         kernels.paged_attention_prefill(
             query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=tiles, out=out, **options
         )
-    return out

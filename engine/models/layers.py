@@ -290,18 +290,24 @@ class Linear(Matrix):
             return self.gated(x if norm is None else norm(x), gate)
         return kernels.norm_gated(x, norm.weight, norm.eps, self.weight, self.bias, gate)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None, multiplier: float = 1.0) -> Tensor:
+    def add_to(
+        self, residual: Tensor, x: Tensor | kernels.Rounded, norm: Norm | None = None, multiplier: float = 1.0
+    ) -> Tensor:
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
         if norm is None and multiplier == 1 and not self.is_partial:
             return kernels.linear_add(residual, x, self.weight, self.bias)
         return add_normed(residual, self.summed(x), norm, multiplier)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def summed(self, x: Tensor | kernels.Rounded) -> Tensor:
         """Project x. With "row", x has this rank's channels, and the result is the sum over ranks."""
         out = self(x)
         if self.is_partial:
             out = self.communicator.all_reduce(out)
         return out
+
+    def rounding(self, x: Tensor) -> kernels.Rounded | None:
+        """Memory for an input like x [T, in], rounded as this layer takes it; None: it takes it as it is."""
+        return None if self.is_partial else kernels.rounding(x, self.weight, self.bias)
 
     def norm_before(self, x: Tensor, gate: kernels.Gate | None = None) -> NormBefore:
         """How `after_norm`, or `gated_after_norm`, wants the norm of x [T, in] to be computed."""
@@ -448,9 +454,9 @@ class Residual(nn.Module):
             return linear.gated_after_norm(x.hidden, self.before, gate)
         return linear.gated(x.normed, gate)
 
-    def add(self, linear: Linear, hidden: Tensor, x: Tensor) -> Stream:
+    def add(self, linear: Linear, hidden: Tensor, x: Tensor | kernels.Rounded) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
-        if self.is_sum and linear.is_partial:
+        if self.is_sum and linear.is_partial and isinstance(x, Tensor):
             return Stream(hidden, linear.communicator.add_product(hidden, x, linear, self._norm_apart(hidden)))
         norm = self.next_norm(hidden)
         if norm is None:

@@ -79,8 +79,9 @@ def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     return silu_and_mul(linear(x, weight, bias))
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
+    assert isinstance(x, Tensor)
     if isinstance(weight, NativeWeight):
         return _product(x, weight, bias, residual, then=ADD)
     if isinstance(weight, Tensor) and weight.is_mkldnn:
@@ -89,7 +90,7 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, norm: NextNorm
+    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
 ) -> Tensor | Rounded:
     """See `kernels.reference.linear_add_norm`."""
     assert norm.rounded is None

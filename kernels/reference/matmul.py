@@ -25,8 +25,9 @@ def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """residual [T, N] += linear(x [T, K], weight [N, K], bias [N]), in place; the sum is rounded once."""
+    assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         weight = dequantize(weight.codes, weight, x.dtype)
     residual.addmm_(x, weight.t())
@@ -34,7 +35,7 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, norm: NextNorm
+    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
 ) -> Tensor | Rounded:
     """`linear_add`, in place -> the norm of that [T, N]; rounded if `norm` has memory for that."""
     assert norm.rounded is None

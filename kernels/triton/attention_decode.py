@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.block_sparse import BlockSparse
 from kernels.plan import DecodePlan
+from kernels.rounded import Rounded
 from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
@@ -32,6 +33,7 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
+from kernels.triton.rounding import DTYPES, LARGEST, rounded
 
 
 @triton.jit
@@ -160,9 +162,27 @@ def _merged(
 
 
 @triton.jit
+def _store_heads(
+    values, out, scale, stride_group,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a group's heads [at least GROUP, D_PAD] in out [GROUP, D], rounded to codes unless LARGEST is 0: with
+    a scale for each head."""
+    g = tl.arange(0, values.shape[0])
+    d = tl.arange(0, D_PAD)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    values = values.to(dtype)
+    if LARGEST > 0:
+        values, scales = rounded(values.to(tl.float32), out.dtype.element_ty, LARGEST)
+        tl.store(scale + g[:, None] * stride_group, scales, mask=(g < GROUP)[:, None])
+    tl.store(out + g[:, None] * HEAD_DIM + d[None, :], values, mask=mask)
+
+
+@triton.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, out, sinks, program, pair_start, num_tiles, per_program,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, FAN_IN: tl.constexpr,
+    partial_out, partial_stats, counter, group_counters, out, out_scale, stride_group, sinks, program, pair_start, num_tiles,
+    per_program, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+    FAN_IN: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out [GROUP, D].
 
@@ -216,22 +236,23 @@ def _arrive(
                 GROUP, HEAD_DIM, D_PAD,
             )  # fmt: skip
             acc = normalised(acc, m, l, sinks + g, g < GROUP, SINKS)
-            tl.store(out + g[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            _store_heads(acc, out, out_scale, stride_group, GROUP, HEAD_DIM, D_PAD, LARGEST, dtype)
             tl.store(counter, 0)
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs"],
+    do_not_specialize=["num_seqs", "stride_row", "stride_group"],
     do_not_specialize_on_alignment=["rows", "context_lens", "alibi_slopes", "sinks", "kv_scale"],
 )
 def _decode_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, context_lens, alibi_slopes, sinks, kv_scale,
+    query, key_cache, value_cache, out, out_scale, block_tables, rows, context_lens, alibi_slopes, sinks, kv_scale,
     work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
-    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
+    stride_qt, stride_qh, stride_ot, stride_row, stride_group, stride_table, stride_block, stride_head, stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr,
     SPARSE: tl.constexpr, RESIDUES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, LARGEST: tl.constexpr,
+    dtype: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The work map, the lengths, the rows and the block tables were written before the preceding kernel began (see
     # `plan_decode`), so they may be read before the wait. The queries and the newest keys and values may not.
@@ -257,8 +278,11 @@ def _decode_kernel(
     for empty in range(program, num_seqs, tl.num_programs(0)):  # a padding row has no tile: its output is 0
         if tl.load(context_lens + empty) == 0:
             for head in range(NUM_KV_HEADS):
-                at = out + empty * stride_ot + (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-                tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=q_mask)
+                _store_heads(
+                    tl.zeros([G_PAD, D_PAD], tl.float32), out + empty * stride_ot + head * GROUP * HEAD_DIM,
+                    out_scale + empty * stride_row + head * GROUP * stride_group, stride_group, GROUP, HEAD_DIM, D_PAD,
+                    LARGEST, dtype,
+                )  # fmt: skip
 
     while at_tile < end:
         first_tile = 0
@@ -340,10 +364,11 @@ def _decode_kernel(
             acc = whole_sum(acc)
             if FP8:
                 acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
-            out_at = out + seq * stride_ot + heads[:, None] * HEAD_DIM + d[None, :]
+            out_at = out + seq * stride_ot + head * GROUP * HEAD_DIM
+            scale_at = out_scale + seq * stride_row + head * GROUP * stride_group
             if count == num_tiles:
                 acc = normalised(acc, m, l, sinks + heads, head_mask, SINKS)
-                tl.store(out_at, acc.to(out.dtype.element_ty), mask=q_mask)
+                _store_heads(acc, out_at, scale_at, stride_group, GROUP, HEAD_DIM, D_PAD, LARGEST, dtype)
             else:
                 pair_start = at_tile - first
                 slot = tl.where(program * per_program >= pair_start, 0, 1)
@@ -353,9 +378,9 @@ def _decode_kernel(
                 tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=head_mask)
                 tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
                 _arrive(
-                    partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals,
-                    out + seq * stride_ot + head * GROUP * HEAD_DIM, sinks + head * GROUP, program, pair_start, num_tiles,
-                    per_program, GROUP, HEAD_DIM, D_PAD, SINKS, FAN_IN,
+                    partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals, out_at, scale_at,
+                    stride_group, sinks + head * GROUP, program, pair_start, num_tiles, per_program, GROUP, HEAD_DIM,
+                    D_PAD, SINKS, FAN_IN, LARGEST, dtype,
                 )  # fmt: skip
             at_tile += count
             inner += count
@@ -383,7 +408,7 @@ def paged_attention_decode(
     sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: DecodePlan | None = None,
-    out: Tensor | None = None,
+    out: Tensor | Rounded | None = None,
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
@@ -394,6 +419,12 @@ def paged_attention_decode(
     _, num_kv_heads, page, _ = key_cache.shape
     if out is None:
         out = torch.empty_like(query)
+    if isinstance(out, Rounded):
+        assert head_dim == next_power_of_2(head_dim) >= 16
+        assert out.scale.shape[1] == num_heads
+        into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype]
+    else:
+        into, scales, largest = out, out, 0
     launch_options = pdl_options(query.device)
     if plan is None:
         plan = DecodePlan.allocate(
@@ -410,23 +441,23 @@ def paged_attention_decode(
         launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert plan.window in (0, window)
     assert plan.sparse == sparse
-    assert out.stride(1) == head_dim
+    assert into.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
-        query, key_cache, value_cache, out, block_tables, rows, context_lens,
+        query, key_cache, value_cache, into, scales, block_tables, rows, context_lens,
         context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
         context_lens if kv_scale is None else kv_scale,
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
-        query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
+        query.stride(0), query.stride(1), into.stride(0), *scales.stride()[:2], block_tables.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window,
         **_sparse_options(plan), SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=plan.num_stages, FAN_IN=plan.fan_in, num_warps=plan.num_warps,
+        STAGES=plan.num_stages, FAN_IN=plan.fan_in, LARGEST=largest, dtype=DTYPES[out.dtype], num_warps=plan.num_warps,
         **launch_options,
     )  # fmt: skip
-    return out
+    return into[:num_seqs]

@@ -175,10 +175,11 @@ def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias) if out is None else out
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_add(residual, x, weight, bias)
+    assert isinstance(x, Tensor)
     if _fused(x, weight, bias, residual=residual) is not None:
         return residual
     residual = residual.addmm_(x, weight.t())
@@ -186,7 +187,7 @@ def linear_add(residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, norm: NextNorm
+    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
 ) -> Tensor | Rounded:
     """See `kernels.reference.linear_add_norm`."""
     if isinstance(weight, QuantizedWeight):

@@ -249,7 +249,7 @@ def linear(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = N
     return _multiply(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
     return _multiply(x, weight, bias, residual=residual)
 
@@ -264,10 +264,10 @@ def linear_gated(
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
+    residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
 ) -> Tensor | Rounded:
     """See `kernels.reference.linear_add_norm`."""
-    if weight.order is None and (few is None or few.config(x, weight, False) is None) and _rounds(x, weight):
+    if isinstance(x, Rounded) or _takes_codes(x, weight, False):
         return scaled.multiply_add_norm(residual, x, weight, bias, norm)
     return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
 
@@ -277,10 +277,13 @@ def rounding(
 ) -> Rounded | None:
     """See `kernels.reference.rounding`."""
     swiglu = gate == "silu"
+    return scaled.unwritten(x, weight, bias, swiglu) if _takes_codes(x, weight, swiglu) else None
+
+
+def _takes_codes(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> bool:
+    """Whether `_multiply` rounds x, whose channels are in order."""
     is_few = few is not None and few.config(x, weight, swiglu) is not None
-    if weight.order is not None or is_few or not _rounds(x, weight):
-        return None
-    return scaled.unwritten(x, weight, bias, swiglu)
+    return weight.order is None and not is_few and _rounds(x, weight)
 
 
 def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:

@@ -15,6 +15,7 @@ from kernels.rounded import NextNorm, Rounded
 from kernels.triton.launch import next_power_of_2
 from kernels.triton.norm import normed_row
 
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(127.0)}
 
 

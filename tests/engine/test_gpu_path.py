@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import kernels
 from engine.worker import cache_widener, latent_expander
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 
 from kernels.triton import quantized, scaled
 from tests.oracles.families import make_checkpoint
+from tests.oracles.quantised import make_quantised
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 
 
@@ -68,26 +70,42 @@ def test_tokens_over_wide_pages_of_an_fp8_cache(
     assert any(num_decodes for num_decodes, _, _ in steps)
 
 
-def test_tokens_of_norms_rounded_with_the_sum_before(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+@pytest.mark.parametrize("form", ["fp8 by row", "fp8 blocks"])
+def test_tokens_of_what_is_rounded_where_it_is_computed(
+    form: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As those of norms that the products themselves round."""
-    names, settings = ["greedy", "long prompt", "late"], {"quantization": "fp8"}
+    """Norms, and attention where a scale is a head's: as if the products themselves rounded them."""
+    names, model = ["greedy", "long prompt"], tiny_model
+    settings: dict[str, Any] = {"quantization": "fp8"}
+    if form == "fp8 blocks":
+        pytest.importorskip("transformers")
+        make_quantised(
+            "qwen3_moe fp8-deepseek", tmp_path,
+            shape={"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 2},
+        )  # fmt: skip
+        settings, model = {"skip_tokenizer_init": True}, tmp_path
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
     monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
     monkeypatch.setattr(quantized, "MAX_FEW", 1)
-    rounding, rounded = kernels.rounding, []
+    rounding, rounded, attended = kernels.rounding, [], []
+    decode = kernels.paged_attention_decode
 
     def counted(*args: Any) -> kernels.Rounded | None:
         rounded.append(rounding(*args))
         return rounded[-1]
 
+    def counted_decode(*args: Any, **options: Any) -> Tensor:
+        attended.append(isinstance(options["out"], kernels.Rounded))
+        return decode(*args, **options)
+
     monkeypatch.setattr(kernels, "rounding", counted)
-    got = answers(tiny_model, names, **settings)
+    monkeypatch.setattr(kernels, "paged_attention_decode", counted_decode)
+    got = answers(model, names, **settings)
     assert any(each is not None for each in rounded)
+    assert any(attended) == (form == "fp8 blocks")
     monkeypatch.setattr(kernels, "rounding", lambda *_: None)
-    assert answers(tiny_model, names, **settings) == got
+    assert answers(model, names, **settings) == got
 
 
 def test_tokens_of_expanded_latents(

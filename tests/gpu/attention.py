@@ -92,6 +92,8 @@ class Shape:
             out = torch.full_like(query, float("nan"))
             decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
             yield name, (partial(decode, plan=plan, out=out), want)
+            if plan is not None and self.head_dim & (self.head_dim - 1) == 0 and self.dtype == BF16:
+                yield f"{name}, rounded", (partial(rounded, decode, plan), partial(rounded_after, decode, plan))
         start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=device)
         query = random(sum(queries))
         want = partial(exact_attention, query, paged, queries, scale, **kinds)
@@ -101,6 +103,21 @@ class Shape:
             yield "portable prefill", (partial(prefill, num_warps=4), want)  # type: ignore[call-arg]
         if self.kv_dtype == E4M3 and not self.sparse:
             yield "prefill over wide pages", (partial(wide_prefill, query, paged, contexts, queries, **options), want)
+
+
+def rounded(decode: Callable[..., Tensor], plan: kernels.DecodePlan) -> Tensor:
+    """Decode into codes, and what they stand for."""
+    query: Tensor = decode.args[0]  # type: ignore[attr-defined]
+    into = kernels.Rounded.empty(query.flatten(1), E4M3, query.shape[2])
+    codes = decode(plan=plan, out=into)
+    return codes.double() * into.scale.double()[:, :, None]
+
+
+def rounded_after(decode: Callable[..., Tensor], plan: kernels.DecodePlan) -> Tensor:
+    """The result rounded by a kernel of its own."""
+    out = decode(plan=plan)
+    codes, scale = kernels.reference.quantize_rows(out.flatten(0, 1), E4M3)
+    return (codes.double() * scale.double()).view(out.shape)
 
 
 def wide_prefill(

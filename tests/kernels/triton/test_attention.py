@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import BlockSparse, reference
+from kernels import BlockSparse, Rounded, reference
 from kernels.plan import DecodePlan, make_prefill_tiles
 from kernels.triton import attention_decode, attention_prefill
+from kernels.triton.scaled import quantize_rows
 from tests.support.paged import as_a_layer_of_one_tensor
 
 NAN = float("nan")
@@ -94,9 +95,30 @@ class Case:
             )
         assert not plan.arrivals.any()
         assert not plan.group_arrivals.any()
+        if self.kv_scale is None and (query.shape[2] & (query.shape[2] - 1)) == 0:
+            self._decode_rounded(query, plan, out, **options)
         return out, reference.paged_attention_decode(
             query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
+
+    def _decode_rounded(self, query: Tensor, plan: DecodePlan, out: Tensor, **options: Any) -> None:
+        """The same as codes: those of the result."""
+        for by_group in (False, True):
+            into = Rounded.empty(query.flatten(1), torch.int8, query.shape[2], by_group)
+            got = attention_decode.paged_attention_decode(
+                query,
+                self.kv[0],
+                self.kv[1],
+                self.block_tables,
+                self.rows,
+                self.context_lens,
+                plan=plan,
+                out=into,
+                **options,
+            )
+            codes, scale = quantize_rows(out.flatten(1), torch.int8, group=query.shape[2], by_group=by_group)
+            assert torch.equal(got.flatten(1), codes[: len(query)])
+            assert torch.equal(into.scale[: len(query)], scale[: len(query)])
 
     def prefill(self, query: Any, query_start: Any, **options: Any) -> Any:
         out = torch.full_like(query, 7.0)
