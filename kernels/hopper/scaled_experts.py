@@ -99,7 +99,7 @@ def _multiply(
         sums = _sums_of_groups(
             scale, scale + (N // 128 if GATED else 1) * STEPS,
             x_scale + gl.minimum(position, stop - 1).to(gl.int64) * STEPS,
-            x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, STAGES,
+            x_smem, codes_smem, full, empty, STEPS, WARPGROUP, GATED, BLOCK_M, 2, STAGES,
         )  # fmt: skip
         _store(sums, weights, order, out, out_scale, first, stop, n, N, ACTIVATION)
     else:
@@ -161,9 +161,10 @@ def _multiply_few(
 @gluon.jit
 def _sums_of_groups(
     scale, more_scale, x_scale, x_smem, codes_smem, full, empty, steps,
-    WARPGROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    WARPGROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """[64, 64] of each quarter of 256 rows. GATED: the second and the last quarter are up rows.
+    """[64, 64] of each quarter of 256 rows; of 128, with HALVES 1, the last two are 0. GATED: the second and the last quarter
+    are up rows.
 
     scale and more_scale: pointers to the first half's scales and the second's, or to those of gate rows and up rows; x_scale
     [64]: to those of x. The scales of a row's groups lie side by side.
@@ -182,21 +183,24 @@ def _sums_of_groups(
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         x = x_smem.index(stage * (BLOCK_M // 64) + WARPGROUP)
-        sums = warpgroup_mma(x, codes_smem.index(stage * 2).permute((1, 0)), sums, use_acc=False, is_async=True)
+        sums = warpgroup_mma(x, codes_smem.index(stage * HALVES).permute((1, 0)), sums, use_acc=False, is_async=True)
         following = gl.minimum(step + 1, steps - 1)
         next_of_x = gl.load(x_scale + following)
         next_of_rows = gl.load(scale + following)
         next_of_more = gl.load(more_scale + following)
         sums = warpgroup_mma_wait(0, deps=[sums])
+        if HALVES == 1:
+            mbarrier.arrive(empty.index(stage))
         low, high = _quarters(sums)
         total0 = _computed(total0 + low * (of_x * of_rows)[:, None])
         total1 = _computed(total1 + high * (of_x * (of_more if GATED else of_rows))[:, None])
-        sums = warpgroup_mma(x, codes_smem.index(stage * 2 + 1).permute((1, 0)), sums, use_acc=False, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(empty.index(stage))
-        low, high = _quarters(sums)
-        total2 += low * (of_x * (of_rows if GATED else of_more))[:, None]
-        total3 += high * (of_x * of_more)[:, None]
+        if HALVES == 2:
+            sums = warpgroup_mma(x, codes_smem.index(stage * 2 + 1).permute((1, 0)), sums, use_acc=False, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            mbarrier.arrive(empty.index(stage))
+            low, high = _quarters(sums)
+            total2 += low * (of_x * (of_rows if GATED else of_more))[:, None]
+            total3 += high * (of_x * of_more)[:, None]
         of_x = next_of_x
         of_rows = next_of_rows
         of_more = next_of_more

@@ -34,7 +34,8 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks"])
 @pytest.mark.parametrize(
-    ("num_tokens", "config"), [(40, Config(64, 4, 2)), (100, Config(64, 9, 5)), (200, Config(128, 5, 4))]
+    ("num_tokens", "config"),
+    [(40, Config(64, 4, 2)), (100, Config(64, 9, 5)), (200, Config(128, 5, 4)), (100, Config(64, 4, 3, halves=1))],
 )
 def test_products(
     form: str, num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
@@ -81,11 +82,16 @@ def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
 
 def test_all_multiprocessors_have_a_program_where_cublas_has_too_few_tiles() -> None:
     """The products of Llama-3.1-8B: rows, channels, and the parts of the channels for each number of tokens."""
-    for n, k, wanted in ((6144, 4096, (3, 0, 0)), (4096, 4096, (4, 4, 0)), (4096, 14336, (4, 4, 4))):
-        for num_tokens, parts in zip((24, 128, 256), wanted, strict=True):
-            config = scaled_dense._choose(num_tokens, n, k, False)
-            assert (-(-k // 128 // config.part) if config else 0) == parts
-    assert [scaled_dense._choose(n, 28672, 4096, True) for n in (64, 256)] == [Config(64, 32, 5), Config(128, 32, 4)]
+    by_row = (6144, 4096, (3, 0, 0)), (4096, 4096, (4, 4, 0)), (4096, 14336, (4, 4, 4))
+    of_blocks = (6144, 4096, (1, 1, 0)), (4096, 4096, (2, 2, 1)), (4096, 14336, (4, 4, 4))
+    for blocks, shapes in ((False, by_row), (True, of_blocks)):
+        for n, k, wanted in shapes:
+            for num_tokens, parts in zip((24, 128, 256), wanted, strict=True):
+                config = scaled_dense._choose(num_tokens, n, k, blocks, False)
+                assert (-(-k // 128 // config.part) if config else 0) == parts
+                assert config is None or config.halves == (1 if blocks and k < 8192 else 2)
+    gated = [scaled_dense._choose(n, 28672, 4096, True, True) for n in (64, 256)]
+    assert gated == [Config(64, 32, 5), Config(128, 32, 4)]
 
 
 def _rounded(x: torch.Tensor, form: str) -> torch.Tensor:
