@@ -14,6 +14,7 @@ class Rounded:
 
     codes: Tensor  # [M, K] or more rows, e4m3 or int8
     scale: Tensor  # [as many, ceil(K / group)] float32, of any strides
+    group: int  # channels of a scale; 0: all
     num_rows: int  # M: nothing is written to the rows beyond it, which some products need
     dtype: torch.dtype  # of x, and of the product
 
@@ -29,7 +30,7 @@ class Rounded:
         strides = (1, rows) if by_group else (shape[1], 1)
         codes = torch.empty(rows, k, dtype=dtype, device=x.device)
         scale = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
-        return cls(codes, scale, num_rows, x.dtype)
+        return cls(codes, scale, group, num_rows, x.dtype)
 
     def __len__(self) -> int:
         return self.num_rows

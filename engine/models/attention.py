@@ -179,7 +179,7 @@ class Attention(CheckpointModule):
         all_decode = metadata.first_prefill >= len(metadata.rows) and metadata.logits_indices is None
         if all_decode and head_dim & (head_dim - 1) == 0:
             rounded = self.o.rounding(qkv[:, : num_heads * head_dim])
-            if rounded is not None and rounded.scale.shape[1] == num_heads:
+            if rounded is not None and rounded.group == head_dim:
                 return rounded
         return qkv.new_empty(len(qkv), num_heads, head_dim)
 

@@ -456,7 +456,8 @@ class Residual(nn.Module):
 
     def add(self, linear: Linear, hidden: Tensor, x: Tensor | kernels.Rounded) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
-        if self.is_sum and linear.is_partial and isinstance(x, Tensor):
+        if self.is_sum and linear.is_partial:
+            assert isinstance(x, Tensor), "see `Linear.rounding`"
             return Stream(hidden, linear.communicator.add_product(hidden, x, linear, self._norm_apart(hidden)))
         norm = self.next_norm(hidden)
         if norm is None:

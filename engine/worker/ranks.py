@@ -224,7 +224,11 @@ class Watch:
     def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
         try:
             data = connection.recv_bytes()
-        except (OSError, EOFError, TypeError):  # the follower's exit is noticed elsewhere; TypeError: closed here meanwhile
+        except (
+            OSError,
+            EOFError,
+            TypeError,
+        ):  # the follower's exit is noticed elsewhere; TypeError: closed here meanwhile
             del indices[connection]
             return
         self._missed[indices[connection]] = 0

@@ -5,8 +5,8 @@ as many as have one scale, and lie side by side in a panel of the weight. A step
 float32. Another warp asks for codes, stages ahead. Quarters of gate rows and of up rows alternate, so that one thread has the
 sums of both.
 
-A warpgroup multiplies 64 pairs, which are the rows of the matrix unit's products, or up to 32, which are their columns: less
-to compute, but what rows have in common then fills more registers.
+A warpgroup multiplies 64 pairs, which are the rows of the matrix unit's products, or up to 32, which are their columns. Then
+there is less to compute, but the pairs' scales fill more registers.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -250,7 +250,7 @@ def _store_few(
     sums, weights, order, out, out_scale, first, stop, n,
     N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """The same of sums [64, BLOCK_M], whose columns are pairs. Each thread stores 16 bytes that lie side by side."""
+    """The same of sums [64, BLOCK_M], whose columns are pairs. Each thread stores at least 16 bytes that lie side by side."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     SIZE: gl.constexpr = 16 if ACTIVATION != "" else 8
     OUT: gl.constexpr = gl.BlockedLayout([SIZE, 1], [64 // SIZE, SIZE // 2], [1, 4], [0, 1])

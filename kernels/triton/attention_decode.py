@@ -421,7 +421,7 @@ def paged_attention_decode(
         out = torch.empty_like(query)
     if isinstance(out, Rounded):
         assert head_dim == next_power_of_2(head_dim) >= 16
-        assert out.scale.shape[1] == num_heads
+        assert out.group == head_dim
         into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype]
     else:
         into, scales, largest = out, out, 0

@@ -56,10 +56,8 @@ def store_norm(
 
 def group_of(out: Rounded) -> tuple[int, int]:
     """The power of two that holds a row, and that which holds a group."""
-    k = out.codes.shape[1]
-    block = next_power_of_2(k)
-    groups = out.scale.shape[1]
-    return block, block if groups == 1 else k // groups
+    block = next_power_of_2(out.codes.shape[1])
+    return block, out.group or block
 
 
 def norm_arguments(total: Tensor, norm: NextNorm) -> tuple[Tensor | Rounded, tuple[Any, ...], dict[str, Any]]:

@@ -179,6 +179,15 @@ def test_quantize_rows_by_group(num_rows: int, exact_float8: None) -> None:
     assert torch.equal(scale[:num_rows], plain[1])
 
 
+def test_the_last_group_of_a_row_may_be_shorter(exact_float8: None) -> None:
+    x = torch.randn(5, 320)
+    codes, scale = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128)
+    for first in (0, 128, 256):
+        alone = scaled.quantize_rows(x[:, first : first + 128], torch.float8_e4m3fn)
+        assert torch.equal(codes[:, first : first + 128].float(), alone[0].float())
+        assert torch.equal(scale[:, first // 128], alone[1][:, 0])
+
+
 def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
     """Each pair of a token and a local expert gets its token's row; experts 2 to 6 of 8 are local, and one token is padding."""
     torch.manual_seed(0)
