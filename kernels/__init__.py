@@ -25,6 +25,8 @@ from kernels.plan import latent_decode_plan as latent_decode_plan
 from kernels.plan import latent_tile_queries as latent_tile_queries
 from kernels.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.plan import prefill_tile_queries as prefill_tile_queries
+from kernels.quantized_rows import NextNorm as NextNorm
+from kernels.quantized_rows import QuantizedRows as QuantizedRows
 from kernels.quantized_weight import Kind as Kind
 from kernels.quantized_weight import QuantizedWeight as QuantizedWeight
 from kernels.quantized_weight import Weight as Weight
@@ -37,8 +39,6 @@ from kernels.reference import Part as Part
 from kernels.reference import WideCopy as WideCopy
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
-from kernels.rounded import NextNorm as NextNorm
-from kernels.rounded import Rounded as Rounded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,7 +83,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "norm_gated",
             "norm_linear",
             "norms_apart",
-            "rounding",
+            "quantized_input",
         ),
         "kernels.triton.quantized": ("dequantize",),
         "kernels.triton.scaled": ("quantize_rows",),
@@ -150,7 +150,7 @@ linear_gated = _dispatched(reference.linear_gated)
 norm_linear = _dispatched(reference.norm_linear)
 norm_gated = _dispatched(reference.norm_gated)
 norms_apart = _dispatched(reference.norms_apart)
-rounding = _dispatched(reference.rounding)
+quantized_input = _dispatched(reference.quantized_input)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)

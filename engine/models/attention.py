@@ -168,17 +168,17 @@ class Attention(CheckpointModule):
             query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes,
             wide=None if wide is None else wide.pages, out=out,
         )  # fmt: skip
-        if isinstance(out, kernels.Rounded):
+        if isinstance(out, kernels.QuantizedRows):
             return residual.add(self.o, hidden, out)
         return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
 
-    def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.Rounded:
+    def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.QuantizedRows:
         """For the attention of the step's tokens [T, H, D]; rounded, if they all decode and `o` takes it so, with a scale for
         each head."""
         num_heads, head_dim = self.spec.num_heads, self.spec.head_dim
         all_decode = metadata.first_prefill >= len(metadata.rows) and metadata.logits_indices is None
         if all_decode and head_dim & (head_dim - 1) == 0:
-            rounded = self.o.rounding(qkv[:, : num_heads * head_dim])
+            rounded = self.o.quantized_input(qkv[:, : num_heads * head_dim])
             if rounded is not None and rounded.group == head_dim:
                 return rounded
         return qkv.new_empty(len(qkv), num_heads, head_dim)
@@ -259,7 +259,7 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     wide: Tensor | None = None,
-    out: Tensor | kernels.Rounded,
+    out: Tensor | kernels.QuantizedRows,
 ) -> None:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
@@ -281,7 +281,7 @@ def attend(
     plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
     if n:
         lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
-        into = out if isinstance(out, kernels.Rounded) else out[:n]
+        into = out if isinstance(out, kernels.QuantizedRows) else out[:n]
         kernels.paged_attention_decode(
             query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=into, **options
         )

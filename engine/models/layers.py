@@ -270,7 +270,7 @@ class Linear(Matrix):
         super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial
 
-    def forward(self, x: Tensor | kernels.Rounded) -> Tensor:
+    def forward(self, x: Tensor | kernels.QuantizedRows) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, norm: Norm | None, out: Tensor | None = None) -> Tensor:
@@ -280,7 +280,7 @@ class Linear(Matrix):
             return result if out is None else out.copy_(result)
         return kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
 
-    def gated(self, x: Tensor | kernels.Rounded, gate: kernels.Gate) -> Tensor:
+    def gated(self, x: Tensor | kernels.QuantizedRows, gate: kernels.Gate) -> Tensor:
         """Return the activated gate · up for the two stacked projections of x."""
         return kernels.linear_gated(x, self.weight, self.bias, gate)
 
@@ -291,27 +291,27 @@ class Linear(Matrix):
         return kernels.norm_gated(x, norm.weight, norm.eps, self.weight, self.bias, gate)
 
     def add_to(
-        self, residual: Tensor, x: Tensor | kernels.Rounded, norm: Norm | None = None, multiplier: float = 1.0
+        self, residual: Tensor, x: Tensor | kernels.QuantizedRows, norm: Norm | None = None, multiplier: float = 1.0
     ) -> Tensor:
         """Add multiplier · the projection of the (normalised) x to residual in place. With "row", x has this rank's channels."""
         if norm is None and multiplier == 1 and not self.is_partial:
             return kernels.linear_add(residual, x, self.weight, self.bias)
         return add_normed(residual, self.summed(x), norm, multiplier)
 
-    def summed(self, x: Tensor | kernels.Rounded) -> Tensor:
+    def summed(self, x: Tensor | kernels.QuantizedRows) -> Tensor:
         """Project x. With "row", x has this rank's channels, and the result is the sum over ranks."""
         out = self(x)
         if self.is_partial:
             out = self.communicator.all_reduce(out)
         return out
 
-    def rounding(self, x: Tensor) -> kernels.Rounded | None:
+    def quantized_input(self, x: Tensor) -> kernels.QuantizedRows | None:
         """Memory for an input like x [T, in], rounded as this layer takes it; None: it takes it as it is."""
-        return None if self.is_partial else kernels.rounding(x, self.weight, self.bias)
+        return None if self.is_partial else kernels.quantized_input(x, self.weight, self.bias)
 
     def norm_before(self, x: Tensor, gate: kernels.Gate | None = None) -> NormBefore:
         """How `after_norm`, or `gated_after_norm`, wants the norm of x [T, in] to be computed."""
-        rounded = kernels.rounding(x, self.weight, self.bias, gate)
+        rounded = kernels.quantized_input(x, self.weight, self.bias, gate)
         return kernels.norms_apart(x, self.weight, gate) if rounded is None else rounded
 
 
@@ -419,11 +419,11 @@ class Stream:
     """The residual stream [T, hidden] between sublayers, and its norm for the next one if that is computed already."""
 
     hidden: Tensor
-    normed: Tensor | kernels.Rounded | None = None
+    normed: Tensor | kernels.QuantizedRows | None = None
 
 
 # Whether a sublayer wants the norm of its input to be computed with what comes before; memory for it: rounded, in there.
-NormBefore: TypeAlias = "bool | kernels.Rounded"
+NormBefore: TypeAlias = "bool | kernels.QuantizedRows"
 
 
 class Residual(nn.Module):
@@ -454,10 +454,10 @@ class Residual(nn.Module):
             return linear.gated_after_norm(x.hidden, self.before, gate)
         return linear.gated(x.normed, gate)
 
-    def add(self, linear: Linear, hidden: Tensor, x: Tensor | kernels.Rounded) -> Stream:
+    def add(self, linear: Linear, hidden: Tensor, x: Tensor | kernels.QuantizedRows) -> Stream:
         """Add the output of `linear` for x to hidden [T, hidden] in place."""
         if self.is_sum and linear.is_partial:
-            assert isinstance(x, Tensor), "see `Linear.rounding`"
+            assert isinstance(x, Tensor), "see `Linear.quantized_input`"
             return Stream(hidden, linear.communicator.add_product(hidden, x, linear, self._norm_apart(hidden)))
         norm = self.next_norm(hidden)
         if norm is None:

@@ -228,7 +228,7 @@ class Watch:
             OSError,
             EOFError,
             TypeError,
-        ):  # the follower's exit is noticed elsewhere; TypeError: closed here meanwhile
+        ):  # TypeError: this process closes it meanwhile; an exit is noticed elsewhere
             del indices[connection]
             return
         self._missed[indices[connection]] = 0

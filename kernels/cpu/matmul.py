@@ -13,9 +13,9 @@ from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.library import library, tile_rows
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import Gate, silu_and_mul
-from kernels.rounded import NextNorm, Rounded
 
 _onednn = torch.ops.mkldnn
 PACKED_FOR = 16  # tokens that oneDNN packs weights for: about the best blocks for fewer, and for many more
@@ -79,7 +79,7 @@ def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     return silu_and_mul(linear(x, weight, bias))
 
 
-def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
     assert isinstance(x, Tensor)
     if isinstance(weight, NativeWeight):
@@ -90,8 +90,8 @@ def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tens
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | Rounded:
+    residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
     """See `kernels.reference.linear_add_norm`."""
     assert norm.rounded is None
     return rms_norm(linear_add(residual, x, weight, bias), norm.weight, norm.eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,9 @@ from kernels.cpu.matmul import linear, swiglu
 from kernels.cpu.packed_weight import NativeWeight
 from kernels.cpu.rotary import rms_norm
 from kernels.moe import ExpertActivation
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import Weight
 from kernels.reference.moe import activate
-from kernels.rounded import NextNorm, Rounded
 
 
 def experts(
@@ -49,20 +51,8 @@ def experts(
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
 
 
-def experts_add_norm(
-    residual: Tensor,
-    norm: NextNorm,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: ExpertActivation = "silu",
-    first: int = 0,
-) -> Tensor | Rounded:
+def experts_add_norm(residual: Tensor, norm: NextNorm, *arguments: Any, **options: Any) -> Tensor | QuantizedRows:
     """See `kernels.reference.experts_add_norm`."""
     assert norm.rounded is None
-    experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, residual, first)
+    experts(*arguments, **{"add_to": residual, **options})
     return rms_norm(residual, norm.weight, norm.eps)

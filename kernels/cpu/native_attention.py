@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.block_sparse import BlockSparse
 from kernels.cpu import attention
 from kernels.cpu.library import LANES, library
-from kernels.rounded import Rounded
+from kernels.quantized_rows import QuantizedRows
 
 
 class _Struct(ctypes.Structure):
@@ -46,10 +46,10 @@ def paged_attention_decode(
     sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: object = None,
-    out: Tensor | Rounded | None = None,
+    out: Tensor | QuantizedRows | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
-    assert not isinstance(out, Rounded)
+    assert not isinstance(out, QuantizedRows)
     if sparse is not None or kv_scale is not None or not _is_native(query, key_cache, value_cache):
         return attention.paged_attention_decode(
             query, key_cache, value_cache, block_tables, rows, context_lens, scale=scale, window=window,

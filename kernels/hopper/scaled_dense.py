@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import _boxes
 from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
+from kernels.quantized_rows import QuantizedRows
 from kernels.quantized_weight import QuantizedWeight
-from kernels.rounded import Rounded
 from kernels.triton.launch import cdiv, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
 
@@ -255,7 +255,7 @@ def _choose(num_tokens: int, n: int, k: int, blocks: bool, swiglu: bool) -> Conf
     return Config(block_m, cdiv(steps, parts), min(SHARED_BYTES // ((halves * 128 + block_m) * 128), 8), halves)
 
 
-def config(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
+def config(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
     """How to multiply tokens like x, rounded, by the weight; None where this kernel does not apply."""
     n, k = len(weight), weight.num_channels
     if (
@@ -273,7 +273,7 @@ def config(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, sw
     return None
 
 
-def multiply(x: Rounded, weight: QuantizedWeight, config: Config, *, swiglu: bool = False) -> Tensor:
+def multiply(x: QuantizedRows, weight: QuantizedWeight, config: Config, *, swiglu: bool = False) -> Tensor:
     """x [M, K] times the weight, or SwiGLU of that, in parts [P, M, N], which are yet to be added up."""
     num_tokens, n = len(x), len(weight) // (2 if swiglu else 1)
     steps = weight.num_channels // 128

@@ -27,7 +27,7 @@ from kernels.reference.matmul import (
     norm_linear,
     norms_apart,
     pack_weight,
-    rounding,
+    quantized_input,
 )
 from kernels.reference.moe import experts, experts_add_norm, norm_route, pack_experts, route, route_norms_apart
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
@@ -92,13 +92,13 @@ __all__ = [
     "prepare_step",
     "quantize_groups",
     "quantize_rows",
+    "quantized_input",
     "random_bits",
     "rms_norm",
     "rms_norm_add",
     "rope",
     "rope_and_store",
     "rotate_and_store",
-    "rounding",
     "route",
     "route_norms_apart",
     "sample",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.block_sparse import BlockSparse
+from kernels.quantized_rows import QuantizedRows
 from kernels.reference.precision import to_wide, wide_dtype
 from kernels.reference.quantized import quantize_rows
-from kernels.rounded import Rounded
 
 
 def _read(cache: Tensor, table: Tensor, positions: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -40,11 +40,11 @@ def paged_attention_decode(
     sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: object = None,
-    out: Tensor | Rounded | None = None,
+    out: Tensor | QuantizedRows | None = None,
 ) -> Tensor:
     """Compute the attention of one query token per sequence over its paged context -> [B, H, D], in `out` if given.
 
-    In a `Rounded` [B, H D] it is rounded, with a scale for each head, and the codes are returned.
+    In a `QuantizedRows` [B, H D] it is rounded, with a scale for each head, and the codes are returned.
 
     query [B, H, D]; key_cache, value_cache [num_blocks, Hkv, block_size, D]; block_tables [R, max_blocks] int32, of which
     sequence i uses row rows[i] (rows [B] int32). context_lens [B] int32 include the query's own token, whose K and V are
@@ -54,7 +54,7 @@ def paged_attention_decode(
     work map.
     """
     query_start = torch.arange(len(query) + 1, dtype=torch.int32)
-    if isinstance(out, Rounded):
+    if isinstance(out, QuantizedRows):
         exact = paged_attention_decode(
             query, key_cache, value_cache, block_tables, rows, context_lens, scale=scale, window=window, soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, sparse=sparse, kv_scale=kv_scale,

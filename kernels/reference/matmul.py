@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import Gate, gate_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantized import dequantize
-from kernels.rounded import NextNorm, Rounded
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -17,15 +17,18 @@ def pack_weight(weight: Weight) -> Weight:
     return weight
 
 
-def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] (packed, or of few bits), bias [N] -> x weightᵀ + bias [T, N]. Rounded x: see `rounding`."""
+def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] (packed, or of few bits), bias [N] -> x weightᵀ + bias [T, N].
+
+    x may have been quantised before, see `quantized_input`.
+    """
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         weight = dequantize(weight.codes, weight, x.dtype)
     return F.linear(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """residual [T, N] += linear(x [T, K], weight [N, K], bias [N]), in place; the sum is rounded once."""
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
@@ -35,14 +38,14 @@ def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tens
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | Rounded:
+    residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
     """`linear_add`, in place -> the norm of that [T, N]; rounded if `norm` has memory for that."""
     assert norm.rounded is None
     return rms_norm(linear_add(residual, x, weight, bias), norm.weight, norm.eps)
 
 
-def linear_gated(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """silu(g) * u [T, N], or gelu(g) by tanh; g and u are the halves of linear(x [T, K], weight [2N, K], bias [2N])."""
     return gate_and_mul(linear(x, weight, bias), gate)
 
@@ -55,7 +58,9 @@ def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
     return True
 
 
-def rounding(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None) -> Rounded | None:
+def quantized_input(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None
+) -> QuantizedRows | None:
     """Memory for the norm of x [T, K] as `linear`, or with a gate `linear_gated`, takes it rounded; None: it takes it as it is.
 
     Then it is faster to round the norm with what comes before: by `linear_add_norm` or `experts_add_norm`.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import CLAMP, SLOPE, ExpertActivation, Router
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 from kernels.reference.quantized import dequantize
-from kernels.rounded import NextNorm, Rounded
 
 
 def route(
@@ -116,21 +118,13 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor,
-    norm: NextNorm,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: ExpertActivation = "silu",
-    first: int = 0,
-) -> Tensor | Rounded:
-    """`experts`, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see `linear_add_norm`."""
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, *others: Any, **options: Any
+) -> Tensor | QuantizedRows:
+    """`experts`, whose further arguments follow, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see
+    `linear_add_norm`.
+    """
     assert norm.rounded is None
-    experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, residual, first)
+    experts(x, ids, weights, *others, **{"add_to": residual, **options})
     return rms_norm(residual, norm.weight, norm.eps)
 
 

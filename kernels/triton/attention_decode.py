@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.block_sparse import BlockSparse
 from kernels.plan import DecodePlan
-from kernels.rounded import Rounded
+from kernels.quantized_rows import QuantizedRows
 from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
@@ -408,7 +408,7 @@ def paged_attention_decode(
     sparse: BlockSparse | None = None,
     kv_scale: Tensor | None = None,
     plan: DecodePlan | None = None,
-    out: Tensor | Rounded | None = None,
+    out: Tensor | QuantizedRows | None = None,
 ) -> Tensor:
     """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
 
@@ -419,7 +419,7 @@ def paged_attention_decode(
     _, num_kv_heads, page, _ = key_cache.shape
     if out is None:
         out = torch.empty_like(query)
-    if isinstance(out, Rounded):
+    if isinstance(out, QuantizedRows):
         assert head_dim == next_power_of_2(head_dim) >= 16
         assert out.group == head_dim
         into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype]

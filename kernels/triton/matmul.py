@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import Gate
-from kernels.rounded import NextNorm, Rounded
 from kernels.triton import quantized, scaled
 from kernels.triton.activation import activate, gate_and_mul
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
@@ -166,7 +166,7 @@ def _fused(
     return out
 
 
-def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
@@ -175,7 +175,7 @@ def linear(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias) if out is None else out
 
 
-def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear_add`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_add(residual, x, weight, bias)
@@ -187,15 +187,15 @@ def linear_add(residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tens
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor | Rounded, weight: Weight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | Rounded:
+    residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
     """See `kernels.reference.linear_add_norm`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_add_norm(residual, x, weight, bias, norm)
     return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
 
 
-def linear_gated(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """See `kernels.reference.linear_gated`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_gated(x, weight, bias, gate)
@@ -204,9 +204,11 @@ def linear_gated(x: Tensor | Rounded, weight: Weight, bias: Tensor | None = None
     return gate_and_mul(F.linear(x, weight, bias), gate) if out is None else out
 
 
-def rounding(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None) -> Rounded | None:
-    """See `kernels.reference.rounding`."""
-    return quantized.rounding(x, weight, bias, gate) if isinstance(weight, QuantizedWeight) else None
+def quantized_input(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None
+) -> QuantizedRows | None:
+    """See `kernels.reference.quantized_input`."""
+    return quantized.quantized_input(x, weight, bias, gate) if isinstance(weight, QuantizedWeight) else None
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:

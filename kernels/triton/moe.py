@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe import ExpertActivation
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight, in_panels
-from kernels.rounded import NextNorm, Rounded
 from kernels.triton.codes import decode
 from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.pairs import Tiles, sort_pairs
@@ -374,8 +374,19 @@ def experts(
     rounded to x's dtype, if there are many tokens.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    stacks = gate_up, down, gate_up_bias, down_bias
-    parts = _products(x, ids, weights, *stacks, activation, out, add_to is not None, first)
+    parts = _products(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        out=out,
+        add=add_to is not None,
+        first=first,
+    )
     if parts is not None:
         n = out.shape[1]
         block = min(next_power_of_2(n), 1024)
@@ -387,35 +398,25 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor,
-    norm: NextNorm,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: ExpertActivation = "silu",
-    first: int = 0,
-) -> Tensor | Rounded:
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, *others: Any,
+    first: int = 0, **options: Any,
+) -> Tensor | QuantizedRows:  # fmt: skip
     """See `kernels.reference.experts_add_norm`, and `experts`."""
-    stacks = gate_up, down, gate_up_bias, down_bias
-    parts = _products(x, ids, weights, *stacks, activation, residual, True, first)
+    parts = _products(x, ids, weights, gate_up, *others, out=residual, add=True, first=first, **options)
     if parts is None:
         return finish_norm(residual, norm)
-    normed, arguments, options = norm_arguments(residual, norm)
+    normed, arguments, constants = norm_arguments(residual, norm)
     _sum_kernel[(len(x), 1)](
         parts, ids, residual, residual, *arguments, first, residual.stride(0), N=residual.shape[1], E=len(gate_up),
-        CHOSEN=ids.shape[1], ADD=True, NORM=True, num_warps=min(max(options["BLOCK"] // 256, 1), 16), **options,
+        CHOSEN=ids.shape[1], ADD=True, NORM=True, num_warps=min(max(constants["BLOCK"] // 256, 1), 16), **constants,
         **pdl_options(x.device),
     )  # fmt: skip
     return normed
 
 
 def _products(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, activation: str, out: Tensor, add: bool, first: int,
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, activation: str = "silu", *, out: Tensor, add: bool, first: int,
 ) -> Tensor | None:  # fmt: skip
     """What each expert adds to each token, times its weight: [pair, hidden]; None: the sums are in `out`, or added to it."""
     num_tokens, hidden = x.shape

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rounded import NextNorm, Rounded
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.triton.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
 from kernels.triton.rounding import norm_arguments, store_norm
 
@@ -79,7 +79,9 @@ def _sum_norm_kernel(
     )  # fmt: skip
 
 
-def sum_parts_norm(parts: Tensor, residual: Tensor, norm: NextNorm, *, bias: Tensor | None = None) -> Tensor | Rounded:
+def sum_parts_norm(
+    parts: Tensor, residual: Tensor, norm: NextNorm, *, bias: Tensor | None = None
+) -> Tensor | QuantizedRows:
     """Add the sum of parts [P, at least M, N] and bias [N] to residual [M, N], and return its norm."""
     num_parts, num_rows, n = parts.shape
     assert parts.is_contiguous()

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import Gate
-from kernels.rounded import NextNorm, Rounded
 from kernels.triton import scaled
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.codes import values
@@ -196,7 +196,7 @@ def _empty(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Tensor:
 
 
 def _multiply(
-    x: Tensor | Rounded,
+    x: Tensor | QuantizedRows,
     weight: QuantizedWeight,
     bias: Tensor | None,
     *,
@@ -207,7 +207,7 @@ def _multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in `out`."""
-    if isinstance(x, Rounded):
+    if isinstance(x, QuantizedRows):
         assert norm_weight is None
         assert out is None
         return scaled.multiply(x, weight, bias, swiglu=swiglu, residual=residual)
@@ -244,18 +244,20 @@ def _multiply(
     return result if out is None else out.copy_(result)
 
 
-def linear(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
     return _multiply(x, weight, bias)
 
 
-def linear_add(residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear_add(
+    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None
+) -> Tensor:
     """See `kernels.reference.linear_add`."""
     return _multiply(x, weight, bias, residual=residual)
 
 
 def linear_gated(
-    x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
+    x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.linear_gated`."""
     if gate != "silu":
@@ -264,18 +266,18 @@ def linear_gated(
 
 
 def linear_add_norm(
-    residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | Rounded:
+    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
     """See `kernels.reference.linear_add_norm`."""
-    if isinstance(x, Rounded) or _takes_codes(x, weight, False):
+    if isinstance(x, QuantizedRows) or _takes_codes(x, weight, False):
         return scaled.multiply_add_norm(residual, x, weight, bias, norm)
     return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
 
 
-def rounding(
+def quantized_input(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate | None = None
-) -> Rounded | None:
-    """See `kernels.reference.rounding`."""
+) -> QuantizedRows | None:
+    """See `kernels.reference.quantized_input`."""
     swiglu = gate == "silu"
     return scaled.unwritten(x, weight, bias, swiglu) if _takes_codes(x, weight, swiglu) else None
 

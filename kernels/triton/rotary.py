@@ -50,7 +50,7 @@ def _rope_heads(
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        # Rounded as the norm's output would be if it were stored.
+        # QuantizedRows as the norm's output would be if it were stored.
         first_weight = tl.load(weight + a, mask=i < HALF).to(tl.float32)
         second_weight = tl.load(weight + a + OTHER, mask=i < HALF).to(tl.float32)
         first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rounded import NextNorm, Rounded
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.triton.launch import next_power_of_2
 from kernels.triton.norm import normed_row
 
@@ -54,13 +54,13 @@ def store_norm(
         store_rounded(normed, out, scale, row, group, channels, stride_row, stride_group, K, GROUP, LARGEST)
 
 
-def group_of(out: Rounded) -> tuple[int, int]:
+def group_of(out: QuantizedRows) -> tuple[int, int]:
     """The power of two that holds a row, and that which holds a group."""
     block = next_power_of_2(out.codes.shape[1])
     return block, out.group or block
 
 
-def norm_arguments(total: Tensor, norm: NextNorm) -> tuple[Tensor | Rounded, tuple[Any, ...], dict[str, Any]]:
+def norm_arguments(total: Tensor, norm: NextNorm) -> tuple[Tensor | QuantizedRows, tuple[Any, ...], dict[str, Any]]:
     """For a kernel that computes the norm of its sum [M, n] by `store_norm`: the result, then weight, out, scale, eps and
     strides, and the constants BLOCK, GROUP and LARGEST."""
     if norm.rounded is None:

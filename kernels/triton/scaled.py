@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight
-from kernels.rounded import NextNorm, Rounded
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.launch import (
     EARLY,
@@ -155,14 +155,14 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
 
-    `by_group`: see `Rounded.empty`.
+    `by_group`: see `QuantizedRows.empty`.
     """
-    out = Rounded.empty(x, dtype, group, by_group)
+    out = QuantizedRows.empty(x, dtype, group, by_group)
     round_into(out, x, norm_weight, eps)
     return out.codes, out.scale
 
 
-def round_into(out: Rounded, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
+def round_into(out: QuantizedRows, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
     """Round x [M, K], or its norm, into unwritten memory."""
     num_rows, k = x.shape
     assert x.stride(1) == 1
@@ -175,7 +175,7 @@ def round_into(out: Rounded, x: Tensor, norm_weight: Tensor | None = None, eps: 
         )  # fmt: skip
 
 
-def finish_norm(total: Tensor, norm: NextNorm) -> Tensor | Rounded:
+def finish_norm(total: Tensor, norm: NextNorm) -> Tensor | QuantizedRows:
     """The norm of a sum that another kernel has written."""
     if norm.rounded is None:
         return rms_norm(total, norm.weight, norm.eps)
@@ -208,15 +208,15 @@ def multiplies_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def unwritten(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Rounded:
+def unwritten(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> QuantizedRows:
     """Memory for x [M, K] rounded to codes, as `multiply` takes it."""
     group = 0 if weight.scale.shape[1] == 1 else weight.group
     by_group = group > 0 and _dense_config(x, weight, bias, swiglu) is None and _by_cublas(x, weight)
-    return Rounded.empty(x, weight.codes.dtype, group, by_group)
+    return QuantizedRows.empty(x, weight.codes.dtype, group, by_group)
 
 
 def multiply(
-    x: Tensor | Rounded,
+    x: Tensor | QuantizedRows,
     weight: QuantizedWeight,
     bias: Tensor | None,
     *,
@@ -242,8 +242,8 @@ def multiply(
 
 
 def multiply_add_norm(
-    residual: Tensor, x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | Rounded:
+    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
     """Add x [M, K], rounded to codes, times the weight, plus bias, to residual [M, N]. Returns the norm of that."""
     config = _dense_config(x, weight, bias, False)
     if config is None:
@@ -252,19 +252,19 @@ def multiply_add_norm(
     return sum_parts_norm(parts, residual, norm, bias=bias)
 
 
-def _dense_config(x: Tensor | Rounded, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Any:
+def _dense_config(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Any:
     return dense.config(x, weight, bias, swiglu) if dense is not None else None
 
 
 def _rounded(
-    x: Tensor | Rounded,
+    x: Tensor | QuantizedRows,
     weight: QuantizedWeight,
     bias: Tensor | None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
-) -> Rounded:
-    if isinstance(x, Rounded):
+) -> QuantizedRows:
+    if isinstance(x, QuantizedRows):
         return x
     out = unwritten(x, weight, bias, swiglu)
     round_into(out, x, norm_weight, eps)
@@ -294,7 +294,7 @@ def _cublas(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tenso
     return out if bias is None or by_row else out.add_(bias)
 
 
-def _by_cublas(x: Tensor | Rounded, weight: QuantizedWeight) -> bool:
+def _by_cublas(x: Tensor | QuantizedRows, weight: QuantizedWeight) -> bool:
     """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
     n, k = len(weight), weight.num_channels
     by_row = weight.scale.shape == (n, 1)

@@ -88,23 +88,23 @@ def test_tokens_of_what_is_rounded_where_it_is_computed(
     request.getfixturevalue("exact_float8")
     monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
     monkeypatch.setattr(quantized, "MAX_FEW", 1)
-    rounding, rounded, attended = kernels.rounding, [], []
+    rounding, rounded, attended = kernels.quantized_input, [], []
     decode = kernels.paged_attention_decode
 
-    def counted(*args: Any) -> kernels.Rounded | None:
+    def counted(*args: Any) -> kernels.QuantizedRows | None:
         rounded.append(rounding(*args))
         return rounded[-1]
 
     def counted_decode(*args: Any, **options: Any) -> Tensor:
-        attended.append(isinstance(options["out"], kernels.Rounded))
+        attended.append(isinstance(options["out"], kernels.QuantizedRows))
         return decode(*args, **options)
 
-    monkeypatch.setattr(kernels, "rounding", counted)
+    monkeypatch.setattr(kernels, "quantized_input", counted)
     monkeypatch.setattr(kernels, "paged_attention_decode", counted_decode)
     got = answers(model, names, **settings)
     assert any(each is not None for each in rounded)
     assert any(attended) == (form == "fp8 blocks")
-    monkeypatch.setattr(kernels, "rounding", lambda *_: None)
+    monkeypatch.setattr(kernels, "quantized_input", lambda *_: None)
     assert answers(model, names, **settings) == got
 
 

@@ -108,7 +108,7 @@ class Shape:
 def rounded(decode: Callable[..., Tensor], plan: kernels.DecodePlan) -> Tensor:
     """Decode into codes, and what they stand for."""
     query: Tensor = decode.args[0]  # type: ignore[attr-defined]
-    into = kernels.Rounded.empty(query.flatten(1), E4M3, query.shape[2])
+    into = kernels.QuantizedRows.empty(query.flatten(1), E4M3, query.shape[2])
     codes = decode(plan=plan, out=into)
     return codes.double() * into.scale.double()[:, :, None]
 

@@ -146,7 +146,8 @@ def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, 
     widen_pages(cache, cache, tables, rows, lens, wide.pages, pages)
     paged_attention_prefill(
         query, pages[0], pages[1], wide.block_tables, wide.rows, tensor(4, dtype=I32), lens, scale=0.1,
-        kv_scale=kv_scale(2, cache), tiles=tensor(5, 2, dtype=I32), out=tensor(*query.shape, dtype=dtype), **options,  # type: ignore[arg-type]
+        kv_scale=kv_scale(2, cache), tiles=tensor(5, 2, dtype=I32), out=tensor(*query.shape, dtype=dtype),
+        **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -268,7 +269,7 @@ def parts() -> None:
     norm = kernels.NextNorm(bias, 1e-6)
     sum_parts_norm(tensor(3, 60, 512), out, norm, bias=bias)
     sum_parts_norm(
-        tensor(3, 60, 512), out, dataclasses.replace(norm, rounded=kernels.Rounded.empty(out, torch.int8, 128))
+        tensor(3, 60, 512), out, dataclasses.replace(norm, rounded=kernels.QuantizedRows.empty(out, torch.int8, 128))
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import BlockSparse, Rounded, reference
+from kernels import BlockSparse, QuantizedRows, reference
 from kernels.plan import DecodePlan, make_prefill_tiles
 from kernels.triton import attention_decode, attention_prefill
 from kernels.triton.scaled import quantize_rows
@@ -104,7 +104,7 @@ class Case:
     def _decode_rounded(self, query: Tensor, plan: DecodePlan, out: Tensor, **options: Any) -> None:
         """The same as codes: those of the result."""
         for by_group in (False, True):
-            into = Rounded.empty(query.flatten(1), torch.int8, query.shape[2], by_group)
+            into = QuantizedRows.empty(query.flatten(1), torch.int8, query.shape[2], by_group)
             got = attention_decode.paged_attention_decode(
                 query,
                 self.kv[0],

@@ -234,7 +234,7 @@ def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float
 
 
 def test_bfloat16_queries_for_an_e4m3_cache_are_float16(exact_float8: None) -> None:
-    """Rounded once, from float32."""
+    """QuantizedRows once, from float32."""
     step, table = Step(4, 3, 80, torch.bfloat16), torch.randn(40, 80)
     caches, scale = quantised(step)
     got = rotary.rope_and_store(

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import NextNorm, QuantizedWeight, Rounded, Router, reference
+from kernels import NextNorm, QuantizedRows, QuantizedWeight, Router, reference
 from kernels.triton import moe, router
 from kernels.triton.scaled import quantize_rows
 from tests.kernels.reference.test_moe import ROUTERS
@@ -163,7 +163,7 @@ def test_the_norm_of_the_sum_is_rounded(num_tokens: int, exact_float8: None) -> 
     x, residual, weight = torch.randn(num_tokens, 256), torch.randn(num_tokens, 256), torch.randn(256)
     ids, weights = torch.rand(num_tokens, 6).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
     stacks = torch.randn(6, 256, 256), torch.randn(6, 256, 128)
-    into = Rounded.empty(x, torch.float8_e4m3fn, 128)
+    into = QuantizedRows.empty(x, torch.float8_e4m3fn, 128)
     assert moe.experts_add_norm(residual, NextNorm(weight, 1e-6, into), x, ids, weights, *stacks) is into
     codes, scale = quantize_rows(residual, torch.float8_e4m3fn, group=128, norm_weight=weight, eps=1e-6)
     assert torch.equal(into.codes.float(), codes.float())

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import NextNorm, Rounded
+from kernels import NextNorm, QuantizedRows
 from kernels.triton.norm import rms_norm
 from kernels.triton.parts import sum_parts, sum_parts_norm
 from kernels.triton.scaled import quantize_rows
@@ -38,7 +38,7 @@ def test_the_norm_of_a_sum(dtype: torch.dtype, group: int, by_group: bool, exact
     total = residual.clone()
     assert torch.equal(sum_parts_norm(parts, total, NextNorm(weight, 1e-6), bias=bias), rms_norm(want, weight, 1e-6))
     assert torch.equal(total, want)
-    into, total = Rounded.empty(residual, dtype, group, by_group), residual.clone()
+    into, total = QuantizedRows.empty(residual, dtype, group, by_group), residual.clone()
     assert sum_parts_norm(parts, total, NextNorm(weight, 1e-6, into), bias=bias) is into
     codes, scale = quantize_rows(want, dtype, group=group, by_group=by_group, norm_weight=weight, eps=1e-6)
     assert torch.equal(total, want)

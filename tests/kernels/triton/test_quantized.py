@@ -114,7 +114,7 @@ def test_a_norm_apart_is_one_that_a_kernel_computes_alone(
 def test_a_norm_with_the_sum_before(
     form: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, exact_float8: None
 ) -> None:
-    """Rounded where the next product rounds it, it gives what that product's own norm gives."""
+    """QuantizedRows where the next product rounds it, it gives what that product's own norm gives."""
     monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
     first: Weight = torch.randn(256, 256) if form == "float" else random_weight(form, 256, 256)
     second: Weight = torch.randn(512, 256) if form == "float" else random_weight(form, 512, 256)
@@ -124,7 +124,7 @@ def test_a_norm_with_the_sum_before(
         torch.randn(256),
         torch.randn(256),
     )
-    rounded = matmul.rounding(residual, second)
+    rounded = matmul.quantized_input(residual, second)
     assert (rounded is not None) == (num_tokens == 70 and form in ("fp8", "fp8 blocks", "int8"))
     total = residual.clone()
     normed = matmul.linear_add_norm(total, x, first, bias, NextNorm(weight, 1e-6, rounded))
@@ -133,7 +133,7 @@ def test_a_norm_with_the_sum_before(
     got = matmul.linear(normed, second)
     assert error(got, matmul.norm_linear(total, weight, 1e-6, second)) < 1e-5
     if rounded is not None:
-        rounded = matmul.rounding(residual, second, None, "silu")
+        rounded = matmul.quantized_input(residual, second, None, "silu")
         normed = matmul.linear_add_norm(residual.clone(), x, first, bias, NextNorm(weight, 1e-6, rounded))
         assert error(matmul.linear_gated(normed, second), matmul.norm_gated(total, weight, 1e-6, second)) < 1e-5
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
+class QuantizedRows:
     """x [M, K] as one product takes it: x[m, k] ≈ codes[m, k] · scale[m, k // group]."""
 
     codes: Tensor  # [M, K] or more rows, e4m3 or int8
@@ -19,7 +19,7 @@ class Rounded:
     dtype: torch.dtype  # of x, and of the product
 
     @classmethod
-    def empty(cls, x: Tensor, dtype: torch.dtype, group: int = 0, by_group: bool = False) -> Rounded:
+    def empty(cls, x: Tensor, dtype: torch.dtype, group: int = 0, by_group: bool = False) -> QuantizedRows:
         """Unwritten memory for x [M, K] rounded to `dtype`, with a scale for each group of channels; group 0: of all channels.
 
         by_group: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4.
@@ -54,4 +54,4 @@ class NextNorm:
 
     weight: Tensor  # [n]
     eps: float
-    rounded: Rounded | None = None  # memory for the norm of this sum, if it is to be rounded
+    rounded: QuantizedRows | None = None  # memory for the norm of this sum, if it is to be rounded
