@@ -51,8 +51,11 @@ def experts(
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
 
 
-def experts_add_norm(residual: Tensor, norm: NextNorm, *arguments: Any, **options: Any) -> Tensor | QuantizedRows:
+def experts_add_norm(
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, *others: Any,
+    first: int = 0, **options: Any,
+) -> Tensor | QuantizedRows:  # fmt: skip
     """See `kernels.reference.experts_add_norm`."""
     assert norm.rounded is None
-    experts(*arguments, **{"add_to": residual, **options})
+    experts(x, ids, weights, gate_up, *others, **{"add_to": residual, "first": first, **options})
     return rms_norm(residual, norm.weight, norm.eps)

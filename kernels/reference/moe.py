@@ -118,13 +118,14 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, *others: Any, **options: Any
-) -> Tensor | QuantizedRows:
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, *others: Any,
+    first: int = 0, **options: Any,
+) -> Tensor | QuantizedRows:  # fmt: skip
     """`experts`, whose further arguments follow, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see
     `linear_add_norm`.
     """
     assert norm.rounded is None
-    experts(x, ids, weights, *others, **{"add_to": residual, **options})
+    experts(x, ids, weights, gate_up, *others, **{"add_to": residual, "first": first, **options})
     return rms_norm(residual, norm.weight, norm.eps)
 
 
