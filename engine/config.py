@@ -84,7 +84,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = flag(
         None,
-        "maximum number of tokens computed in one step (default: 8192 on a GPU when serving, 16384 offline; 2048 on a CPU)",
+        "maximum number of tokens computed in one step (default: 8192 on a GPU when serving, 16384 offline, with "
+        "compress_experts 65536; 2048 on a CPU)",
         size=True,
         at_least=1,
     )
@@ -169,6 +170,11 @@ class EngineConfig:
         "seconds without a heartbeat (during start-up: without CPU use) after which the engine process counts as hanging; "
         "0: never",
         at_least=0,
+    )
+    compress_experts: bool = flag(
+        False,
+        "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory and faster "
+        "answers, but slower long prompts",
     )
     expert_load_interval: int = flag(
         0,

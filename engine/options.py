@@ -57,6 +57,12 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         )
     if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
+    if config.compress_experts and (device.capability or (0, 0))[0] != 9:
+        raise ConfigError(
+            f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
+        )
+    if config.compress_experts and dtype != torch.bfloat16:
+        raise ConfigError(f"compress_experts needs dtype bfloat16, got {str(dtype).removeprefix('torch.')}")
     is_large = device.is_accelerator and device.memory().total >= LARGE_MEMORY
     return RunnerOptions(
         device=device,
@@ -66,8 +72,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_model_len=context_length(config, spec),
         shortens_context=config.max_model_len is None,
         max_num_seqs=config.max_num_seqs or (1024 if is_large else 256),
-        max_num_batched_tokens=config.max_num_batched_tokens
-        or (2048 if not device.is_accelerator else 16384 if offline else 8192),
+        max_num_batched_tokens=config.max_num_batched_tokens or _step_tokens(config, device, offline),
         block_size=config.block_size,
         load_format=config.load_format,
         seed=config.seed,
@@ -75,7 +80,17 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         enforce_eager=config.enforce_eager,
+        compress_experts=config.compress_experts,
         expert_load_interval=config.expert_load_interval,
         num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
     )
+
+
+def _step_tokens(config: EngineConfig, device: Device, offline: bool) -> int:
+    """The default of `max_num_batched_tokens`. A large step decompresses all experts, so it is to be very large."""
+    if not device.is_accelerator:
+        return 2048
+    if not offline:
+        return 8192
+    return 65536 if config.compress_experts else 16384

@@ -17,6 +17,8 @@ import torch
 
 from kernels import reference
 from kernels.block_sparse import BlockSparse as BlockSparse
+from kernels.compressed_weight import CompressedWeight as CompressedWeight
+from kernels.compressed_weight import ExpertWeight as ExpertWeight
 from kernels.moe import ExpertActivation as ExpertActivation
 from kernels.moe import Router as Router
 from kernels.plan import FEW_SEQS as FEW_SEQS

@@ -24,10 +24,13 @@ import kernels
 from benchmarks.gpu import microseconds, need_gpus
 from benchmarks.report.result_files import save
 from engine.machine import environment
-from kernels import Kind, QuantizedWeight, Router, Weight
+from kernels import ExpertWeight, Kind, QuantizedWeight, Router, Weight
 
 BYTES_PER_US, FLOPS_PER_US = 4.49e6, 812e6  # measured on an H200: reading, and bfloat16 products
 BATCHES = 4  # of different tokens, so that the weights they read are not in L2
+
+
+COMPRESSED = "compressed bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, 128, Router(8, renormalise=True), ("bfloat16", "fp8 blocks", "fp8", "int4")),
+    "qwen3-30b-a3b": Shape(
+        2048, 768, 128, Router(8, renormalise=True), ("bfloat16", COMPRESSED, "fp8 blocks", "fp8", "int4")
+    ),
     "gpt-oss-20b": Shape(2880, 2880, 32, Router(4, "softmax_chosen"), ("mxfp4", "bfloat16"), "clamped_swiglu", True),
     "glm-4.7-flash": Shape(
         2048, 1536, 64, Router(4, "sigmoid", renormalise=True, scale=1.8), ("bfloat16", "fp8 blocks", "int4")
@@ -110,13 +115,15 @@ class Layer:
         self.shape, self.device, self.rates = shape, device, rates
         self.router = _random(device, shape.count, shape.hidden) * shape.hidden**-0.5
         self.norm = torch.ones(shape.hidden, dtype=torch.bfloat16, device=device)
-        self.gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden, device)
-        self.down = expert_weights(form, shape.count, shape.hidden, shape.inner, device)
+        gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden, device)
+        down = expert_weights(form, shape.count, shape.hidden, shape.inner, device)
+        self.gate_up: ExpertWeight = gate_up
+        self.down: ExpertWeight = down
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.biased:
             self.biases = _random(device, shape.count, 2 * shape.inner), _random(device, shape.count, shape.hidden)
         else:
-            self.gate_up, self.down = kernels.pack_experts(self.gate_up, self.down, torch.bfloat16)
+            self.gate_up, self.down = kernels.pack_experts(gate_up, down, torch.bfloat16, form == COMPRESSED)
 
     def call(self, hidden: Tensor) -> Tensor:
         """The ids that were chosen; the experts' sum is added to `hidden`."""
@@ -171,7 +178,7 @@ def _do(operation: Callable[..., Any], *args: Any, **options: Any) -> None:
 
 def expert_weights(form: str, count: int, n: int, k: int, device: torch.device) -> Weight:
     """[count, n, k] of bfloat16 or a form, of a standard deviation of about k^-0.5."""
-    if form == "bfloat16":
+    if form in ("bfloat16", COMPRESSED):
         return torch.stack([_random(device, n, k) * k**-0.5 for _ in range(count)])
     kind, group, rows = FORMS[form]
     group = group or k

@@ -6,6 +6,7 @@ Shapes: T tokens of the step, H query heads, Hkv key heads, D head_dim.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -36,6 +37,8 @@ from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.rope import rope_table
 from engine.models.shard import Span
 from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder(nn.Module):
@@ -97,14 +100,24 @@ class Decoder(nn.Module):
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
 
-    def pack_weights(self) -> None:
-        """Repack all weights for the matrix products of their device. They cannot be filled afterwards."""
+    def pack_weights(self, compress_experts: bool = False) -> None:
+        """Repack all weights for the matrix products of their device. They cannot be filled afterwards.
+
+        compress_experts: bfloat16 experts without loss, where there are kernels for that.
+        """
         for module in self.modules():
             if isinstance(module, Matrix) and module.is_here:
                 module.pack()
         for module in self.modules():
             if isinstance(module, MoE):
-                module.pack()
+                module.pack(compress_experts)
+        if compress_experts:
+            mixtures = [module for module in self.modules() if isinstance(module, MoE)]
+            count = sum(module.is_compressed for module in mixtures)
+            if count:
+                logger.info("Compressed the experts of %d of %d layers to 12 bits a weight", count, len(mixtures))
+            else:
+                logger.warning("compress_experts has no effect: none of the model's experts can be compressed")
 
     def forward(
         self,

@@ -28,6 +28,7 @@ class RunnerOptions:
     num_gpu_blocks_override: int | None = None
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
+    compress_experts: bool = False  # without loss, where kernels can multiply by them so
     expert_load_interval: int = 0  # count experts' tokens in every n-th step with prompts; 0: never
     num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
     num_stages: int = 1  # pipeline stages, of successive layers

@@ -71,7 +71,7 @@ def build_runner(
             seed=options.seed, progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
             communicator=member.communicator,
         )  # fmt: skip
-        model.pack_weights()
+        model.pack_weights(options.compress_experts)
         runner = ModelRunner(model, spec, options, member.link)
         if runner.device.is_accelerator:
             progress("compiling", 0, 0)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.compressed_weight import CompressedWeight, ExpertWeight
 from kernels.moe import CLAMP, SLOPE, ExpertActivation, Router
 from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight
@@ -80,8 +81,14 @@ def route_norms_apart(x: Tensor) -> bool:
     return True
 
 
-def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
-    """Experts' weights, without biases, as `experts` multiplies tokens of `dtype` by them fastest. Their memory may be reused."""
+def pack_experts(
+    gate_up: Weight, down: Weight, dtype: torch.dtype, compressed: bool = False
+) -> tuple[ExpertWeight, ExpertWeight]:
+    """Experts' weights, without biases, as `experts` multiplies tokens of `dtype` by them fastest. Their memory may be reused.
+
+    compressed: floats may be compressed without loss, where the backend can multiply by them so: few tokens are faster and many
+    slower.
+    """
     return gate_up, down
 
 
@@ -89,8 +96,8 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: ExpertActivation = "silu",
@@ -106,6 +113,8 @@ def experts(
     """
     total = to_wide(x).new_zeros(*ids.shape, x.shape[1])
     local = ids - first
+    assert not isinstance(gate_up, CompressedWeight)
+    assert not isinstance(down, CompressedWeight)
     for expert in local.unique().tolist():
         if 0 <= expert < len(gate_up):
             token, choice = (local == expert).nonzero(as_tuple=True)
@@ -118,7 +127,7 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, *others: Any,
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, *others: Any,
     first: int = 0, **options: Any,
 ) -> Tensor | QuantizedRows:  # fmt: skip
     """`experts`, whose further arguments follow, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see

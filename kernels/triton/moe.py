@@ -18,27 +18,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compressed_weight import CompressedWeight, ExpertWeight, compress
 from kernels.moe import ExpertActivation
 from kernels.quantized_rows import NextNorm, QuantizedRows
 from kernels.quantized_weight import QuantizedWeight, Weight, in_panels
 from kernels.triton.codes import decode
-from kernels.triton.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import (
+    EARLY,
+    cdiv,
+    is_hopper,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 from kernels.triton.pairs import Tiles, sort_pairs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
 from kernels.triton.rounding import norm_arguments, store_norm
 from kernels.triton.scaled import finish_norm, quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import compressed_experts, compressed_few, decompress, quantized_experts
     from kernels.hopper import experts_few as few
-    from kernels.hopper import quantized_experts
     from kernels.hopper import scaled_experts as scaled
 else:
-    few = quantized_experts = scaled = None  # type: ignore[assignment]
+    compressed_experts = compressed_few = decompress = few = quantized_experts = scaled = None  # type: ignore[assignment]
 
 # Tokens beyond which another kernel is faster than `experts_few`:
 MAX_FEW_FLOATS = 3  # with floats, the one here
 MAX_FEW_E2M1 = 4  # with e2m1 codes, `quantized_experts`
 MAX_FEW_PANELS = 1  # with panels, `scaled_experts`
+MAX_FEW_COMPRESSED = 4  # with compressed weights, `compressed_experts`
+MAX_COMPRESSED = 4096  # with compressed weights, bfloat16 again
 MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
@@ -349,8 +360,16 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     return Config(block_n, block_k, 4, min(max(PROGRAM_BYTES // (block_k * per_channel), 2), 5))
 
 
-def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
-    """See `kernels.reference.pack_experts`. In panels, for `kernels.hopper.scaled_experts`."""
+def pack_experts(
+    gate_up: Weight, down: Weight, dtype: torch.dtype, compressed: bool = False
+) -> tuple[ExpertWeight, ExpertWeight]:
+    """See `kernels.reference.pack_experts`: codes in panels for `kernels.hopper.scaled_experts`, bfloat16 compressed."""
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        if compressed and few is not None and dtype == torch.bfloat16 and is_hopper(gate_up.device):
+            both = compress(gate_up, True), compress(down, False)
+            if both[0] is not None and both[1] is not None:
+                return both[0], both[1]
+        return gate_up, down
     if scaled is None or not scaled.packs(gate_up, dtype) or not scaled.packs(down, dtype):
         return gate_up, down
     assert isinstance(gate_up, QuantizedWeight)
@@ -362,8 +381,8 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: ExpertActivation = "silu",
@@ -398,7 +417,7 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, *others: Any,
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, *others: Any,
     first: int = 0, **options: Any,
 ) -> Tensor | QuantizedRows:  # fmt: skip
     """See `kernels.reference.experts_add_norm`, and `experts`."""
@@ -415,7 +434,7 @@ def experts_add_norm(
 
 
 def _products(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor | None = None,
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, activation: str = "silu", *, out: Tensor, add: bool, first: int,
 ) -> Tensor | None:  # fmt: skip
     """What each expert adds to each token, times its weight: [pair, hidden]; None: the sums are in `out`, or added to it."""
@@ -426,6 +445,12 @@ def _products(
     assert weights.is_contiguous()
     if not num_tokens:
         return None
+    if isinstance(gate_up, CompressedWeight) or isinstance(down, CompressedWeight):
+        assert isinstance(gate_up, CompressedWeight)
+        assert isinstance(down, CompressedWeight)
+        if num_tokens <= MAX_COMPRESSED:
+            return _multiply_compressed(x, ids, weights, gate_up, down, activation, out, add, first)
+        gate_up, down = decompress.decompress(gate_up), decompress.decompress(down)
     inner_size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
     inner = torch.empty(ids.numel(), inner_size, dtype=x.dtype, device=x.device)
     wide = num_tokens <= MAX_WIDE
@@ -450,6 +475,32 @@ def _products(
         tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count))
         _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
         _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
+    return parts
+
+
+def _multiply_compressed(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: CompressedWeight, down: CompressedWeight, activation: str, out: Tensor,
+    add: bool, first: int,
+) -> Tensor | None:  # fmt: skip
+    """See `_products`."""
+    num_tokens, hidden = x.shape
+    pairs, chosen = ids.numel(), ids.shape[1]
+    inner = torch.empty(pairs, down.shape[2], dtype=x.dtype, device=x.device)
+    if num_tokens == 1:
+        compressed_few.launch(x, gate_up, ids, weights, inner, activation=activation, first=first)
+        residual = out if add else None
+        compressed_few.launch(inner, down, ids, weights, out, experts=chosen, residual=residual, first=first)
+        return None
+    parts = torch.empty(pairs, hidden, dtype=torch.float32 if num_tokens <= MAX_WIDE else x.dtype, device=x.device)
+    if num_tokens <= MAX_FEW_COMPRESSED:
+        compressed_few.launch(x, gate_up, ids, weights, inner, activation=activation, first=first)
+        compressed_few.launch(inner, down, ids, weights, parts, first=first)
+        return parts
+    height = _tile_height(pairs / len(gate_up), 8 if num_tokens <= 8 else 16)
+    order, entries, block_m, _ = sort_pairs(ids, len(gate_up), first, height)
+    in_order = compressed_experts.gather(x, order, chosen)
+    compressed_experts.launch(in_order, gate_up, weights, order, entries, inner, block_m, activation)
+    compressed_experts.launch(inner, down, weights, order, entries, parts, block_m)
     return parts
 
 

@@ -6,13 +6,13 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import kernels
-from kernels import QuantizedWeight, Router, Weight, reference
+from kernels import ExpertWeight, QuantizedWeight, Router, Weight, reference
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.random_weights import random_weight
 from tests.oracles.rounded_experts import rounded_experts
@@ -31,8 +31,10 @@ class Shape:
     biased: bool = False
 
 
+COMPRESSED = "compressed bfloat16"
+FORMS = "bfloat16", COMPRESSED, "fp8", "fp8 blocks", "int4"
 SHAPES = {
-    "Qwen3-30B-A3B": Shape(2048, 768, 128, Router(8, renormalise=True), ("bfloat16", "fp8", "fp8 blocks", "int4")),
+    "Qwen3-30B-A3B": Shape(2048, 768, 128, Router(8, renormalise=True), FORMS),
     "gpt-oss-20b": Shape(2880, 2880, 32, Router(4, "softmax_chosen"), ("bfloat16", "mxfp4"), "clamped_swiglu", True),
     "Mixtral-8x7B": Shape(4096, 14336, 8, Router(2, "softmax_chosen"), ("bfloat16", "int4 asymmetric")),
     "DeepSeek-V3": Shape(7168, 2048, 256, Router(8, "sigmoid", 8, 4, "top2", True, 2.5), ()),
@@ -42,7 +44,7 @@ NUM_TOKENS = (1, 8, 16, 64, 1000, 5000)  # the last: pairs of most shapes are so
 
 def expert_weights(form: str, count: int, n: int, k: int, device: str) -> Weight:
     """[count, n, k] of a form, of a standard deviation of about k^-0.5. Experts of few bits are one of two."""
-    if form == "bfloat16":
+    if form in ("bfloat16", COMPRESSED):
         return torch.stack([torch.randn(n, k, dtype=BF16, device=device) * k**-0.5 for _ in range(count)])
     two = [random_weight(form, n, k, device, seed) for seed in range(2)]
     return QuantizedWeight.stack([two[expert % 2] for expert in range(count)])
@@ -87,18 +89,23 @@ def _name(name: str, form: str, num_tokens: int) -> str:
 def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: Sequence[int]) -> None:
     gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden, checks.device)
     down = expert_weights(form, shape.count, shape.hidden, shape.inner, checks.device)
+    original = gate_up, down
+    packed: tuple[ExpertWeight, ExpertWeight] = original
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     if shape.biased:
         biases = (checks.random(shape.count, 2 * shape.inner), checks.random(shape.count, shape.hidden))
     else:
-        gate_up, down = kernels.pack_experts(gate_up, down, BF16)
+        packed = kernels.pack_experts(gate_up, down, BF16, form == COMPRESSED)
+        if form != COMPRESSED:  # codes are packed in place
+            original = cast("tuple[Weight, Weight]", packed)
+        gate_up, down = original
     for count in num_tokens:
         x, residual = checks.random(count, shape.hidden), checks.random(count, shape.hidden)
         ids = torch.rand(count, shape.count, device=checks.device).argsort(1)[:, : shape.rule.num_chosen].int()
         weights = torch.rand(count, shape.rule.num_chosen, dtype=F32, device=checks.device)
         if count > 1:
             ids[-1] = -1
-        run = partial(kernels.experts, x, ids, weights, gate_up, down, *biases, shape.activation)
+        run = partial(kernels.experts, x, ids, weights, *packed, *biases, shape.activation)
         got, again = run(), run()
         added = run(add_to=residual.clone())
         wanted = [_exact(x, ids, weights, gate_up, down, biases, shape)]
@@ -106,11 +113,11 @@ def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: 
             wanted.append(rounded_experts(x, ids, weights, gate_up, down, shape.activation))  # a product may round
         error = min(max(relative_error(got, want), relative_error(added, want + residual)) for want in wanted)
         error = error if torch.equal(got, again) else float("inf")
-        num_bytes = _bytes_read(ids, gate_up) + _bytes_read(ids, down) + 2 * x.nbytes
+        num_bytes = _bytes_read(ids, packed[0]) + _bytes_read(ids, packed[1]) + 2 * x.nbytes
         checks.add(_name(name, form, count), error, 1.2e-2, run, num_bytes)
 
 
-def _bytes_read(ids: Tensor, weight: Weight) -> int:
+def _bytes_read(ids: Tensor, weight: ExpertWeight) -> int:
     """Of the experts that were chosen."""
     return weight.nbytes // len(weight) * len(ids[ids >= 0].unique())
 

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kernels
+from kernels.compressed_weight import CompressedWeight
 from kernels.layout import RowState, StepTensors
 from kernels.moe import ExpertActivation
 from kernels.plan import DecodePlan
@@ -235,14 +236,28 @@ def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> No
     from kernels.triton.moe import experts as compute
     from kernels.triton.moe import experts_add_norm, pack_experts
 
-    gate_up, down = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
-    if activation == "silu":
-        gate_up, down = pack_experts(gate_up, down, BF16)
+    weights_of = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
+    gate_up, down = pack_experts(*weights_of, BF16) if activation == "silu" else weights_of
     x, weights, bias = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32), tensor(32, 1024)
     biases = (None, None) if activation == "silu" else (bias, bias)
     compute(x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation, add_to=x)
     norm = kernels.NextNorm(tensor(1024), 1e-6)
     experts_add_norm(x, norm, x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation)
+
+
+def compressed_experts(tokens: int) -> None:
+    """Of 32 experts, of bfloat16 in 12 bits a weight."""
+    from kernels.triton.moe import experts
+
+    gate_up, down = (
+        CompressedWeight(
+            tensor(32, n // 128, k // 64, 2, 3, 512, dtype=I32), tensor(32, n, dtype=F32),
+            tensor(32, n // 64, 32, dtype=I64), gated,
+        )
+        for n, k, gated in ((1024, 1024, True), (1024, 512, False))
+    )  # fmt: skip
+    x, weights = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32)
+    experts(x, weights.int(), weights, gate_up, down, add_to=x)
 
 
 def parts_of_channels() -> None:
@@ -376,10 +391,12 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
     functools.partial(wide_pages, 256, 2, 16, window=1024, soft_cap=50.0),
     functools.partial(wide_pages, 80, 7, 64, F16),
+    *(functools.partial(compressed_experts, tokens) for tokens in (1, 3, 60, 400, 1000, 5000)),
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
-    "attention_prefill", "latent_decode", "quantized_dense", "quantized_experts", "scaled_experts", "scaled_dense",
+    "attention_prefill", "compressed_experts", "compressed_few", "decompress", "latent_decode", "quantized_dense",
+    "quantized_experts", "scaled_experts", "scaled_dense",
 )  # fmt: skip
 HOPPER = (*(f"kernels.hopper.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 

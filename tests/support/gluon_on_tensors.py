@@ -217,7 +217,7 @@ def run_on_tensors(
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
         SwizzledSharedLayout=layout, NVMMASharedLayout=layout,
         allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
-        arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout: value,
+        arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout, **_: value,
         join=lambda a, b: torch.stack([a, b], -1), split=lambda value: value.unbind(-1),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), sum=torch.sum,
@@ -233,7 +233,7 @@ def run_on_tensors(
     monkeypatch.setattr(module, "gl", gluon)
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
-        monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True)
+        monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True, raising=False)
     if hasattr(module, "warpgroup_mma"):
         _on_hopper(monkeypatch, [module, shared], gluon)
 

@@ -1,0 +1,60 @@
+"""Words of `kernels.compressed_weight` to bfloat16 in the registers of the matrix unit."""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+EIGHT = gl.constexpr((gl.bfloat16,) * 8)
+UP = gl.constexpr(
+    18446744073709551616.0
+)  # 2^64: codes' values times channels are at least 2^-126, with channels times this
+DOWN = gl.constexpr(1 / 18446744073709551616.0)
+
+
+def _ptx() -> str:
+    """Eight weights of operands 8 and 9, signs and significands, and 10, exponents: see `kernels.compressed_weight._words`."""
+    lines = ["{ .reg .b32 a, b, c, d, r, t;"]
+    pairs = (
+        ("a", "mov.b32 r, $8;", "shl.b32 t, $10, 7;"),
+        ("b", "shf.r.wrap.b32 r, $8, $8, 8;", "shl.b32 t, $10, 3;"),
+        ("c", "mov.b32 r, $9;", "shr.b32 t, $10, 1;"),
+        ("d", "shf.r.wrap.b32 r, $9, $9, 8;", "shr.b32 t, $10, 5;"),
+    )
+    for i, (name, bits, exponents) in enumerate(pairs):
+        lines.append(f"{bits} and.b32 r, r, 0x807f807f; {exponents} and.b32 t, t, 0x07800780; or.b32 {name}, r, t;")
+        lines.append(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {name};")
+    return "\n".join(lines) + " }"
+
+
+PTX = gl.constexpr(_ptx())
+
+
+@gluon.jit
+def decode_fragments(first, second, exponents):
+    """Three pieces of int32 words → bfloat16 codes' values, in three more dimensions [2, 2, 2].
+
+    These are the two of a pair, the two halves of sixteen channels, and of sixteen rows.
+    """
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        PTX, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [first, second, exponents], dtype=EIGHT, is_pure=True, pack=1
+    )
+    return gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
+
+
+@gluon.jit
+def listed_value(listed):
+    """Of small weights, bfloat16."""
+    return (listed & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def listed_channel(listed):
+    return ((listed >> 16) & 0xFFFF).to(gl.int32)
+
+
+@gluon.jit
+def listed_row(listed):
+    return (listed >> 32).to(gl.int32)
