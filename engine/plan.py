@@ -32,6 +32,7 @@ from engine.worker.latent_expander import MOST_POSITIONS, can_expand, expanded_w
 from engine.worker.options import RunnerOptions
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
+COMPRESSED = 0.755  # of the bytes of bfloat16 experts: codes of 12 bits, scales and lists of small weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,10 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     layout, weights = KVCacheLayout.of_model(decoder.spec, options), bytes_of_parts(decoder)
     buffers = _buffer_bytes(decoder.spec, options, len(layout.groups))
     activations = _activation_bytes(decoder.spec, layout, options)
+    if options.compress_experts and decoder.spec.quantization is None and weights["experts"]:
+        num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in decoder.spec.layers)
+        activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
+        weights["experts"] = round(weights["experts"] * COMPRESSED)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         num_blocks, _ = asked_for
     else:

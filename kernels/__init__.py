@@ -75,7 +75,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         ),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
-        "kernels.triton.moe": ("experts", "experts_add_norm", "pack_experts"),
+        "kernels.triton.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.triton.matmul": (
             "linear",
@@ -157,6 +157,7 @@ route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)
 pack_experts = _dispatched(reference.pack_experts)
+compress_experts = _dispatched(reference.compress_experts)
 experts = _dispatched(reference.experts)
 experts_add_norm = _dispatched(reference.experts_add_norm)
 rope_and_store = _dispatched(reference.rope_and_store)

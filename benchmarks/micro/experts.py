@@ -28,8 +28,6 @@ from kernels import ExpertWeight, Kind, QuantizedWeight, Router, Weight
 
 BYTES_PER_US, FLOPS_PER_US = 4.49e6, 812e6  # measured on an H200: reading, and bfloat16 products
 BATCHES = 4  # of different tokens, so that the weights they read are not in L2
-
-
 COMPRESSED = "compressed bfloat16"
 
 
@@ -123,7 +121,8 @@ class Layer:
         if shape.biased:
             self.biases = _random(device, shape.count, 2 * shape.inner), _random(device, shape.count, shape.hidden)
         else:
-            self.gate_up, self.down = kernels.pack_experts(gate_up, down, torch.bfloat16, form == COMPRESSED)
+            compressed = kernels.compress_experts(gate_up, down) if form == COMPRESSED else None
+            self.gate_up, self.down = compressed or kernels.pack_experts(gate_up, down, torch.bfloat16)
 
     def call(self, hidden: Tensor) -> Tensor:
         """The ids that were chosen; the experts' sum is added to `hidden`."""

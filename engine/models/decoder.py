@@ -113,7 +113,7 @@ class Decoder(nn.Module):
                 module.pack(compress_experts)
         if compress_experts:
             mixtures = [module for module in self.modules() if isinstance(module, MoE)]
-            count = sum(module.is_compressed for module in mixtures)
+            count = sum(module.compressed is not None for module in mixtures)
             if count:
                 logger.info("Compressed the experts of %d of %d layers to 12 bits a weight", count, len(mixtures))
             else:

@@ -45,7 +45,7 @@ class MoE(nn.Module):
         )
         self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared) if spec.shared else None
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
-        self.packed: tuple[kernels.ExpertWeight, kernels.ExpertWeight] | None = None
+        self.compressed: tuple[kernels.CompressedWeight, kernels.CompressedWeight] | None = None  # both matrices
 
     def forward(self, x: Stream, hidden: Tensor, residual: Residual, slots: Tensor) -> Stream:
         """Add the experts' output for x [T, hidden] to hidden [T, hidden] in place. slots [T] int64: -1 marks padding."""
@@ -54,8 +54,8 @@ class MoE(nn.Module):
         inner = None if shared is None else shared.activate(Stream(x.hidden, normed), residual)
         in_place = self.num_ranks == 1 and residual.is_sum
         norm = residual.next_norm(hidden) if in_place else None
-        matrices = self.packed or (self.gate_up.weight, self.down.weight)
-        chosen = normed, ids, weights, *matrices, self.gate_up.bias, self.down.bias, self.spec.activation
+        gate_up, down = self.compressed or (self.gate_up.weight, self.down.weight)
+        chosen = normed, ids, weights, gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation
         if norm is not None and shared is None:
             return Stream(hidden, kernels.experts_add_norm(hidden, norm, *chosen, first=self.first))
         total = kernels.experts(*chosen, add_to=hidden if in_place else None, first=self.first)
@@ -70,16 +70,16 @@ class MoE(nn.Module):
             return Stream(total)
         return residual.add_partial(self.communicator, hidden, total)
 
-    def pack(self, compressed: bool) -> None:
-        """Repack both matrices, each of which is packed already, for the products with experts; `compressed`: floats, too."""
+    def pack(self, compress: bool) -> None:
+        """Repack both matrices, each of which is packed already, for the products with experts; `compress`: also floats."""
         gate_up, down = self.gate_up, self.down
-        if gate_up.is_here and gate_up.bias is down.bias is None:
-            self.packed = kernels.pack_experts(gate_up.weight, down.weight, gate_up.dtype, compressed)
+        if not gate_up.is_here or gate_up.bias is not None or down.bias is not None:
+            return
+        gate_up.weight, down.weight = kernels.pack_experts(gate_up.weight, down.weight, gate_up.dtype)
+        if compress:
+            self.compressed = kernels.compress_experts(gate_up.weight, down.weight)
+        if self.compressed is not None:
             del gate_up.weight, down.weight
-
-    @property
-    def is_compressed(self) -> bool:
-        return self.packed is not None and isinstance(self.packed[0], kernels.CompressedWeight)
 
     def norm_before(self, hidden: Tensor) -> bool:
         """See `Residual.precede`."""

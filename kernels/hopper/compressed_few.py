@@ -29,7 +29,7 @@ def _load_words(
     codes, scale, ids, strip, first, i,
     E: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, EXPERTS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Of step i, each warp's words [WARPS, 32, 4] of the strip's 16 rows and its 64 channels; its block's tables and scale."""
+    """Each warp's words of step i [WARPS, 32, 4] in three pieces, of the strip's 16 rows and 64 channels; its rows' scales."""
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
     PER_EXPERT: gl.constexpr = K // 64
     MASKED: gl.constexpr = EXPERTS > 1 or PER_EXPERT % WARPS != 0

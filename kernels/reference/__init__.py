@@ -29,7 +29,15 @@ from kernels.reference.matmul import (
     pack_weight,
     quantized_input,
 )
-from kernels.reference.moe import experts, experts_add_norm, norm_route, pack_experts, route, route_norms_apart
+from kernels.reference.moe import (
+    compress_experts,
+    experts,
+    experts_add_norm,
+    norm_route,
+    pack_experts,
+    route,
+    route_norms_apart,
+)
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
 from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
@@ -62,6 +70,7 @@ __all__ = [
     "add_scaled",
     "best_keys",
     "best_tokens",
+    "compress_experts",
     "dequantize",
     "embedding",
     "experts",

@@ -81,15 +81,16 @@ def route_norms_apart(x: Tensor) -> bool:
     return True
 
 
-def pack_experts(
-    gate_up: Weight, down: Weight, dtype: torch.dtype, compressed: bool = False
-) -> tuple[ExpertWeight, ExpertWeight]:
-    """Experts' weights, without biases, as `experts` multiplies tokens of `dtype` by them fastest. Their memory may be reused.
-
-    compressed: floats may be compressed without loss, where the backend can multiply by them so: few tokens are faster and many
-    slower.
-    """
+def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
+    """Experts' weights, without biases, as `experts` multiplies tokens of `dtype` by them fastest. Their memory may be reused."""
     return gate_up, down
+
+
+def compress_experts(gate_up: Weight, down: Weight) -> tuple[CompressedWeight, CompressedWeight] | None:
+    """Experts' weights, without biases, compressed without loss: few tokens are faster then, and many slower. None: as `experts`
+    of this backend cannot multiply such weights by them, or they do not lie in that form.
+    """
+    return None
 
 
 def experts(

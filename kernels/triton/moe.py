@@ -48,8 +48,8 @@ else:
 MAX_FEW_FLOATS = 3  # with floats, the one here
 MAX_FEW_E2M1 = 4  # with e2m1 codes, `quantized_experts`
 MAX_FEW_PANELS = 1  # with panels, `scaled_experts`
-MAX_FEW_COMPRESSED = 4  # with compressed weights, `compressed_experts`
-MAX_COMPRESSED = 4096  # with compressed weights, bfloat16 again
+MAX_FEW_COMPRESSED = 4  # likewise `compressed_few`: `compressed_experts`
+MAX_COMPRESSED = 4096  # and that one: decompressing all weights first
 MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
@@ -360,21 +360,22 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     return Config(block_n, block_k, 4, min(max(PROGRAM_BYTES // (block_k * per_channel), 2), 5))
 
 
-def pack_experts(
-    gate_up: Weight, down: Weight, dtype: torch.dtype, compressed: bool = False
-) -> tuple[ExpertWeight, ExpertWeight]:
-    """See `kernels.reference.pack_experts`: codes in panels for `kernels.hopper.scaled_experts`, bfloat16 compressed."""
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        if compressed and few is not None and dtype == torch.bfloat16 and is_hopper(gate_up.device):
-            both = compress(gate_up, True), compress(down, False)
-            if both[0] is not None and both[1] is not None:
-                return both[0], both[1]
-        return gate_up, down
+def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
+    """See `kernels.reference.pack_experts`. In panels, for `kernels.hopper.scaled_experts`."""
     if scaled is None or not scaled.packs(gate_up, dtype) or not scaled.packs(down, dtype):
         return gate_up, down
     assert isinstance(gate_up, QuantizedWeight)
     assert isinstance(down, QuantizedWeight)
     return in_panels(gate_up, scaled.GROUP), in_panels(down, scaled.GROUP)
+
+
+def compress_experts(gate_up: Weight, down: Weight) -> tuple[CompressedWeight, CompressedWeight] | None:
+    """See `kernels.reference.compress_experts`. On Hopper, of bfloat16."""
+    if few is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or not is_hopper(gate_up.device):
+        return None
+    first = compress(gate_up, True)
+    second = None if first is None else compress(down, False)
+    return None if first is None or second is None else (first, second)
 
 
 def experts(

@@ -47,6 +47,29 @@ def test_scales_of_rounded_weights_are_counted(plan_of: Any) -> None:
     assert rounded["mlp"] == floats["mlp"] / 2 * (4 + 16 / 32) / 8
 
 
+def test_compressed_experts_are_counted(plan_of: Any) -> None:
+    floats, compressed = (plan_of("qwen3-30b-a3b", compress_experts=on) for on in (False, True))
+    assert compressed.weights["experts"] == pytest.approx(0.755 * floats.weights["experts"])
+    assert compressed.num_blocks > floats.num_blocks
+    assert compressed.num_parameters == floats.num_parameters
+    with pytest.raises(ConfigError, match=r"compress_experts needs a Hopper GPU .* and this is NVIDIA A100 80GB"):
+        plan_of("qwen3-30b-a3b", "a100", compress_experts=True)
+    with pytest.raises(ConfigError, match="compress_experts needs dtype bfloat16, got float16"):
+        plan_of("qwen3-30b-a3b", dtype="float16", compress_experts=True)
+
+
+def test_offline_steps_that_decompress_experts_are_larger(plan_of: Any, tmp_path: Path) -> None:
+    folder = str(model_folder("qwen3-30b-a3b", tmp_path))
+    sizes = [
+        make_plan(
+            EngineConfig(model=folder, compress_experts=on), GPUS["h200"], offline=offline
+        ).options.max_num_batched_tokens
+        for on in (False, True)
+        for offline in (False, True)
+    ]
+    assert sizes == [8192, 16384, 8192, 65536]
+
+
 def test_the_cache_is_laid_out_as_the_runner_does(demo_model: Path) -> None:
     config = EngineConfig(model=str(demo_model), device="cpu", num_gpu_blocks_override=200, dtype="bfloat16")
     spec = read_spec(demo_model)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,16 +89,16 @@ def _name(name: str, form: str, num_tokens: int) -> str:
 def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: Sequence[int]) -> None:
     gate_up = expert_weights(form, shape.count, 2 * shape.inner, shape.hidden, checks.device)
     down = expert_weights(form, shape.count, shape.hidden, shape.inner, checks.device)
-    original = gate_up, down
-    packed: tuple[ExpertWeight, ExpertWeight] = original
+    compressed = None
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     if shape.biased:
         biases = (checks.random(shape.count, 2 * shape.inner), checks.random(shape.count, shape.hidden))
     else:
-        packed = kernels.pack_experts(gate_up, down, BF16, form == COMPRESSED)
-        if form != COMPRESSED:  # codes are packed in place
-            original = cast("tuple[Weight, Weight]", packed)
-        gate_up, down = original
+        gate_up, down = kernels.pack_experts(gate_up, down, BF16)
+    if form == COMPRESSED:
+        compressed = kernels.compress_experts(gate_up, down)
+        assert compressed is not None
+    packed: tuple[ExpertWeight, ExpertWeight] = compressed or (gate_up, down)
     for count in num_tokens:
         x, residual = checks.random(count, shape.hidden), checks.random(count, shape.hidden)
         ids = torch.rand(count, shape.count, device=checks.device).argsort(1)[:, : shape.rule.num_chosen].int()

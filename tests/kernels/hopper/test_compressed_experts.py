@@ -8,9 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import CompressedWeight, reference
+from kernels import reference
 from kernels.hopper import compressed_bits, compressed_experts, compressed_few, experts_few
 from kernels.triton import moe
+from tests.oracles.random_weights import random_experts
 from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
 
@@ -91,8 +92,8 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     want = reference.experts(
         x.double(), ids, weights, gate_up.double(), down.double(), None, None, activation, first=first
     )
-    packed = moe.pack_experts(gate_up, down, torch.bfloat16, compressed=True)
-    assert all(isinstance(each, CompressedWeight) for each in packed)
+    packed = moe.compress_experts(gate_up, down)
+    assert packed is not None
     got = moe.experts(x, ids, weights, *packed, activation=activation, first=first)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
@@ -119,7 +120,8 @@ def test_larger_tiles(without_layouts: Any, num_tokens: int) -> None:
 def test_what_is_compressed(without_layouts: Any) -> None:
     """Only bfloat16 of certain sizes, and only if both matrices can be."""
     gate_up, down = torch.randn(2, 512, 128).bfloat16(), torch.randn(2, 128, 256).bfloat16()
-    assert not isinstance(moe.pack_experts(gate_up, down, torch.bfloat16)[0], CompressedWeight)
-    assert isinstance(moe.pack_experts(gate_up, down, torch.bfloat16, True)[0], CompressedWeight)
+    assert moe.compress_experts(gate_up, down) is not None
+    assert moe.compress_experts(gate_up.half(), down.half()) is None
+    assert moe.compress_experts(random_experts("fp8 blocks", 2, 512, 128), down) is None
     down[0, 0, 0] = float("inf")
-    assert moe.pack_experts(gate_up, down, torch.bfloat16, True) == (gate_up, down)
+    assert moe.compress_experts(gate_up, down) is None
