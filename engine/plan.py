@@ -137,6 +137,11 @@ class Plan:
         return sum(self.parameters.values())
 
     @property
+    def compresses(self) -> bool:
+        """Whether there are experts that `compress_experts` compresses."""
+        return _compresses(self.part, self.options)
+
+    @property
     def num_active(self) -> int:
         """The number of parameters active for each token."""
         tied, experts = self.spec.tie_word_embeddings, self.parameters["experts"]
@@ -212,7 +217,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     layout, weights = KVCacheLayout.of_model(decoder.spec, options), bytes_of_parts(decoder)
     buffers = _buffer_bytes(decoder.spec, options, len(layout.groups))
     activations = _activation_bytes(decoder.spec, layout, options)
-    if options.compress_experts and decoder.spec.quantization is None and weights["experts"]:
+    if _compresses(decoder.spec, options):
         num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in decoder.spec.layers)
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
@@ -246,6 +251,11 @@ def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
     folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir, weights=False)
     spec = read_spec(folder, config.hf_overrides)
     return folder, replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
+
+
+def _compresses(spec: ModelSpec, options: RunnerOptions) -> bool:
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    return options.compress_experts and spec.quantization is None and any(not mlp.bias for mlp in mixtures)
 
 
 def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> int:
@@ -291,11 +301,15 @@ def alternatives(config: EngineConfig, gpu: GPU) -> Iterator[tuple[str, Plan]]:
         changes.append(("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}))
     if config.quantization is None:
         changes.append(("--quantization fp8", {"quantization": "fp8"}))
+    if not config.compress_experts:
+        changes.append(("--compress-experts", {"compress_experts": True}))
     for size in (2, 4, 8):
         if size > config.tensor_parallel_size:
             changes.append((f"--tensor-parallel-size {size}", {"tensor_parallel_size": size}))
     for flags, change in changes:
         try:
-            yield flags, make_plan(replace(config, **change), gpu)  # type: ignore[arg-type]
+            plan = make_plan(replace(config, **change), gpu)  # type: ignore[arg-type]
         except (ModelError, ConfigError):  # the checkpoint is quantised, or cannot be divided, or caches latents
             continue
+        if plan.options.compress_experts == config.compress_experts or plan.compresses:
+            yield flags, plan

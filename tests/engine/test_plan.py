@@ -56,6 +56,22 @@ def test_compressed_experts_are_counted(plan_of: Any) -> None:
         plan_of("qwen3-30b-a3b", "a100", compress_experts=True)
     with pytest.raises(ConfigError, match="compress_experts needs dtype bfloat16, got float16"):
         plan_of("qwen3-30b-a3b", dtype="float16", compress_experts=True)
+    assert plan_of("qwen3-32b", compress_experts=True).weights == plan_of("qwen3-32b").weights
+
+
+def test_compressed_experts_are_suggested(tmp_path: Path) -> None:
+    """On Hopper, for a mixture of experts that is not quantised."""
+
+    def suggested(shape: str, gpu: str, **settings: Any) -> bool:
+        config = EngineConfig(model=str(model_folder(shape, tmp_path)), **settings)
+        return "--compress-experts" in dict(alternatives(config, GPUS[gpu]))
+
+    assert suggested("qwen3-30b-a3b", "h200")
+    assert not suggested("qwen3-30b-a3b", "h200", compress_experts=True)
+    assert not suggested("qwen3-30b-a3b", "h200", quantization="fp8")
+    assert not suggested("qwen3-30b-a3b", "b200")
+    assert not suggested("qwen3-32b", "h200")
+    assert not suggested("gpt-oss-20b", "h200")
 
 
 def test_offline_steps_that_decompress_experts_are_larger(plan_of: Any, tmp_path: Path) -> None:
