@@ -122,8 +122,12 @@ def served(job: Job) -> Iterator[Measure]:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=READY_SECONDS)) as connection:
             connection.request("POST", "/v1/completions", text, {"Content-Type": "application/json"})
             with connection.getresponse() as response:
-                if not response.read().rstrip().endswith(b"[DONE]"):
-                    raise ConfigError(f"the server does not answer: {last_line(log)}")
+                answer = response.read().rstrip()
+                if not answer.endswith(b"[DONE]"):
+                    end = answer[-300:].decode(errors="replace")
+                    raise ConfigError(
+                        f"the server's answer has status {response.status} and ends with {end!r}, not [DONE]"
+                    )
 
     with process_group(command, "quire", log) as process, ThreadPoolExecutor(job.flags.requests) as clients:
         if not wait_until_ready(process, port, time() + READY_SECONDS):
