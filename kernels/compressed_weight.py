@@ -1,8 +1,8 @@
 """Stacks of bfloat16 matrices in 12 bits a weight, without loss.
 
-Most weights of a row lie within 15 powers of two of its largest, few of the 255 that bfloat16 has. So a weight is its sign,
-its 7 bits of the significand, and 4 bits that say which of these powers: 3/4 of the memory, and of what a product reads.
-The few that are smaller are zeros among these codes, and stand in a list of their block, as columns that a product has more.
+Nearly all weights of a row have one of 15 exponents: its largest and the 14 below. So a weight's code is its sign, the 7 bits
+of its significand and 4 bits for its exponent: 3/4 of the memory, and of what a product reads. The few smaller weights have
+code zero; they stand in a list for each block of rows, which a product treats as additional columns.
 (DFloat11, arXiv 2504.11651, has exponents in a code of variable length instead.)
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.quantized_weight import Weight
 
 BLOCK = 64  # rows, and channels, of a block of codes
-LISTED = (32, 64, 128)  # small weights of a block, of which all blocks of a stack have room for equally many
+LISTED = (32, 64, 128)  # lengths of lists of small weights: all blocks of a stack have the same
 CHUNK = 1 << 25  # weights that are compressed at once
 LARGEST = 142  # the largest exponent of a row: that of 2^15, so that its scale is finite
 
@@ -95,23 +95,22 @@ def _compress(weight: Tensor, gated: bool, codes: Tensor, scale: Tensor, small: 
         return None
     code = exponent.sub_((largest - 15)[..., None, None])
     bits = blocks & -32641  # 0x807f: the sign and the significand
-    # What a code of exponent e in place of c is multiplied by: 2^(e - c).
-    power = (largest - 15).to(torch.int32)
+    power = (largest - 15).to(torch.int32)  # the scale's exponent
     scale.copy_((power + 127 << 23).view(torch.float32).reshape(scale.shape))
-    few = ((code <= 0) & (blocks & 32767 != 0)).nonzero(as_tuple=True)
-    values = blocks[few].view(torch.bfloat16)
-    factor = power[few[:4]].double()
+    at = ((code <= 0) & (blocks & 32767 != 0)).nonzero(as_tuple=True)
+    values = blocks[at].view(torch.bfloat16)
+    factor = power[at[:4]].double()
     listed = (values.double() * torch.exp2(128 - factor)).to(torch.bfloat16)
     if not torch.equal(listed.double() * torch.exp2(factor - 128), values.double()):
         return None
-    block = few[0] * blocks.shape[1] + few[1]  # in ascending order
+    block = at[0] * blocks.shape[1] + at[1]  # in ascending order
     number = torch.arange(len(block), device=block.device) - torch.searchsorted(block, block)
     most = int(number.max()) + 1 if len(number) else 0
     if most > LISTED[-1]:
         return None
-    row, channel = few[2] * 16 + few[3], few[4] * 16 + few[5]
+    row, channel = at[2] * 16 + at[3], at[4] * 16 + at[5]
     small.view(-1, LISTED[-1])[block, number] = (listed.view(torch.int16).long() & 0xFFFF) | channel << 16 | row << 32
-    bits[few] = 0
+    bits[at] = 0
     codes.copy_(_words(bits, code.clamp_(min=0)))
     return most
 

@@ -224,11 +224,8 @@ class Watch:
     def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
         try:
             data = connection.recv_bytes()
-        except (
-            OSError,
-            EOFError,
-            TypeError,
-        ):  # TypeError: this process closes it meanwhile; an exit is noticed elsewhere
+        # The follower's exit is noticed elsewhere. TypeError: this process closes the connection meanwhile.
+        except (OSError, EOFError, TypeError):
             del indices[connection]
             return
         self._missed[indices[connection]] = 0

@@ -8,10 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
-UP = gl.constexpr(
-    18446744073709551616.0
-)  # 2^64: codes' values times channels are at least 2^-126, with channels times this
-DOWN = gl.constexpr(1 / 18446744073709551616.0)
+# Codes' values go down to 2^-126: channels are multiplied by UP, so that their products are normal, and sums by DOWN.
+UP, DOWN = gl.constexpr(2.0**64), gl.constexpr(2.0**-64)
 
 
 def _ptx() -> str:
@@ -32,21 +30,31 @@ def _ptx() -> str:
 PTX = gl.constexpr(_ptx())
 
 
-@gluon.jit
-def decode_fragments(first, second, exponents):
-    """Three pieces of int32 words → bfloat16 codes' values, in three more dimensions [2, 2, 2].
+@gluon.constexpr_function
+def piece_layout():
+    """The layout of a piece's words [16, 32] of a block of 64 rows: each thread's four side by side."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
+    )
 
-    These are the two of a pair, the two halves of sixteen channels, and of sixteen rows.
+
+@gluon.jit
+def decode_fragments(first, second, exponents, WARPS: gl.constexpr):
+    """Three pieces of int32 words → bfloat16 codes' values [WARPS, 2, 8, 4, 2, 4, 2]: of each warp, its 16 rows by 64 channels.
+
+    To be reshaped to as many rows as wanted.
     """
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         PTX, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [first, second, exponents], dtype=EIGHT, is_pure=True, pack=1
     )
-    return gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
+    values = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
+    # warps, rows mod 8, pairs, sixteens of channels; the pair, its half of the sixteen, its half of the rows
+    return values.reshape([WARPS, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4])
 
 
 @gluon.jit
 def listed_value(listed):
-    """Of small weights, bfloat16."""
+    """The bfloat16 of a list's small weights, see `CompressedWeight.small`."""
     return (listed & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
 
 

@@ -25,7 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.compressed_weight import CompressedWeight
-from kernels.hopper.compressed_bits import DOWN, UP, decode_fragments, listed_channel, listed_row, listed_value
+from kernels.hopper.compressed_bits import (
+    DOWN,
+    UP,
+    decode_fragments,
+    listed_channel,
+    listed_row,
+    listed_value,
+    piece_layout,
+)
 from kernels.hopper.experts_few import _activate
 from kernels.hopper.quantized_steps import _boxes, half_sums, halves_of_sums
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -33,16 +41,9 @@ from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_
 
 @triton.jit
 def _gather_kernel(
-    x,
-    order,
-    out,
-    stride_x,
-    K: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    TIMES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, order, out, stride_x, K: tl.constexpr, CHOSEN: tl.constexpr, TIMES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """out [pair in order, K]: each pair's token, times `TIMES`."""
     position = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,24 +67,14 @@ def gather(x: Tensor, order: Tensor, chosen: int) -> Tensor:
     return out
 
 
-@gluon.constexpr_function
-def _pieces():
-    """The layout of a piece's words [16, 32] of a warpgroup: each thread's four side by side."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
-    )
-
-
 @gluon.jit
 def _decoded(codes_smem, at, A: gl.constexpr):
     """A step's weights of a warpgroup's 64 rows, from words that begin at a piece."""
-    WORDS: gl.constexpr = _pieces()
+    WORDS: gl.constexpr = piece_layout()
     first = codes_smem.index(at).load(WORDS)
     second = codes_smem.index(at + 1).load(WORDS)
     exponents = codes_smem.index(at + 2).load(WORDS)
-    # warps, rows mod 8, pairs, sixteens of channels; pair, half of the channels, half of the rows
-    values = decode_fragments(first, second, exponents).reshape([4, 8, 4, 4, 2, 2, 2])
-    values = values.permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
+    values = decode_fragments(first, second, exponents, 4).reshape([64, 64])
     return gl.convert_layout(values, A, assert_trivial=True)
 
 

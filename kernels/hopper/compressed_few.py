@@ -58,9 +58,7 @@ def _load_words(
 def _add_step(total, step, x, WARPS: gl.constexpr, MMA: gl.constexpr):
     """total + the products of one step's weights and channels."""
     first, second, exponents, scales = step
-    # lanes: rows mod 8, pairs; sixteens of channels; pair, half of the channels, half of the rows
-    values = decode_fragments(first, second, exponents)
-    values = values.reshape([WARPS, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4]).reshape([WARPS, 16, 64])
+    values = decode_fragments(first, second, exponents, WARPS).reshape([WARPS, 16, 64])
     w = gl.convert_layout(values, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
     return total + mma_v2(w, x * UP, gl.zeros(total.shape, gl.float32, MMA)) * scales[:, :, None]
 

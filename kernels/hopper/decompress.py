@@ -11,7 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.compressed_weight import CompressedWeight
-from kernels.hopper.compressed_bits import DOWN, decode_fragments, listed_channel, listed_row, listed_value
+from kernels.hopper.compressed_bits import (
+    DOWN,
+    decode_fragments,
+    listed_channel,
+    listed_row,
+    listed_value,
+    piece_layout,
+)
 from kernels.hopper.latent_decode import barrier
 from kernels.triton.launch import cdiv
 
@@ -33,9 +40,7 @@ def _decompress_kernel(
     N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """STEPS times 64 channels of a block's 64 rows, and those of its small weights that are among them."""
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
-    )
+    WORDS: gl.constexpr = piece_layout()
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.program_id(0)
@@ -60,11 +65,11 @@ def _decompress_kernel(
         for piece in gl.static_range(3):
             loaded = loaded + (gl.load(words + step * 3072 + piece * 512),)
     for i in gl.static_range(STEPS):
-        values = decode_fragments(loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2]).reshape([4, 8, 4, 4, 2, 2, 2])
-        values = gl.convert_layout(values.permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64]), OUT)
+        values = decode_fragments(loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2], 4).reshape([64, 64])
+        values = gl.convert_layout(values, OUT)
         step = gl.minimum(first + i, K // 64 - 1)
         gl.store(to + step * 64, (values.to(gl.float32) * scales).to(gl.bfloat16))
-    barrier()  # small weights are zeros until here
+    barrier()  # the zeros that stand for small weights are written
     listed = gl.load(small + block * ROOM + gl.arange(0, ROOM, layout=LIST))
     channel = listed_channel(listed)
     row = block * 64 + listed_row(listed)

@@ -16,7 +16,7 @@ from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
 
 
-def decode(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
+def decode(first: Tensor, second: Tensor, exponents: Tensor, warps: int) -> Tensor:
     """What the kernel's PTX does: see `test_bits`."""
     words = []
     for bits, turned, shift in ((first, 0, -7), (first, 8, -3), (second, 0, 1), (second, 8, 5)):
@@ -27,7 +27,8 @@ def decode(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
         words.append(bits & 0x807F807F | code & 0x07800780)
     halves = [torch.stack([word & 0xFFFF, word >> 16], -1).to(torch.int16).view(torch.bfloat16) for word in words]
     upper, lower = torch.stack(halves[::2], -1), torch.stack(halves[1::2], -1)
-    return torch.stack([upper, lower], -1)  # [pair, half of the channels, half of the rows]
+    values = torch.stack([upper, lower], -1)  # [pair, half of the channels, half of the rows]
+    return values.reshape(warps, 8, 4, 4, 2, 2, 2).permute(0, 6, 1, 3, 5, 2, 4)
 
 
 def test_bits() -> None:
@@ -74,7 +75,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "UP", 2.0**64)
         monkeypatch.setattr(module, "DOWN", 2.0**-64)
     monkeypatch.setattr(compressed_few, "NO_PAIR", 1 << 30)
-    monkeypatch.setattr(compressed_experts, "_pieces", lambda: None)
+    monkeypatch.setattr(compressed_experts, "piece_layout", lambda: None)
     monkeypatch.setattr(moe, "is_hopper", lambda device: True)
 
 
