@@ -40,6 +40,7 @@ class DecodePlan:
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
     fan_in: int = 8
     sparse: BlockSparse | None = None  # only the tiles that its heads see are counted
+    streams: bool = False  # whether it is cut up for `kernels.hopper.attention_decode`
 
     @property
     def group(self) -> int:
@@ -77,9 +78,13 @@ class DecodePlan:
             tile = 128
         if sparse is not None:
             tile = min(tile, sparse.block)
-        if not num_programs:
-            num_programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         group = num_heads // num_kv_heads
+        streams = (
+            max_seqs > FEW_SEQS[1] and sparse is None and kv_dtype.itemsize == 2 and head_dim <= 128 and group <= 16
+            and head_dim % 8 == 0 and _on_hopper()
+        )  # fmt: skip
+        if not num_programs:
+            num_programs = (2 if streams else 4) * torch.cuda.get_device_properties(device).multi_processor_count
 
         def int32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -100,6 +105,7 @@ class DecodePlan:
             arrivals=int32(max_seqs * num_kv_heads),
             group_arrivals=int32(2 * num_programs),
             sparse=sparse,
+            streams=streams,
         )
 
 

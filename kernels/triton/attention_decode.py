@@ -35,6 +35,11 @@ from kernels.triton.paged_tile import (
 )
 from kernels.triton.rounding import DTYPES, LARGEST, rounded
 
+if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
+    from kernels.hopper import attention_decode as hopper
+else:
+    hopper = None  # type: ignore[assignment]
+
 
 @triton.jit
 def _vertical_tiles(local_block, TILE: tl.constexpr, SPARSE: tl.constexpr, RESIDUES: tl.constexpr):
@@ -422,10 +427,10 @@ def paged_attention_decode(
     if isinstance(out, QuantizedRows):
         assert head_dim == next_power_of_2(head_dim) >= 16
         assert out.group == head_dim
-        into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype]
+        into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype].value
     else:
         into, scales, largest = out, out, 0
-    launch_options = pdl_options(query.device)
+    dependent = plan is not None
     if plan is None:
         plan = DecodePlan.allocate(
             num_seqs,
@@ -438,12 +443,17 @@ def paged_attention_decode(
             sparse=sparse,
         )
         plan_decode(context_lens, rows, plan)
-        launch_options = {"PDL": False}  # the map is made by the kernel right before this one
     assert plan.window in (0, window)
     assert plan.sparse == sparse
     assert into.stride(1) == head_dim
     assert key_cache.stride() == value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
+    if hopper is not None and hopper.applies(query, key_cache, plan):
+        hopper.launch(
+            query, key_cache, value_cache, into, scales, block_tables, rows, context_lens, plan, scale, window=window,
+            soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, largest=largest, dependent=dependent,
+        )  # fmt: skip
+        return into[:num_seqs]
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
         query, key_cache, value_cache, into, scales, block_tables, rows, context_lens,
@@ -458,6 +468,6 @@ def paged_attention_decode(
         **_sparse_options(plan), SOFT_CAP=soft_cap,
         ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=plan.num_stages, FAN_IN=plan.fan_in, LARGEST=largest, dtype=DTYPES[out.dtype], num_warps=plan.num_warps,
-        **launch_options,
+        **(pdl_options(query.device) if dependent else {"PDL": False}),  # not after the kernel that makes the map
     )  # fmt: skip
     return into[:num_seqs]

@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu import need_gpus
 from benchmarks.report.result_files import save
 from engine.machine import environment
-from tests.gpu.attention import check_attention, check_rounding
+from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
@@ -42,7 +42,7 @@ from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
-    "attention": (check_attention, check_rounding),
+    "attention": (check_attention, check_many, check_rounding),
     "prefill": (check_codes, check_prefill),
     "products": (check_products,),
     "formats": (check_formats,),

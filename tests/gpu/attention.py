@@ -194,6 +194,40 @@ def check_attention(checks: Checks, contexts: Sequence[int] = CONTEXTS, queries:
             checks.add(f"{name} {shape}", error, LIMITS[shape.dtype])
 
 
+def check_many(checks: Checks) -> None:
+    """Decode steps of many sequences and padding rows: most pairs of a sequence and a head are cut, some into many parts. The
+    same bytes when it is run again."""
+    device = checks.device
+    lens = [0, *torch.randint(1, 2000, (119,)).tolist(), 9000, 0]
+    window: dict[str, float] = {"window": 128}
+    for shape in (
+        Shape(128, 8, 16),
+        Shape(128, 3, 128),
+        Shape(64, 8, 16, options=window, sinks=True),
+        Shape(128, 16, 32),
+    ):
+        name = f"decode of many: {shape}"
+        if not checks.wants(name):
+            continue
+        paged = Paged.make(lens, shape.block_size, shape.head_dim, shape.kv_dtype, device)
+        heads, scale = NUM_KV_HEADS * shape.group, shape.head_dim**-0.5
+        query = torch.randn(len(lens), heads, shape.head_dim, dtype=shape.dtype, device=device)
+        kinds: dict[str, Any] = {
+            **shape.options,
+            **({"sinks": torch.randn(heads, device=device)} if shape.sinks else {}),
+        }
+        decode = partial(
+            kernels.paged_attention_decode, query, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens,
+            scale=scale, **kinds,
+        )  # fmt: skip
+        got, again = decode(), decode()
+        here = paged.context_lens > 0
+        part = replace(paged, rows=paged.rows[here], context_lens=paged.context_lens[here])
+        error = relative_error(got[here], exact_attention(query[here], part, [1] * int(here.sum()), scale, **kinds))
+        same = torch.equal(got, again) and not got[~here].any()
+        checks.add(name, error if same else float("inf"), LIMITS[shape.dtype])
+
+
 def check_rounding(checks: Checks, contexts: Sequence[int] = CONTEXTS, queries: Sequence[int] = QUERIES) -> None:
     """What an e4m3 cache costs: attention against the bfloat16 values before they are stored."""
     device = checks.device

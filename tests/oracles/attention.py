@@ -48,7 +48,7 @@ class Paged:
                 new /= kv_scale.view(2, 1, -1, 1, 1)
             if unused := count * block_size - n:
                 new[:, -1, :, -unused:] = float("nan")
-            _bits(kv)[:, torch.tensor(mine, device=device)] = _bits(new.to(dtype))
+            _bits(kv)[:, torch.tensor(mine, dtype=torch.long, device=device)] = _bits(new.to(dtype))
         rows = torch.randperm(len(lens))
         shuffled = torch.empty_like(tables)
         shuffled[rows] = tables

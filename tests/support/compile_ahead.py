@@ -385,7 +385,8 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(latent, 16, 3, F32),
     functools.partial(quantized, 1, "int4", 32),
     functools.partial(quantized, 3, "e2m1", 32),
-    functools.partial(attention, 64, 8, 16, window=128, sinks=True),
+    functools.partial(attention, 64, 8, 16, few=False, window=128, sinks=True),
+    functools.partial(attention, 80, 16, 32, F16, few=False, soft_cap=50.0, alibi_slopes=True),
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
@@ -395,8 +396,8 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
-    "attention_prefill", "compressed_experts", "compressed_few", "decompress", "latent_decode", "quantized_dense",
-    "quantized_experts", "scaled_experts", "scaled_dense",
+    "attention_decode", "attention_prefill", "compressed_experts", "compressed_few", "decompress", "latent_decode",
+    "quantized_dense", "quantized_experts", "scaled_experts", "scaled_dense",
 )  # fmt: skip
 HOPPER = (*(f"kernels.hopper.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 
