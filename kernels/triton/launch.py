@@ -9,6 +9,7 @@ are done. In a kernel launched without it both do nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents as launch_dependents
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 from triton.runtime.jit import JITFunction
@@ -25,13 +27,14 @@ from triton.runtime.jit import JITFunction
 from kernels.triton.compile_processes import CompileMode, CompileProcesses
 
 __all__ = [
-    "EARLY", "cdiv", "compiling_only", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options", "prefetch",
-    "wait_for_inputs",
+    "EARLY", "cdiv", "compiling_only", "is_hopper", "launch_dependents", "leave_shared_memory", "next_power_of_2",
+    "pdl_options", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
 
 # For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2, since
 # a multiprocessor's own cache may still hold what was there in the layer before.
 EARLY = tl.constexpr(".cg")
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 MAX_COMPILE_THREADS = 16
 MAX_WAITING_THREADS = 128
 
@@ -81,6 +84,23 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+_left: set[int] = set()  # functions that have been told
+
+
+def leave_shared_memory(launched: CompiledKernel | None) -> None:
+    """Let a kernel that needs little shared memory leave it to the next kernel, from its next launch on.
+
+    A multiprocessor divides its memory into cache and shared memory as its kernels need them, and changes that only when it is
+    idle: so a kernel with much shared memory could not start while one with little runs, which is what dependent launch is for.
+    The cache becomes small, which slows kernels with many loads at once down. `launched`: what a launch returned.
+    """
+    if isinstance(launched, CompiledKernel) and launched.function not in (None, *_left):
+        _left.add(launched.function)
+        with contextlib.suppress(OSError):  # not NVIDIA's
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuFuncSetAttribute(ctypes.c_void_p(launched.function), CARVEOUT, 100)
 
 
 @triton.jit

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe import Router
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import (
+    cdiv,
+    launch_dependents,
+    leave_shared_memory,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 from kernels.triton.norm import rms_norm
 
 MAX_FEW = 16  # tokens whose logits are not worth a tile of the matrix unit
@@ -238,7 +245,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return (logits if bias is None else logits.add_(bias)).unsqueeze(0)
     split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
-    block_m, most_e = (16, 64) if num_tokens <= 2048 else (64, 128)
+    block_m, most_e = (64, 128) if num_tokens > 2048 else (16, 64) if num_tokens > 128 else (16, 32)
     block_e = min(max(next_power_of_2(count), 16), most_e)
     block_k = 256 if not wide else 128 if split and block_m == 16 else 32
     tiles = cdiv(num_tokens, block_m), cdiv(count, block_e)
@@ -262,7 +269,7 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
     weights = torch.empty(num_tokens, rule.num_chosen, dtype=torch.float32, device=logits.device)
     groups = rule.num_groups if rule.num_chosen_groups < rule.num_groups else 1
     if num_tokens:
-        _top_k_kernel[(num_tokens,)](
+        launched = _top_k_kernel[(num_tokens,)](
             logits, logits if correction is None else correction, logits if slots is None else slots, ids, weights,
             rule.scale, num_parts, logits.stride(0), E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
             CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
@@ -270,6 +277,7 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
             MAX_PARTS=next_power_of_2(num_parts), BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
             BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
+        leave_shared_memory(launched)  # pairs are sorted next
     return ids, weights
 
 
