@@ -47,9 +47,9 @@ def _gather_kernel(
     """out [pair in order, K]: each pair's token, times `TIMES`."""
     position = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        launch_dependents()
+    if PDL:  # in this order: the next kernel reads the entries, which were written before, ahead of its own wait
         wait_for_inputs()
+        launch_dependents()
     pair = tl.load(order + position).to(tl.int64)
     values = tl.load(x + pair // CHOSEN * stride_x + channel, mask=channel < K, other=0.0).to(tl.float32) * TIMES
     tl.store(out + position * K + channel, values, mask=channel < K)
@@ -222,7 +222,7 @@ def _compressed_experts_kernel(
 
     At most SMALL_M pairs, unless it is 0, are computed as such a tile.
     With ACTIVATION: that of gate and up, times 2^64, out [pair in order, N]; the weight has 2N rows. Else out [pair, N],
-    times the pair's routing weight; then weights are asked for while the kernel before still runs.
+    times the pair's routing weight. Weights are asked for while the kernel before, which has seen the entries, still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     TILES: gl.constexpr = N // 64 if GATED else N // 128
@@ -230,10 +230,7 @@ def _compressed_experts_kernel(
     CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     entry = entries + gl.program_id(0) // TILES * 3
     tile = gl.program_id(0) % TILES
-    if PDL and GATED:  # in this order: the next kernel reads the entries before it waits
-        wait_for_inputs()
-        launch_dependents()
-    elif PDL:
+    if PDL:
         launch_dependents()
     expert = gl.load(entry)
     first = gl.load(entry + 1)
@@ -260,23 +257,22 @@ def _compressed_experts_kernel(
         if SMALL_M == 0:
             _tile(
                 x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full,
-                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS,
-                gl.constexpr(PDL and not GATED),
+                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
         elif stop - first <= SMALL_M:
             half_x_smem = x_smem._reinterpret(gl.bfloat16, [STAGES * 2, SMALL_M, 64], X_TILE)
             half_small_smem = small_smem._reinterpret(gl.bfloat16, [4, SMALL_M, ROOM], SMALL_TILE)
             _tile(
                 half_x_desc, codes_desc, x, scale, small, weights, order, out, half_x_smem, half_small_smem, codes_smem,
-                boxes_smem, full, empty, row, first, stop, n, N, K, ROOM, ACTIVATION, SMALL_M, STAGES, REGISTERS,
-                gl.constexpr(PDL and not GATED),
+                boxes_smem, full, empty, row, first, stop, n, N, K, ROOM, ACTIVATION, SMALL_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
         else:
             _tile(
                 x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full,
-                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS,
-                gl.constexpr(PDL and not GATED),
+                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
+    elif PDL:
+        wait_for_inputs()  # what comes after this kernel comes after those before it
 
 
 SHARED_BYTES = 228_000  # of a multiprocessor
@@ -299,7 +295,7 @@ def launch(
     small_m = block_m // 2 if block_m >= MIN_DIVIDED else 0
     room = weight.small.shape[2]
     stage, others = 96 * 128 + block_m * 128, 4 * block_m * room
-    programs, registers, at_start = (3, 72, 56) if block_m <= 16 else (2, 104, 80) if block_m <= 64 else (1, 240, None)
+    programs, registers, at_start = (3, 72, 56) if block_m <= 32 else (2, 104, 80) if block_m <= 64 else (1, 240, None)
     stages = min((SHARED_BYTES // programs - others) // stage, 8)
     assert stages >= 2, "while one is multiplied, the next one is decoded"
     assert x.is_contiguous()
