@@ -16,6 +16,8 @@ from kernels.reference import WideCopy
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
+MANY = 1024  # tokens from which on a program takes more heads
+
 
 @triton.jit
 def _rope_heads(
@@ -168,7 +170,8 @@ def rope_and_store(
     dtype = torch.float16 if kv_scale is not None and qkv.dtype == torch.bfloat16 else qkv.dtype
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     if num_tokens:
-        heads = min(next_power_of_2(max(num_heads, num_kv_heads)), HEADS_PER_PROGRAM)
+        most = HEADS_PER_PROGRAM if num_tokens < MANY else 2 * HEADS_PER_PROGRAM
+        heads = min(next_power_of_2(max(num_heads, num_kv_heads)), most)
         table = positions if cos_sin is None else cos_sin  # pointers that are not read take the place of None
         wide_keys, wide_values, wide_slots = (out, out, slot_mapping) if wide is None else (*wide.pages, wide.slots)
         _rope_kernel[(num_tokens, cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads))](
