@@ -12,6 +12,7 @@ from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import RunnerOptions
 
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
+VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -93,4 +94,6 @@ def _step_tokens(config: EngineConfig, device: Device, offline: bool) -> int:
         return 2048
     if not offline:
         return 8192
-    return 65536 if config.compress_experts else 16384
+    if not config.compress_experts:
+        return 16384
+    return 131072 if device.memory().total >= VERY_LARGE_MEMORY else 65536

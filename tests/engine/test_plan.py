@@ -74,16 +74,16 @@ def test_compressed_experts_are_suggested(tmp_path: Path) -> None:
     assert not suggested("gpt-oss-20b", "h200")
 
 
-def test_offline_steps_that_decompress_experts_are_larger(plan_of: Any, tmp_path: Path) -> None:
+def test_offline_steps_that_decompress_experts_are_larger(tmp_path: Path) -> None:
     folder = str(model_folder("qwen3-30b-a3b", tmp_path))
-    sizes = [
-        make_plan(
-            EngineConfig(model=folder, compress_experts=on), GPUS["h200"], offline=offline
-        ).options.max_num_batched_tokens
-        for on in (False, True)
-        for offline in (False, True)
-    ]
-    assert sizes == [8192, 16384, 8192, 65536]
+
+    def size(gpu: str, offline: bool, **settings: Any) -> int:
+        config = EngineConfig(model=folder, **settings)
+        return make_plan(config, GPUS[gpu], offline=offline).options.max_num_batched_tokens
+
+    assert [size("h200", offline) for offline in (False, True)] == [8192, 16384]
+    assert [size("h200", offline, compress_experts=True) for offline in (False, True)] == [8192, 131072]
+    assert size("h100", True, compress_experts=True) == 65536
 
 
 def test_the_cache_is_laid_out_as_the_runner_does(demo_model: Path) -> None:
