@@ -205,9 +205,10 @@ class Watch:
     If a follower is stopped or its machine is lost, no process exits by itself, and the other ranks would wait forever.
     """
 
-    def __init__(self, followers: Sequence[Follower], lost: Lost) -> None:
+    def __init__(self, followers: Sequence[Follower], lost: Lost, seconds: float = BEAT_SECONDS) -> None:
+        """`seconds`: between checks."""
         self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
-        self._followers, self._lost = followers, lost
+        self._followers, self._lost, self._seconds = followers, lost, seconds
         self._missed = [0] * len(followers)  # checks since each follower's last message
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
@@ -218,7 +219,7 @@ class Watch:
         indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
         while indices and not self._ended.is_set():
             with contextlib.suppress(OSError):  # this process has closed it, to stop the followers
-                for connection in wait(list(indices), BEAT_SECONDS):
+                for connection in wait(list(indices), self._seconds):
                     self._receive(connection, indices)
 
     def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
@@ -234,11 +235,11 @@ class Watch:
 
     def _look(self) -> None:
         """Count checks, not time: when this process or its machine sleeps, that says nothing about the followers."""
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(self._seconds):
             for i, follower in enumerate(self._followers):
                 self._missed[i] += 1
                 if self._missed[i] > MAX_MISSED:
-                    how = f"sent no heartbeat for {MAX_MISSED * BEAT_SECONDS:.0f} s"
+                    how = f"sent no heartbeat for {MAX_MISSED * self._seconds:.0f} s"
                     end_without(follower, how, self._lost)
 
     def end(self) -> None:

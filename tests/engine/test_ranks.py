@@ -114,14 +114,13 @@ class Silent:
 
 
 def test_a_rank_without_signs_of_life_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", lambda code: watches[0]._ended.set())
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     reasons: list[str] = []
     watches: list[ranks_module.Watch] = []
     follower = Silent()
     follower.theirs.send_bytes(b"")
-    watches.append(ranks_module.Watch([follower], reasons.append))  # type: ignore[list-item]
+    watches.append(ranks_module.Watch([follower], reasons.append, seconds=0.01))  # type: ignore[list-item]
     watches[0]._thread.join(60)
     assert reasons == ["the process of rank 3 sent no heartbeat for 0 s: pid 1"]
     assert follower.killed
