@@ -2,11 +2,11 @@
 
 The work is cut up as in `kernels.triton.attention_decode`, a line of tiles of 64 keys in as many equal pieces as there are
 programs, two on each multiprocessor. One warp brings the queries, keys and values of all pairs (sequence, KV head) in a piece,
-by the tensor memory accelerator, stages ahead: so memory is never idle from one pair to the next. A warpgroup multiplies. Keys
+by the tensor memory accelerator, several stages ahead, so loads go on from one pair to the next. A warpgroup multiplies. Keys
 are the rows of the matrix unit's products and query heads the columns, of which there may be few.
 
-Only a step's newest keys and values are written in the step: those before them are asked for before the preceding kernel ends.
-How a tile comes in boxes is said in `kernels.hopper.attention_prefill`.
+A step writes only each sequence's newest key and value, so tiles before them are asked for before the preceding kernel ends.
+`kernels.hopper.attention_prefill` says how a tile is loaded in boxes.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -37,21 +37,15 @@ SHARED_BYTES, REGISTERS = 112_000, 96  # of a program, of which two share a mult
 
 
 @gluon.jit
-def _tiles_of(context_len, TILE: gl.constexpr, PLAN_WINDOW: gl.constexpr):
-    """The first tile of a sequence that the plan counts, and how many it counts."""
-    first = context_len * 0
-    if PLAN_WINDOW > 0:
-        first = gl.maximum(context_len - PLAN_WINDOW, 0) // TILE
-    return first, gl.cdiv(context_len, TILE) - first
-
-
-@gluon.jit
 def _piece_of_pair(
     at_tile, end, inner, context_len, TILE: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr
 ):
-    """What of a pair lies in the piece: (KV head, its tiles in the plan, the first one here, how many here, first and end of
-    those that its window touches, the oldest key that it sees)."""
-    first_tile, num_tiles = _tiles_of(context_len, TILE, PLAN_WINDOW)
+    """What of a pair lies in the piece: (KV head; how many tiles the plan counts; which of them is the first one here, and how
+    many are here; the first and the end of the context's tiles that are computed here; the oldest key that the query sees)."""
+    first_tile = context_len * 0
+    if PLAN_WINDOW > 0:
+        first_tile = gl.maximum(context_len - PLAN_WINDOW, 0) // TILE
+    num_tiles = gl.cdiv(context_len, TILE) - first_tile
     head = inner // gl.maximum(num_tiles, 1)
     first = inner - head * num_tiles
     count = gl.minimum(num_tiles - first, end - at_tile)
@@ -62,6 +56,13 @@ def _piece_of_pair(
         oldest = gl.maximum(context_len - WINDOW, 0)
         begin = gl.maximum(begin, oldest // TILE)
     return head, num_tiles, first, count, begin, last, oldest
+
+
+@gluon.jit
+def _following(seq, context_lens, rows, num_seqs):
+    """Context length and row of the next sequence, if there is one."""
+    after = gl.minimum(seq + 1, num_seqs - 1)
+    return gl.load(context_lens + after), gl.load(rows + after)
 
 
 @gluon.jit
@@ -76,10 +77,18 @@ def _next_pair(
         seq += 1
         context_len = next_len
         row = next_row
-        after = gl.minimum(seq + 1, num_seqs - 1)
-        next_len = gl.load(context_lens + after)
-        next_row = gl.load(rows + after)
+        next_len, next_row = _following(seq, context_lens, rows, num_seqs)
     return inner, seq, context_len, row, next_len, next_row
+
+
+@gluon.jit
+def _ask_tile(
+    keys, values, k_boxes, v_boxes, full, stage, blocks, start, context_len, head,
+    BOXES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """Ask for a tile's keys and values."""
+    _ask(keys, k_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
+    _ask(values, v_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
 
 
 @gluon.jit
@@ -95,9 +104,7 @@ def _bring(
     k_boxes = k_smem._reinterpret(k_smem.dtype, [STAGES * PANELS * BOXES, 1, 1, BOX, 64], keys.layout)
     v_boxes = v_smem._reinterpret(v_smem.dtype, [STAGES * PANELS * BOXES, 1, 1, BOX, 64], values.layout)
     q_boxes = q_smem._reinterpret(q_smem.dtype, [2 * PANELS, 1, queries.block_shape[1], 64], queries.layout)
-    after = gl.minimum(seq + 1, num_seqs - 1)
-    next_len = gl.load(context_lens + after)
-    next_row = gl.load(rows + after)
+    next_len, next_row = _following(seq, context_lens, rows, num_seqs)
     early = at_tile * 0
     if PDL:
         head, _, _, _, begin, last, oldest = _piece_of_pair(at_tile, end, inner, context_len, TILE, WINDOW, PLAN_WINDOW)
@@ -106,8 +113,9 @@ def _bring(
         for stage in range(early):
             start = (begin + stage) * TILE
             blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
-            _ask(keys, k_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
-            _ask(values, v_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
+            _ask_tile(
+                keys, values, k_boxes, v_boxes, full, stage, blocks, start, context_len, head, BOXES, PAGE, PANELS
+            )  # fmt: skip
         wait_for_inputs()
     step = at_tile * 0
     item = at_tile * 0
@@ -121,11 +129,8 @@ def _bring(
             mbarrier.expect(q_full.index(q_stage), PANELS * queries.block_type.nbytes)
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
-                    queries,
-                    [seq, head * GROUP, panel * 64],
-                    q_full.index(q_stage),
-                    q_boxes.index(q_stage * PANELS + panel),
-                )
+                    queries, [seq, head * GROUP, panel * 64], q_full.index(q_stage), q_boxes.index(q_stage * PANELS + panel)
+                )  # fmt: skip
             item += 1
         table = block_tables + row.to(gl.int64) * stride_table
         for tile in range(begin, last):
@@ -134,39 +139,15 @@ def _bring(
                 stage = step % STAGES
                 blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                _ask(
-                    keys, k_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS
-                )
-                _ask(
-                    values,
-                    v_boxes,
-                    full.index(stage),
-                    stage,
-                    blocks,
-                    start,
-                    context_len,
-                    head,
-                    True,
-                    BOXES,
-                    PAGE,
-                    PANELS,
-                )
+                _ask_tile(
+                    keys, values, k_boxes, v_boxes, full, stage, blocks, start, context_len, head,
+                    BOXES, PAGE, PANELS,
+                )  # fmt: skip
             step += 1
         at_tile += count
         inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner,
-            count,
-            num_tiles,
-            seq,
-            context_len,
-            row,
-            next_len,
-            next_row,
-            context_lens,
-            rows,
-            num_seqs,
-            NUM_KV_HEADS,
-        )
+            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs, NUM_KV_HEADS
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -222,7 +203,10 @@ def _merged(
 
 @gluon.jit
 def _joined(acc, m, l, others, other_m, other_l):
-    """The sums acc [N, D_PAD], l [N] of weights relative to m [N] and the other ones: with the same roundings wherever it is."""
+    """Two partial results of a pair as one: sums of weighted values [N, D_PAD], maximal scores [N] and sums of weights [N].
+
+    The roundings must not depend on which program does this, so fused multiply-adds are not left to the compiler.
+    """
     new_m = gl.maximum(m, other_m)
     base = gl.where(new_m == -float("inf"), 0.0, new_m)
     weight = gl.exp2(other_m - base)
@@ -237,6 +221,7 @@ def _load_partial(
     partial_out, partial_stats, part, valid,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, D_PAD: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
+    """As `_store_partial` left it, past the multiprocessor's own cache; no result where `valid` [N] is False."""
     n = gl.arange(0, N, layout=gl.SliceLayout(1, OUT))
     d = gl.arange(0, D_PAD, layout=gl.SliceLayout(0, OUT))
     stats = partial_stats + part * 2 * GROUP + n
@@ -288,7 +273,7 @@ def _arrive(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, D_PAD: gl.constexpr, SINKS: gl.constexpr,
     FAN_IN: gl.constexpr, LARGEST: gl.constexpr, DTYPE: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.triton.attention_decode._arrive`."""
+    """As `kernels.triton.attention_decode._arrive`: the last program to store its part of a pair merges all of them."""
     first_program = pair_start // per_program
     last_program = (pair_start + num_tiles - 1) // per_program
     origin = first_program
@@ -335,7 +320,7 @@ def _attend(
     BOX: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The partition that multiplies."""
+    """The partition that multiplies: scores of a tile, exponentials, weighted values; then a pair's output, or a part of it."""
     DTYPE: gl.constexpr = k_smem.dtype
     D_PAD: gl.constexpr = k_smem.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -343,9 +328,7 @@ def _attend(
     program = gl.program_id(0)
     n = gl.arange(0, N, layout=gl.SliceLayout(0, ACC))
     n_out = gl.arange(0, N, layout=gl.SliceLayout(1, OUT))
-    after = gl.minimum(seq + 1, num_seqs - 1)
-    next_len = gl.load(context_lens + after)
-    next_row = gl.load(rows + after)
+    next_len, next_row = _following(seq, context_lens, rows, num_seqs)
     if PDL:
         wait_for_inputs()
     for empty_seq in range(program, num_seqs, gl.num_programs(0)):  # a padding row has no tile: its output is 0
@@ -375,7 +358,7 @@ def _attend(
             other_m = gl.full([N], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
             other_l = gl.zeros([N], gl.float32, gl.SliceLayout(1, OUT))
             if (first == 0) & (count < num_tiles) & (num_tiles - count <= per_program):
-                # The next program began with the rest of this pair. If it has left its part, nothing is left to wait for.
+                # The rest of this pair is the first part of the next program. If that is there, this program writes the output.
                 whole = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") == 1
                 if whole:
                     barrier()
@@ -392,13 +375,9 @@ def _attend(
             for tile in range(begin, last):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                s = warpgroup_mma(
-                    k_smem.index(stage),
-                    q_smem.index(q_stage).permute((1, 0)),
-                    gl.zeros_like(l),
-                    use_acc=False,
-                    is_async=True,
-                )
+                k = k_smem.index(stage)
+                q = q_smem.index(q_stage).permute((1, 0))
+                s = warpgroup_mma(k, q, gl.zeros_like(l), use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=[s])
                 if SOFT_CAP > 0:
                     s *= scale
@@ -434,20 +413,9 @@ def _attend(
             if whole:
                 sums, largest, total = _joined(sums, largest, total, others, other_m, other_l)
                 _store_heads(
-                    sums,
-                    largest,
-                    total,
-                    sinks_at,
-                    out_at,
-                    scale_at,
-                    stride_group,
-                    GROUP,
-                    HEAD_DIM,
-                    SINKS,
-                    LARGEST,
-                    DTYPE,
-                    OUT,
-                )
+                    sums, largest, total, sinks_at, out_at, scale_at, stride_group,
+                    GROUP, HEAD_DIM, SINKS, LARGEST, DTYPE, OUT,
+                )  # fmt: skip
             else:
                 part = program * 2 + gl.where(program * per_program >= pair_start, 0, 1)
                 _store_partial(partial_out, partial_stats, part, sums, largest, total, GROUP, HEAD_DIM, OUT)
@@ -459,19 +427,8 @@ def _attend(
                 )  # fmt: skip
         at_tile += count
         inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner,
-            count,
-            num_tiles,
-            seq,
-            context_len,
-            row,
-            next_len,
-            next_row,
-            context_lens,
-            rows,
-            num_seqs,
-            NUM_KV_HEADS,
-        )
+            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs, NUM_KV_HEADS
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -576,9 +533,8 @@ def launch(
     _, num_kv_heads, page, _ = key_cache.shape
     group = num_heads // num_kv_heads
     columns, width = max(next_power_of_2(group), 8), cdiv(head_dim, 64) * 64
-    others = columns * (
-        4 * width + 2 * TILE + 4 * width
-    )  # queries, probabilities, and sums on their way to another layout
+    # Beside keys and values: queries, probabilities, and sums on their way to another layout.
+    others = columns * (4 * width + 2 * TILE + 4 * width)
     caches = [_boxes(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
     assert plan.tile == TILE
     _hopper_decode_kernel[(len(plan.work),)](

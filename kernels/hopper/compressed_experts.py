@@ -88,15 +88,15 @@ def _ask(codes_desc, boxes_smem, full, row, step, stage):
 @gluon.jit
 def _bring(
     x_desc, codes_desc, x_smem, boxes_smem, full, empty, pair, row,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for each step's weights and channels of x once its stage is empty. EARLY: weights before x is there."""
+    """Ask for each step's weights and channels of x once its stage is empty. PDL: the first weights before x is there."""
     NUM_BYTES: gl.constexpr = 3 * codes_desc.block_type.nbytes + x_desc.block_type.nbytes
-    AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
+    AHEAD: gl.constexpr = min(STAGES, STEPS) if PDL else 0
     for step in gl.static_range(AHEAD):
         mbarrier.expect(full.index(step), NUM_BYTES)
         _ask(codes_desc, boxes_smem, full, row, step, step)
-    if EARLY:
+    if PDL:
         wait_for_inputs()
     for step in range(STEPS):
         stage = step % STAGES
@@ -127,7 +127,7 @@ def _small_weights(small, x, small_smem, first, stop, K: gl.constexpr, ROOM: gl.
 def _multiply(
     x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first, stop, n,
     WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows; scale and small are those of its block. See `_compressed_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
@@ -138,7 +138,7 @@ def _multiply(
     OUT: gl.constexpr = half_sums(BLOCK_M) if GATED else ACC
     n = n + WG * OWN
     acc = gl.zeros([64, BLOCK_M], gl.float32, ACC)
-    if EARLY:
+    if PDL:
         wait_for_inputs()
     own_smem = small_smem.index(WG)
     w = _small_weights(small, x, own_smem, first, stop, K, ROOM, A)
@@ -191,21 +191,21 @@ def _tile(
     x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full, empty, row,
     first, stop, n,
     N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M pairs; scale and small are those of the program's first block. See `_compressed_experts_kernel`."""
     gl.warp_specialize(
         [
             (_multiply, (
                 x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first, stop, n,
-                gl.constexpr(0), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, EARLY,
+                gl.constexpr(0), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, PDL,
             )),
             (_multiply, (
                 x, scale + 64, small + ROOM, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first, stop, n,
-                gl.constexpr(1), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, EARLY,
+                gl.constexpr(1), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, PDL,
             )),
             (_bring, (
-                x_desc, codes_desc, x_smem, boxes_smem, full, empty, first, row, gl.constexpr(K // 64), STAGES, EARLY,
+                x_desc, codes_desc, x_smem, boxes_smem, full, empty, first, row, gl.constexpr(K // 64), STAGES, PDL,
             )),
         ],
         [4, 1], [REGISTERS, 24],

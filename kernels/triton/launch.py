@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 from kernels.triton.compile_processes import CompileMode, CompileProcesses
 
 __all__ = [
-    "EARLY", "cdiv", "compiling_only", "is_hopper", "launch_dependents", "leave_shared_memory", "next_power_of_2",
-    "pdl_options", "prefetch", "wait_for_inputs",
+    "EARLY", "cdiv", "compiling_only", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options",
+    "prefer_shared_memory", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
 
 # For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2, since
@@ -86,21 +86,21 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": False}
 
 
-_left: set[int] = set()  # functions that have been told
+_preferring: set[int] = set()  # functions whose carveout is set
 
 
-def leave_shared_memory(launched: CompiledKernel | None) -> None:
-    """Let a kernel that needs little shared memory leave it to the next kernel, from its next launch on.
+def prefer_shared_memory(launched: CompiledKernel | None) -> None:
+    """Let a kernel run with the largest carveout of shared memory from its next launch on, though it needs little.
 
-    A multiprocessor divides its memory into cache and shared memory as its kernels need them, and changes that only when it is
-    idle: so a kernel with much shared memory could not start while one with little runs, which is what dependent launch is for.
-    The cache becomes small, which slows kernels with many loads at once down. `launched`: what a launch returned.
+    A multiprocessor changes its carveout only when it is idle. So while a kernel with a small one runs, the next kernel could not
+    start if it needs more, which is what dependent launch is for. The L1 cache becomes small, which slows kernels with many loads
+    in flight down. `launched`: what a launch returned.
     """
-    if isinstance(launched, CompiledKernel) and launched.function not in (None, *_left):
-        _left.add(launched.function)
-        with contextlib.suppress(OSError):  # not NVIDIA's
-            driver = ctypes.CDLL("libcuda.so.1")
-            driver.cuFuncSetAttribute(ctypes.c_void_p(launched.function), CARVEOUT, 100)
+    function = launched.function if isinstance(launched, CompiledKernel) else None
+    if function is not None and function not in _preferring:
+        _preferring.add(function)
+        with contextlib.suppress(OSError):  # not NVIDIA's driver
+            ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, leave_shared_memory, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, prefer_shared_memory, wait_for_inputs
 
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
 
@@ -75,7 +75,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             x, weight, out, x.stride(0), eps,
             HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
-        leave_shared_memory(launched)  # a router's logits often follow
+        prefer_shared_memory(launched)  # a router's logits often follow
     return out
 
 

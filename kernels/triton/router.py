@@ -17,9 +17,9 @@ from kernels.moe import Router
 from kernels.triton.launch import (
     cdiv,
     launch_dependents,
-    leave_shared_memory,
     next_power_of_2,
     pdl_options,
+    prefer_shared_memory,
     wait_for_inputs,
 )
 from kernels.triton.norm import rms_norm
@@ -277,7 +277,7 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
             MAX_PARTS=next_power_of_2(num_parts), BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
             BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
         )  # fmt: skip
-        leave_shared_memory(launched)  # pairs are sorted next
+        prefer_shared_memory(launched)  # pairs are sorted next
     return ids, weights
 
 

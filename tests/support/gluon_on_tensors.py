@@ -120,15 +120,18 @@ class Descriptor:
     """Of a tensor whose boxes are copied; what lies outside of it is zero."""
 
     def __init__(self, tensor: Tensor, block_shape: list[int]) -> None:
-        self.tensor, self.block_shape, self.dtype = tensor, block_shape, tensor.dtype
-        self.block_type = SimpleNamespace(nbytes=block_shape[0] * block_shape[1] * tensor.element_size())
+        self.tensor, self.block_shape, self.dtype, self.layout = tensor, block_shape, tensor.dtype, None
+        self.block_type = SimpleNamespace(nbytes=math.prod(block_shape) * tensor.element_size())
 
     def copy(self, at: list[int], shared: Shared) -> None:
-        slices = [slice(int(a), int(a) + size) for a, size in zip(at, self.block_shape, strict=True)]
-        box = self.tensor[slices[0], slices[1]]
-        out = box.new_zeros(self.block_shape)
-        out[: box.shape[0], : box.shape[1]] = box
-        shared.store(out)
+        box = self.tensor.new_zeros(self.block_shape)
+        starts = [int(a) for a in at]
+        sizes = zip(starts, self.block_shape, self.tensor.shape, strict=True)
+        inside = [(max(a, 0), min(a + size, length)) for a, size, length in sizes]
+        if all(begin < end for begin, end in inside):
+            there = tuple(slice(begin - a, end - a) for a, (begin, end) in zip(starts, inside, strict=True))
+            box[there] = self.tensor[tuple(slice(*span) for span in inside)]
+        shared.store(box)
 
 
 @dataclass

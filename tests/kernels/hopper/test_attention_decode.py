@@ -17,32 +17,25 @@ from kernels.hopper import attention_decode, attention_loads
 from kernels.plan import DecodePlan
 from kernels.triton import attention_decode as triton_decode
 from tests.oracles.attention import Paged
-from tests.support.gluon_on_tensors import Barriers, Pointers, Shared, Stages, run_on_tensors
+from tests.support.gluon_on_tensors import Barriers, Descriptor, Pointers, Shared, Stages, run_on_tensors
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 HELPERS = (
-    "_tiles_of", "_piece_of_pair", "_next_pair", "_bring", "_masked", "_merged", "_joined", "_load_partial", "_store_partial",
-    "_store_heads", "_arrive", "_attend", "_ask", "_blocks",
+    "_piece_of_pair", "_following", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined", "_load_partial",
+    "_store_partial", "_store_heads", "_arrive", "_attend", "_ask", "_blocks",
 )  # fmt: skip
 KV_HEADS = 2
 LENS = [1, 700, 0, 64, 193, 1, 65, 0]
 
 
-class Boxes:
-    """A cache or queries, copied in boxes; what lies outside of it is zero."""
+class Box:
+    """Some rows of a panel."""
 
-    def __init__(self, tensor: Tensor, *box: int) -> None:
-        self.tensor, self.block_shape, self.dtype, self.layout = tensor, box, tensor.dtype, None
-        self.block_type = SimpleNamespace(nbytes=math.prod(box) * tensor.element_size())
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
 
-    def copy(self, at: list[Any], target: Tensor) -> None:
-        box = torch.zeros(self.block_shape, dtype=self.dtype)
-        spans = [(int(a), int(a) + n) for a, n in zip(at, self.block_shape, strict=True)]
-        inside = [(max(a, 0), min(b, n)) for (a, b), n in zip(spans, self.tensor.shape, strict=True)]
-        if all(a < b for a, b in inside):
-            there = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inside, spans, strict=True))
-            box[there] = self.tensor[tuple(slice(a, b) for a, b in inside)]
-        target.copy_(box.view(target.shape))
+    def store(self, value: Tensor) -> None:
+        self.memory.copy_(value.view(self.memory.shape))
 
 
 class Tile(Shared):
@@ -75,7 +68,7 @@ class Tiles:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
         boxes = self.memory.view(shape)
-        return SimpleNamespace(index=lambda i: boxes[int(i)])
+        return SimpleNamespace(index=lambda i: Box(boxes[int(i)]))
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Any:
@@ -119,7 +112,7 @@ def on_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     kernel: Any = attention_decode._hopper_decode_kernel
     gluon, barriers, grids = kernel.gluon, Barriers(), []
 
-    def copy(boxes: Boxes, at: list[Any], barrier: Any, target: Tensor, pred: bool = True) -> None:
+    def copy(boxes: Descriptor, at: list[Any], barrier: Any, target: Any, pred: bool = True) -> None:
         boxes.copy(at, target)
         barriers.copied(barrier, boxes.block_type.nbytes)
 
@@ -157,7 +150,7 @@ def on_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     for module in (attention_decode, attention_loads):
         monkeypatch.setattr(module, "mbarrier", mbarrier)
         monkeypatch.setattr(module, "tma", SimpleNamespace(async_copy_global_to_shared=copy))
-    monkeypatch.setattr(attention_decode, "_boxes", Boxes)
+    monkeypatch.setattr(attention_decode, "_boxes", lambda tensor, *box: Descriptor(tensor, list(box)))
     monkeypatch.setattr(attention_decode, "_hopper_decode_kernel", Launcher(launch))
     monkeypatch.setattr(attention_decode, "LOG2E", attention_decode.LOG2E.value)
     monkeypatch.setattr(attention_decode, "pdl_options", lambda device: {"PDL": True})
