@@ -27,11 +27,14 @@ const isKept = () => conversation.messages.size > 0;
 
 // ---- opening conversations ----------------------------------------------------------------------------------------
 
+const addressed = () => location.hash.match(/^#\/c\/(\w+)$/)?.[1];
+
 /** Show the conversation named in the address, or a new chat. */
 async function open() {
-  const id = location.hash.match(/^#\/c\/(\w+)$/)?.[1];
+  const id = addressed();
   if (id && id === conversation.id) return;
   const found = id ? (live.get(id) ?? (await store.loadConversation(id))) : null;
+  if (id !== addressed()) return; // meanwhile another one was opened
   if (id && !found) history.replaceState(null, "", "#/");
   conversation = found ?? Conversation.create(defaultSettings());
   if (found) {
@@ -71,6 +74,7 @@ async function changedElsewhere(id) {
   sidebar.refresh();
   if (id !== conversation.id || live.has(id)) return;
   const found = await store.loadConversation(id);
+  if (id !== conversation.id || live.has(id)) return; // meanwhile another one was opened, or a question was asked
   if (!found) return newChat();
   conversation = found;
   settings.show(conversation);
@@ -81,19 +85,19 @@ async function changedElsewhere(id) {
 
 async function ask(text, attachments) {
   const parent = conversation.path().at(-1)?.id ?? ROOT;
-  const question = conversation.add({ role: "user", parent, content: text, attachments });
-  await begin(question);
+  await begin(conversation, conversation.add({ role: "user", parent, content: text, attachments }));
 }
 
 /** Answer a new question. From now on the conversation is saved and has an address. */
-async function begin(question) {
-  const { id } = conversation;
+async function begin(within, question) {
+  const { id } = within;
+  live.set(id, within); // what another tab writes now must not replace it
   if (location.hash !== `#/c/${id}`) history.replaceState(null, "", `#/c/${id}`);
   composer.open(id);
-  await store.saveConversation(conversation);
+  await store.saveConversation(within, [question]);
   sidebar.refresh(id);
   thread.followAgain();
-  await answer(conversation, question.id);
+  await answer(within, question.id);
 }
 
 /** Generate the answer to the message `parent`, or one answer from each compared model. */
@@ -172,7 +176,7 @@ const actions = {
     if (conversation.busy) return;
     const { role, parent, attachments } = message;
     if (role === "user") {
-      begin(conversation.add({ role, parent, attachments, content }));
+      begin(conversation, conversation.add({ role, parent, attachments, content }));
       return;
     }
     const edited = conversation.add({ role, parent, model: message.model, ...EMPTY, content, state: "done", finish: "stop" });
@@ -181,10 +185,11 @@ const actions = {
   },
 
   async giveResult(message, call, result) {
+    const within = conversation;
     call.result = result;
-    await store.saveConversation(conversation, [message]);
-    showConversation();
-    if (!conversation.busy) await goOn(conversation, message, 0);
+    await store.saveConversation(within, [message]);
+    if (within === conversation) showConversation();
+    if (!within.busy) await goOn(within, message, 0);
   },
 };
 

@@ -137,6 +137,27 @@ def test_several_tabs_agree(page: ChatPage, context: Any) -> None:
     page.tab.wait_for_selector("#welcome", state="visible")
 
 
+def test_a_question_asked_while_another_tab_writes(page: ChatPage, stub: Stub) -> None:
+    """It is neither lost nor asked without what was said before."""
+    page.ask("1 and 2")
+    for i in range(12):  # the other tab writes shortly before the question, at the same time, or after it
+        page.run(
+            """(milliseconds) => {
+              const channel = new BroadcastChannel("quire");
+              setTimeout(() => channel.postMessage(location.hash.slice(4)), Math.max(-milliseconds, 0));
+              setTimeout(() => {
+                document.querySelector("#prompt").value = "1 and 2";
+                document.querySelector("#prompt").dispatchEvent(new Event("input"));
+                document.querySelector("#prompt").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+              }, Math.max(milliseconds, 0));
+            }""",
+            (i - 4) / 2,
+        )
+        page.tab.locator(".turn.question").nth(i + 1).wait_for()
+        page.wait("done")
+        assert len(stub.requests[-1]["messages"]) == 2 * i + 3
+
+
 def test_an_address_of_no_conversation_is_a_new_chat(page: ChatPage, url: str) -> None:
     page.tab.goto(f"{url}#/c/0123456789abcdef01234567")
     page.tab.wait_for_selector("#welcome", state="visible")
