@@ -22,6 +22,7 @@ class ChatPage:
     def ask(self, question: str, until: str = "done") -> ChatPage:
         before = self.tab.locator(".turn.question").count()
         self.tab.fill("#prompt", question)
+        self.tab.wait_for_selector("#stop", state="hidden")  # while it answers, the page takes no questions
         self.tab.press("#prompt", "Enter")
         self.tab.locator(".turn.question").nth(before).wait_for()
         return self.wait(until)
@@ -31,9 +32,11 @@ class ChatPage:
         self.tab.wait_for_selector("#welcome", state="visible")
 
     def wait(self, state: str) -> ChatPage:
-        """Until the newest answer is in this state."""
+        """Until the newest answer is in this state and, if that is an end, the page takes questions again."""
         script = "(state) => [...document.querySelectorAll('.answer')].at(-1)?.dataset.state === state"
         self.tab.wait_for_function(script, arg=state)
+        if state not in ("waiting", "streaming"):
+            self.tab.wait_for_selector("#stop", state="hidden")
         return self
 
     def run(self, script: str, argument: Any = None) -> Any:
