@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 
 from fastapi import FastAPI, Request, Response
@@ -42,10 +43,18 @@ class Switch:
 
     def __init__(self, starting: ASGIApp, readiness: Readiness) -> None:
         self._starting, self._readiness = starting, readiness
-        self.app: ASGIApp | None = None  # of the engine, once it is ready
+        self._app: ASGIApp | None = None  # of the engine
+        self._switched = asyncio.Event()
+
+    def switch_to(self, app: ASGIApp) -> None:
+        """From now on requests go to the engine's app."""
+        self._app = app
+        self._switched.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app or self._starting
+        if self._app is None and self._readiness.is_ready:
+            await self._switched.wait()  # the probes have said "ready": nothing is refused any more
+        app = self._app or self._starting
         if self._readiness.is_draining and scope.get("method") == "POST":  # only running requests may continue
             app = self._starting
         await app(scope, receive, send)

@@ -268,7 +268,8 @@ class _Service:
             )
             _tune_interpreter()
             async with app.router.lifespan_context(app):
-                switch.app, self._engine = app, engine
+                switch.switch_to(app)
+                self._engine = engine
                 _say(engine.summary, settings)
                 _say(ready_lines(engine.model_name, settings, listener), settings)
                 await self._until_stopped(engine, serving)

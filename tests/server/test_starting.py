@@ -30,8 +30,10 @@ class Starting:
 
     def open(self) -> None:
         self.engine.states.enter("ready")
-        self.switch.app = create_app(
-            self.engine, self.settings, readiness=self.readiness, server_metrics=self.metrics, log_stats=False
+        self.switch.switch_to(
+            create_app(
+                self.engine, self.settings, readiness=self.readiness, server_metrics=self.metrics, log_stats=False
+            )
         )
 
 
@@ -68,6 +70,23 @@ def test_probes_say_how_far_the_start_is() -> None:
         states.enter("restarting", reason="gone")
         assert (await http.get("/readyz")).status_code == (await http.get("/health")).status_code == 503
         assert (await http.get("/livez")).status_code == 200
+
+    run(check)
+
+
+def test_the_first_requests_of_a_ready_engine_wait_for_its_app() -> None:
+    """It is made after the engine became ready. A client that saw that must not be refused."""
+
+    async def check(http: httpx.AsyncClient, starting: Starting) -> None:
+        starting.engine.states.enter("ready")
+        requests = [
+            asyncio.create_task(http.get("/readyz")),
+            asyncio.create_task(http.post("/v1/completions", json={})),
+        ]
+        done, _ = await asyncio.wait(requests, timeout=0.2)
+        assert not done
+        starting.open()
+        assert [(await request).status_code for request in requests] == [200, 400]
 
     run(check)
 
@@ -128,6 +147,7 @@ def test_a_stream_tells_each_phase_and_ends_with_ready(monkeypatch: pytest.Monke
         phases = [event["phase"] for event in events]
         assert phases[0] == "loading"
         assert phases[-2:] == ["capturing", "ready"]
+        starting.open()
         answer = await http.get("/readyz", headers={"Accept": "text/event-stream"})
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert json.loads(answer.text.removeprefix("data: "))["phase"] == "ready"
