@@ -32,6 +32,8 @@ def quicken() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
+    tl.block_type.__init__ = _made_once(tl.block_type.__init__)
+    tl.tensor.__init__ = _shaped_once(tl.tensor.__init__)
 
 
 def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -53,3 +55,33 @@ def _looked_up_once(np_dtype: Callable[[Any], np.dtype[Any]]) -> Callable[[Any],
         return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
 
     return looked_up
+
+
+def _made_once(init: Callable[..., None]) -> Callable[..., None]:
+    """A block's type is no more than its elements' type and its shape."""
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(tl.core._unwrap_if_constexpr(length) for length in shape)
+        if key in made:
+            self.__dict__.update(made[key])
+        else:
+            init(self, element_ty, shape)
+            made[key] = dict(self.__dict__)
+
+    return make
+
+
+def _shaped_once(init: Callable[..., None]) -> Callable[..., None]:
+    """All tensors of a type have one shape."""
+    shapes: dict[str, tuple[Any, Any]] = {}
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        if type.name in shapes:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[type.name]
+        else:
+            init(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+
+    return make
