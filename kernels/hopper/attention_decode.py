@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.attention_loads import _ask, _blocks
-from kernels.hopper.attention_prefill import _boxes
-from kernels.hopper.latent_decode import barrier
+from kernels.hopper.attention_loads import ask_boxes, blocks_of_boxes
+from kernels.hopper.layouts import barrier, boxes
 from kernels.plan import DecodePlan
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -87,8 +86,8 @@ def _ask_tile(
     BOXES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """Ask for a tile's keys and values."""
-    _ask(keys, k_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
-    _ask(values, v_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
+    ask_boxes(keys, k_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
+    ask_boxes(values, v_boxes, full.index(stage), stage, blocks, start, context_len, head, True, BOXES, PAGE, PANELS)
 
 
 @gluon.jit
@@ -112,7 +111,7 @@ def _bring(
         early = gl.maximum(gl.minimum(gl.minimum(last, (context_len - 1) // TILE) - begin, STAGES), 0)
         for stage in range(early):
             start = (begin + stage) * TILE
-            blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
+            blocks = blocks_of_boxes(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
             _ask_tile(
                 keys, values, k_boxes, v_boxes, full, stage, blocks, start, context_len, head, BOXES, PAGE, PANELS
             )  # fmt: skip
@@ -137,7 +136,7 @@ def _bring(
             if step >= early:
                 start = tile * TILE
                 stage = step % STAGES
-                blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
+                blocks = blocks_of_boxes(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 _ask_tile(
                     keys, values, k_boxes, v_boxes, full, stage, blocks, start, context_len, head,
@@ -535,10 +534,10 @@ def launch(
     columns, width = max(next_power_of_2(group), 8), cdiv(head_dim, 64) * 64
     # Beside keys and values: queries, probabilities, and sums on their way to another layout.
     others = columns * (4 * width + 2 * TILE + 4 * width)
-    caches = [_boxes(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
+    caches = [boxes(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
     assert plan.tile == TILE
     _hopper_decode_kernel[(len(plan.work),)](
-        _boxes(query, 1, columns, 64), *caches, out, out_scale, block_tables, rows, context_lens,
+        boxes(query, 1, columns, 64), *caches, out, out_scale, block_tables, rows, context_lens,
         context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
         out.stride(0), *out_scale.stride()[:2], block_tables.stride(0),

@@ -61,7 +61,7 @@ def vertical_blocks(head, oldest, SPARSE: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(
+def blocks_of_boxes(
     table, start, oldest, context_len, BOX: gl.constexpr, BOXES: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr
 ):
     """The blocks of the boxes that make up a tile of keys; -1 for a box behind the context or before the window."""
@@ -77,7 +77,7 @@ def _blocks(
 
 
 @gluon.jit
-def _ask(
+def ask_boxes(
     desc, boxes, full, stage, blocks, start, context_len, kv_head, pred,
     BOXES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
@@ -104,10 +104,10 @@ def _load_tile(
     """Ask for BLOCK_N keys (or values) of one sequence and head as soon as the stage is empty."""
     BOX: gl.constexpr = desc.block_shape[2]
     BOXES: gl.constexpr = BLOCK_N // BOX
-    blocks = _blocks(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
+    blocks = blocks_of_boxes(table, start, oldest, context_len, BOX, BOXES, PAGE, WINDOW)
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    _ask(desc, boxes, full.index(stage), stage, blocks, start, context_len, kv_head, True, BOXES, PAGE, PANELS)
+    ask_boxes(desc, boxes, full.index(stage), stage, blocks, start, context_len, kv_head, True, BOXES, PAGE, PANELS)
 
 
 @gluon.jit
@@ -252,7 +252,7 @@ def _ask_codes(
     BOX: gl.constexpr = desc.block_shape[2]
     PANELS: gl.constexpr = HALVES * 64 // desc.block_shape[3]
     boxes = codes._reinterpret(codes.dtype, [PANELS * (BLOCK_N // BOX), 1, 1, BOX, desc.block_shape[3]], desc.layout)
-    _ask(desc, boxes, full, 0, blocks, start, context_len, kv_head, pred, BLOCK_N // BOX, PAGE, PANELS)
+    ask_boxes(desc, boxes, full, 0, blocks, start, context_len, kv_head, pred, BLOCK_N // BOX, PAGE, PANELS)
 
 
 @gluon.jit
@@ -324,7 +324,7 @@ def convert_items(
         begin = oldest // BLOCK_N * BLOCK_N
         if step == 0:
             table = block_tables + row_of_table.to(gl.int64) * stride_table
-            blocks = _blocks(table, begin, oldest, context_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
+            blocks = blocks_of_boxes(table, begin, oldest, context_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
             _ask_codes(
                 keys, k_codes, codes_full.index(0), blocks, begin, context_len, head, more, BLOCK_N, PAGE, HALVES
             )
@@ -341,7 +341,9 @@ def convert_items(
             at_len = gl.where(own, context_len, next_context_len)
             at_head = gl.where(own, head, next_index % NUM_KV_HEADS)
             table = block_tables + gl.where(own, row_of_table, next_row).to(gl.int64) * stride_table
-            blocks = _blocks(table, at, gl.where(own, oldest, next_oldest), at_len, BOX, BLOCK_N // BOX, PAGE, WINDOW)
+            blocks = blocks_of_boxes(
+                table, at, gl.where(own, oldest, next_oldest), at_len, BOX, BLOCK_N // BOX, PAGE, WINDOW
+            )
             more = own | (next_index < num_items)
             _convert_tile(
                 keys, k_codes, k_smem, codes_full.index(0), k_full, k_empty, step, blocks, at, at_len, at_head, more,

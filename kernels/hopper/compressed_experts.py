@@ -35,7 +35,8 @@ from kernels.hopper.compressed_bits import (
     piece_layout,
 )
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.quantized_steps import _boxes, half_sums, halves_of_sums
+from kernels.hopper.layouts import boxes
+from kernels.hopper.quantized_steps import half_sums, halves_of_sums
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
@@ -302,8 +303,8 @@ def launch(
     assert weight.gated == bool(activation)
     tiles = n // 64 if activation else n // 128
     _compressed_experts_kernel[(len(entries) * tiles,)](
-        _boxes(x, block_m, 64, 128), _boxes(x, small_m or block_m, 64, 128),
-        _boxes(weight.codes.view(-1, 32), 32, 32, 128), x, weight.scale, weight.small, weights, order, entries, out,
+        boxes(x, block_m, 64), boxes(x, small_m or block_m, 64),
+        boxes(weight.codes.view(-1, 32), 32, 32), x, weight.scale, weight.small, weights, order, entries, out,
         N=n, K=k, ROOM=room, ACTIVATION=activation, BLOCK_M=block_m, SMALL_M=small_m, STAGES=stages,
         REGISTERS=registers, num_warps=4, maxnreg=at_start, **pdl_options(x.device),
     )  # fmt: skip

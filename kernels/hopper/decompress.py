@@ -19,7 +19,7 @@ from kernels.hopper.compressed_bits import (
     listed_value,
     piece_layout,
 )
-from kernels.hopper.latent_decode import barrier
+from kernels.hopper.layouts import barrier
 from kernels.triton.launch import cdiv
 
 STEPS = 4  # of 64 channels, of a program

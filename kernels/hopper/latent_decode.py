@@ -24,12 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.hopper.layouts import barrier
 from kernels.plan import DecodePlan
 from kernels.triton.launch import is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 TILE = 64
 LOG2E = 1.4426950408889634
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until Triton 3.6
 
 
 @gluon.jit

@@ -1,11 +1,17 @@
-"""Layouts of a warpgroup's sums other than the matrix unit's own."""
+"""What the kernels share: a layout of sums other than the matrix unit's own, boxes of tensors, and the barrier of a partition."""
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
+import functools
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until Triton 3.6
 
 
 @gluon.constexpr_function
@@ -23,3 +29,15 @@ def side_by_side(width, channels):
         [],
         [64, width],
     )
+
+
+@functools.cache
+def _box_layout(row_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=bits, rank=rank)
+
+
+def boxes(tensor: Tensor, *box: int) -> TensorDescriptor:
+    """For copies of boxes of a tensor to shared memory, as the matrix unit reads them. A box's rows have 32, 64 or 128 bytes."""
+    size = tensor.element_size()
+    layout = _box_layout(box[-1] * size, 8 * size, len(box))
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper.code_bits import decode_scaled, decode_words_in_order, packed_scale, packed_zero, scale_of
 from kernels.quantized_weight import QuantizedWeight
@@ -172,8 +170,3 @@ def _scaled(
     if BIAS:
         acc += gl.load(bias + rows).to(gl.float32)[:, None]
     return acc
-
-
-def _boxes(tensor: Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * tensor.element_size(), rank=2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

@@ -253,10 +253,6 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
         descriptor.copy(at, shared)
         barriers.copied(barrier, descriptor.block_type.nbytes)
 
-    def boxes(tensor: Tensor, rows: int, *columns: int) -> Descriptor:
-        """Also of as many columns as fill `swizzle` bytes, if only that is given."""
-        return Descriptor(tensor, [rows, columns[0] if columns[1:] else columns[0] // 2])
-
     def copy_elements(shared: Shared, pointers: Pointers, mask: Tensor) -> None:
         shared.store(pointers.load(mask))
 
@@ -271,7 +267,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
 
     gluon.warp_specialize = side_by_side
     replacements = {
-        "_boxes": boxes,
+        "boxes": lambda tensor, *box: Descriptor(tensor, list(box)),
         "mbarrier": barriers,
         "async_copy": SimpleNamespace(
             async_copy_global_to_shared=copy_elements, commit_group=nothing, wait_group=nothing

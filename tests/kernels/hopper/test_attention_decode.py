@@ -22,7 +22,7 @@ from tests.support.gluon_on_tensors import Barriers, Descriptor, Pointers, Share
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 HELPERS = (
     "_piece_of_pair", "_following", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined", "_load_partial",
-    "_store_partial", "_store_heads", "_arrive", "_attend", "_ask", "_blocks",
+    "_store_partial", "_store_heads", "_arrive", "_attend", "ask_boxes", "blocks_of_boxes",
 )  # fmt: skip
 KV_HEADS = 2
 LENS = [1, 700, 0, 64, 193, 1, 65, 0]
@@ -150,7 +150,6 @@ def on_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     for module in (attention_decode, attention_loads):
         monkeypatch.setattr(module, "mbarrier", mbarrier)
         monkeypatch.setattr(module, "tma", SimpleNamespace(async_copy_global_to_shared=copy))
-    monkeypatch.setattr(attention_decode, "_boxes", lambda tensor, *box: Descriptor(tensor, list(box)))
     monkeypatch.setattr(attention_decode, "_hopper_decode_kernel", Launcher(launch))
     monkeypatch.setattr(attention_decode, "LOG2E", attention_decode.LOG2E.value)
     monkeypatch.setattr(attention_decode, "pdl_options", lambda device: {"PDL": True})
