@@ -53,7 +53,7 @@ class Switch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is None and self._readiness.is_ready:
-            await self._switched.wait()  # the probes have said "ready": nothing is refused any more
+            await self._switched.wait()  # the app is being made: a client that was told "ready" is not refused
         app = self._app or self._starting
         if self._readiness.is_draining and scope.get("method") == "POST":  # only running requests may continue
             app = self._starting

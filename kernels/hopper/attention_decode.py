@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.attention_loads import ask_boxes, blocks_of_boxes
-from kernels.hopper.layouts import barrier, boxes
+from kernels.hopper.layouts import barrier, box_descriptor
 from kernels.plan import DecodePlan
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -534,10 +534,10 @@ def launch(
     columns, width = max(next_power_of_2(group), 8), cdiv(head_dim, 64) * 64
     # Beside keys and values: queries, probabilities, and sums on their way to another layout.
     others = columns * (4 * width + 2 * TILE + 4 * width)
-    caches = [boxes(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
+    caches = [box_descriptor(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
     assert plan.tile == TILE
     _hopper_decode_kernel[(len(plan.work),)](
-        boxes(query, 1, columns, 64), *caches, out, out_scale, block_tables, rows, context_lens,
+        box_descriptor(query, 1, columns, 64), *caches, out, out_scale, block_tables, rows, context_lens,
         context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
         plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
         out.stride(0), *out_scale.stride()[:2], block_tables.stride(0),

@@ -39,7 +39,7 @@ from kernels.hopper.attention_loads import (
     snake,
     vertical_blocks,
 )
-from kernels.hopper.layouts import boxes, side_by_side
+from kernels.hopper.layouts import box_descriptor, side_by_side
 from kernels.plan import prefill_query_rows
 from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
 
@@ -437,9 +437,9 @@ def launch(
     # Two stages of keys and of values, and the queries, fit; and small windows have few keys beside their edges.
     block_n = block_n or (128 if head_dim <= 128 and not 0 < window <= 1024 and sparse is None else 64)
     registers = registers or (240 if not fp8 else 200 if head_dim <= 128 else 208)  # what converts needs some, too
-    queries = boxes(query.half() if fp8 else query, 64 // rows_of_query, rows_of_query, 64)
+    queries = box_descriptor(query.half() if fp8 else query, 64 // rows_of_query, rows_of_query, 64)
     channels = 64 if not fp8 or head_dim <= 64 else 128
-    caches = [boxes(cache, 1, 1, min(page, block_n), channels) for cache in (key_cache, value_cache)]
+    caches = [box_descriptor(cache, 1, 1, min(page, block_n), channels) for cache in (key_cache, value_cache)]
     _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
         queries, *caches, out, block_tables, rows, query_start, context_lens, tiles, context_lens if sinks is None else sinks,
         context_lens if kv_scale is None else kv_scale, num_items, scale * LOG2E.value, out.stride(0),

@@ -35,7 +35,7 @@ from kernels.hopper.compressed_bits import (
     piece_layout,
 )
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.layouts import boxes
+from kernels.hopper.layouts import box_descriptor
 from kernels.hopper.quantized_steps import half_sums, halves_of_sums
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -223,7 +223,7 @@ def _compressed_experts_kernel(
 
     At most SMALL_M pairs, unless it is 0, are computed as such a tile.
     With ACTIVATION: that of gate and up, times 2^64, out [pair in order, N]; the weight has 2N rows. Else out [pair, N],
-    times the pair's routing weight. Weights are asked for while the kernel before, which has seen the entries, still runs.
+    times the pair's routing weight. The first weights are asked for while the kernel before still runs: it waited for `entries`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     TILES: gl.constexpr = N // 64 if GATED else N // 128
@@ -273,7 +273,7 @@ def _compressed_experts_kernel(
                 empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
     elif PDL:
-        wait_for_inputs()  # what comes after this kernel comes after those before it
+        wait_for_inputs()  # so that the next kernel does not overtake the one before this
 
 
 SHARED_BYTES = 228_000  # of a multiprocessor
@@ -303,8 +303,8 @@ def launch(
     assert weight.gated == bool(activation)
     tiles = n // 64 if activation else n // 128
     _compressed_experts_kernel[(len(entries) * tiles,)](
-        boxes(x, block_m, 64), boxes(x, small_m or block_m, 64),
-        boxes(weight.codes.view(-1, 32), 32, 32), x, weight.scale, weight.small, weights, order, entries, out,
+        box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64),
+        box_descriptor(weight.codes.view(-1, 32), 32, 32), x, weight.scale, weight.small, weights, order, entries, out,
         N=n, K=k, ROOM=room, ACTIVATION=activation, BLOCK_M=block_m, SMALL_M=small_m, STAGES=stages,
         REGISTERS=registers, num_warps=4, maxnreg=at_start, **pdl_options(x.device),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the kernels share: a layout of sums other than the matrix unit's own, boxes of tensors, and the barrier of a partition."""
+"""What Hopper's kernels share: a layout of sums other than the matrix unit's own, tensor descriptors, a partition's barrier."""
 
 # mypy: allow-untyped-defs
 
@@ -36,8 +36,10 @@ def _box_layout(row_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=bits, rank=rank)
 
 
-def boxes(tensor: Tensor, *box: int) -> TensorDescriptor:
-    """For copies of boxes of a tensor to shared memory, as the matrix unit reads them. A box's rows have 32, 64 or 128 bytes."""
+def box_descriptor(tensor: Tensor, *box: int) -> TensorDescriptor:
+    """A descriptor with which the tensor memory accelerator copies boxes of this shape to shared memory, swizzled as the matrix
+    unit reads them. A row of a box has 32, 64 or 128 bytes.
+    """
     size = tensor.element_size()
     layout = _box_layout(box[-1] * size, 8 * size, len(box))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)

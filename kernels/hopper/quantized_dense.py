@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.layouts import boxes
+from kernels.hopper.layouts import box_descriptor
 from kernels.hopper.quantized_steps import (
     _finished,
     _layout,
@@ -410,12 +410,12 @@ def launch(
     grid = (cdiv(num_tokens, config.block_m) * cdiv(n, own), parts)
     more = config.block_m % 128 if config.block_m > 128 else 0  # a tile of other than 2^i tokens is computed as two
     block_m = config.block_m - more
-    x_boxes = boxes(x, block_m, 64)
+    x_boxes = box_descriptor(x, block_m, 64)
     # Of a warpgroup's thread; and of each thread before they are divided, where two programs need room.
     registers, max_registers = (240, None) if config.programs == 1 else (104, 80)
     shared = weight.group % 128 == 0 and (row % 128 == 0 or row == k)  # scales, by both steps of a pair
     _dense_quantized_kernel[grid](
-        x_boxes, boxes(x, more, 64) if more else x_boxes, boxes(codes, own // (2 if swiglu else 4), 16), scale,
+        x_boxes, box_descriptor(x, more, 64) if more else x_boxes, box_descriptor(codes, own // (2 if swiglu else 4), 16), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         out if bias is None else bias, out if residual is None else residual, sums, num_tokens, k, 2 * part,
         N=n, KIND=weight.kind, GROUP=weight.group, GROUPED=weight.scale.shape[1] > 1 or weight.zero is not None,

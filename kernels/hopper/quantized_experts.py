@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.layouts import boxes
+from kernels.hopper.layouts import box_descriptor
 from kernels.hopper.quantized_steps import (
     _layout,
     _operand,
@@ -478,7 +478,7 @@ def launch(
     assert codes.is_contiguous()
     assert weight.lies_by_groups()
     _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
-        boxes(x, block_m, 64), boxes(x, small_m or block_m, 64), boxes(codes, 64 // pieces, 16), scale,
+        box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64), box_descriptor(codes, 64 // pieces, 16), scale,
         scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
         ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.layouts import boxes
+from kernels.hopper.layouts import box_descriptor
 from kernels.hopper.scaled_experts import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
 from kernels.quantized_rows import QuantizedRows
 from kernels.quantized_weight import QuantizedWeight
@@ -283,7 +283,7 @@ def multiply(x: QuantizedRows, weight: QuantizedWeight, config: Config, *, swigl
     parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=x.dtype, device=x.device)
     tiles = cdiv(num_tokens, config.block_m) * (len(weight) // (config.halves * 128))
     _scaled_dense_kernel[(tiles, len(parts))](
-        boxes(x.codes, 64, 128), boxes(weight.codes, 64 if swiglu else 128, 128), weight.scale, x.scale,
+        box_descriptor(x.codes, 64, 128), box_descriptor(weight.codes, 64 if swiglu else 128, 128), weight.scale, x.scale,
         parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP, SWIGLU=swiglu,
         BLOCK_M=config.block_m, HALVES=config.halves, STAGES=config.stages, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip

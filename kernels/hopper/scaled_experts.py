@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.experts_few import _activate
-from kernels.hopper.layouts import boxes, side_by_side
+from kernels.hopper.layouts import box_descriptor, side_by_side
 from kernels.quantized_weight import QuantizedWeight, Weight
 from kernels.triton.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
 
@@ -416,7 +416,7 @@ def launch(
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
-        boxes(x, 32, 128), boxes(codes, 128 // pieces, 128), weight.scale, x_scale, weights, order, entries,
+        box_descriptor(x, 32, 128), box_descriptor(codes, 128 // pieces, 128), weight.scale, x_scale, weights, order, entries,
         out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, maxnreg={32: 112, 64: 128}.get(block_m), **pdl_options(x.device),
     )  # fmt: skip

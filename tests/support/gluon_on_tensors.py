@@ -267,7 +267,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None]
 
     gluon.warp_specialize = side_by_side
     replacements = {
-        "boxes": lambda tensor, *box: Descriptor(tensor, list(box)),
+        "box_descriptor": lambda tensor, *box: Descriptor(tensor, list(box)),
         "mbarrier": barriers,
         "async_copy": SimpleNamespace(
             async_copy_global_to_shared=copy_elements, commit_group=nothing, wait_group=nothing

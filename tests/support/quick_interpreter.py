@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work whose result it throws away, which is more than half of its time."""
+"""Triton's interpreter without results that it throws away or has already, which take more than half of its time."""
 
 from __future__ import annotations
 

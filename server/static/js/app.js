@@ -27,14 +27,14 @@ const isKept = () => conversation.messages.size > 0;
 
 // ---- opening conversations ----------------------------------------------------------------------------------------
 
-const addressed = () => location.hash.match(/^#\/c\/(\w+)$/)?.[1];
+const idInAddress = () => location.hash.match(/^#\/c\/(\w+)$/)?.[1];
 
 /** Show the conversation named in the address, or a new chat. */
 async function open() {
-  const id = addressed();
+  const id = idInAddress();
   if (id && id === conversation.id) return;
   const found = id ? (live.get(id) ?? (await store.loadConversation(id))) : null;
-  if (id !== addressed()) return; // meanwhile another one was opened
+  if (id !== idInAddress()) return; // meanwhile another one was opened
   if (id && !found) history.replaceState(null, "", "#/");
   conversation = found ?? Conversation.create(defaultSettings());
   if (found) {
