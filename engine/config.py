@@ -85,7 +85,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = flag(
         None,
         "maximum number of tokens computed in one step (default: 8192 on a GPU when serving, 16384 offline, with "
-        "compress_experts 65536, or 131072 on one with 128 GiB or more; 2048 on a CPU)",
+        "compress_experts 65536, or 262144 on one with 128 GiB or more; 2048 on a CPU)",
         size=True,
         at_least=1,
     )

@@ -96,4 +96,4 @@ def _step_tokens(config: EngineConfig, device: Device, offline: bool) -> int:
         return 8192
     if not config.compress_experts:
         return 16384
-    return 131072 if device.memory().total >= VERY_LARGE_MEMORY else 65536
+    return 262144 if device.memory().total >= VERY_LARGE_MEMORY else 65536

@@ -23,13 +23,14 @@ from kernels.reference import Gate
 from kernels.triton import quantized, scaled
 from kernels.triton.activation import activate, gate_and_mul
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
-from kernels.triton.norm import rms_norm
+from kernels.triton.norm import add_rms_norm, rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.hopper import matmul_few as few
 else:
     few = None  # type: ignore[assignment]
 
+MAX_APART = 512  # tokens up to which cuBLAS is faster if it does not add the residual stream, too
 MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats cuBLAS
 
 
@@ -192,6 +193,9 @@ def linear_add_norm(
     """See `kernels.reference.linear_add_norm`."""
     if isinstance(weight, QuantizedWeight):
         return quantized.linear_add_norm(residual, x, weight, bias, norm)
+    assert isinstance(x, Tensor)
+    if norm.rounded is None and len(x) <= MAX_APART and norms_apart(x, weight):
+        return add_rms_norm(residual, F.linear(x, weight, bias), norm.weight, norm.eps)
     return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
 
 

@@ -119,8 +119,9 @@ def _add(
     assert rows.stride(1) == total.stride(1) == x_weight.stride(-1) == weight.stride(-1) == 1
     if len(rows):
         block = next_power_of_2(hidden)
-        _add_kernel[(len(rows),)](
+        launched = _add_kernel[(len(rows),)](
             total, rows, x_weight, weight, x if out is None else out, total.stride(0), rows.stride(0), x_eps, eps, factor,
             HIDDEN=hidden, BLOCK=block, NORM_X=x_norm is not None, NORM=norm is not None,
             num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
+        prefer_shared_memory(launched)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MANY = 16384  # pairs, from which on chunks are faster
-CHUNK = 512
+CHUNK, MAX_CHUNKS = 512, 512  # the least pairs of a chunk, and the most chunks: each reads the counts of all
 
 
 @triton.jit
@@ -175,14 +175,15 @@ def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions
     out = order, order if positions is None else positions, entries
     if num_pairs >= MANY and num_tiles == by_blocks:
         bins = next_power_of_2(count + 1)
-        counts = torch.empty(cdiv(num_pairs, CHUNK), bins, dtype=torch.int32, device=ids.device)
+        chunk = max(next_power_of_2(cdiv(num_pairs, MAX_CHUNKS)), CHUNK)
+        counts = torch.empty(cdiv(num_pairs, chunk), bins, dtype=torch.int32, device=ids.device)
         _count_kernel[(len(counts),)](
-            ids, counts, num_pairs, first, E=count, BINS=bins, CHUNK=CHUNK, num_warps=4, **pdl_options(ids.device)
+            ids, counts, num_pairs, first, E=count, BINS=bins, CHUNK=chunk, num_warps=4, **pdl_options(ids.device)
         )
         padded = next_power_of_2(count)
         _sort_chunk_kernel[(len(counts),)](
             ids, counts, *out, num_pairs, num_tiles, first, len(counts), E=count, E_PAD=padded, BINS=bins, BLOCK_M=block_m,
-            POSITIONS=with_positions, CHUNK=CHUNK, PART=max(min(8192 // padded, 128), 16), ROWS=max(2048 // padded, 1),
+            POSITIONS=with_positions, CHUNK=chunk, PART=max(min(8192 // padded, 128), 16), ROWS=max(2048 // padded, 1),
             num_warps=4, **pdl_options(ids.device),
         )  # fmt: skip
         return Tiles(order, entries, block_m, positions)

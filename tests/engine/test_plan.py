@@ -85,7 +85,7 @@ def test_offline_steps_that_decompress_experts_are_larger(tmp_path: Path) -> Non
         return make_plan(config, GPUS[gpu], offline=offline).options.max_num_batched_tokens
 
     assert [size("h200", offline) for offline in (False, True)] == [8192, 16384]
-    assert [size("h200", offline, compress_experts=True) for offline in (False, True)] == [8192, 131072]
+    assert [size("h200", offline, compress_experts=True) for offline in (False, True)] == [8192, 262144]
     assert size("h100", True, compress_experts=True) == 65536
 
 

@@ -33,7 +33,7 @@ from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.latent import check_latent
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
-from tests.gpu.moe import check_expert_products, check_routers
+from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
 from tests.gpu.plan import check_plan
 from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
     "families": (check_families,),
-    "moe": (check_routers, check_expert_products),
+    "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),
     "windows": (check_windows,),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kernels
 from kernels import ExpertWeight, QuantizedWeight, Router, Weight, reference
+from kernels.triton.pairs import sort_pairs
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.random_weights import random_weight
 from tests.oracles.rounded_experts import rounded_experts
@@ -80,6 +81,31 @@ def check_expert_products(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS
             if wanted:
                 _check_form(checks, name, shape, form, wanted)
                 gc.collect()
+
+
+def check_sorted_pairs(checks: Checks) -> None:
+    """So many pairs that chunks are larger than the least: as a stable sort has them, and in tiles that hold each once."""
+    count, first, block_m, name = 128, 16, 128, "sorted pairs of 131072 tokens"
+    if checks.device == "cpu" or not checks.wants(name):
+        return
+    ids = torch.randint(-1, 160, (131_072, 8), dtype=torch.int32, device=checks.device)
+    call = partial(sort_pairs, ids, count, first, block_m, with_positions=True)
+    order, entries, _, positions = call()
+    assert positions is not None
+    local = ids.flatten() - first
+    pairs = ((local >= 0) & (local < count)).nonzero().flatten()
+    want = pairs[local[pairs].argsort(stable=True)]
+    experts, starts, stops = entries[entries[:, 0] >= 0].T
+    stops = stops.clamp(max=starts + block_m)
+    right = (
+        torch.equal(order[: len(want)].long(), want)
+        and not order[len(want) :].any()
+        and torch.equal(positions.flatten()[want].long(), torch.arange(len(want), device=checks.device))
+        and torch.equal(starts[1:], stops[:-1])
+        and int(starts[0]) == 0
+        and torch.equal(experts.repeat_interleave(stops - starts), local[want])
+    )
+    checks.add(name, float(not right), 0.0, call, 4 * ids.nbytes)
 
 
 def _name(name: str, form: str, num_tokens: int) -> str:

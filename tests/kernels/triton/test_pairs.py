@@ -10,16 +10,17 @@ pytest.importorskip("triton")
 from kernels.triton import pairs
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("max_chunks", [0, 512, 1], ids=["few", "many", "in one chunk"])
 @pytest.mark.parametrize(
     ("num_tokens", "chosen", "count", "first", "block_m"), [(700, 2, 5, 2, 32), (301, 3, 8, 0, 16), (600, 1, 1, 7, 64)]
 )
 def test_pairs_in_the_order_of_their_experts(
-    num_tokens: int, chosen: int, count: int, first: int, block_m: int, many: bool, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, chosen: int, count: int, first: int, block_m: int, max_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of one expert in their own order, in tiles that hold each once. Of 8 experts some have other owners; one has no
     pair, and there are tokens of padding."""
-    monkeypatch.setattr(pairs, "MANY", 1 if many else 1 << 30)
+    monkeypatch.setattr(pairs, "MANY", 1 if max_chunks else 1 << 30)
+    monkeypatch.setattr(pairs, "MAX_CHUNKS", max_chunks)
     torch.manual_seed(0)
     ids = torch.rand(num_tokens, 8).argsort(1)[:, :chosen].int()
     ids[ids == 4] = 3
