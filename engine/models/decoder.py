@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         self._here = cast(list[DecoderLayer], list(self.layers)[self.own_layers.start : self.own_layers.stop])
         for here, following in itertools.pairwise(self._here):
             here.precede(following)
+        self._skips = [False] * len(self._here)  # see `few_layers`
         # In the dtype of the weights, as the models were trained.
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
@@ -144,9 +146,29 @@ class Decoder(nn.Module):
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
         stream = Stream(hidden)
-        for layer, kv, metadata, vector in zip(self._here, kv_cache, attention, vectors, strict=True):
-            stream = layer(stream, positions, kv, metadata, vector)
+        layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
+        for layer, skips, kv, metadata, vector in layers:
+            if skips:
+                stream = Stream(stream.hidden)  # a norm that is computed already is this layer's
+            else:
+                stream = layer(stream, positions, kv, metadata, vector)
         return stream.hidden
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Within the context, compute only layers that need kernels or memory unlike those before: two layers of each two kinds
+        that follow each other, and the last two.
+        """
+        specs = [self.spec.layers[i] for i in self.own_layers]
+        kinds = [(spec, layer.forms_of_weights()) for spec, layer in zip(specs, self._here, strict=True)]
+        last = len(kinds) - 1
+        pairs = [(*pair, i + 1 == last) for i, pair in enumerate(itertools.pairwise(kinds))]
+        firsts = {pairs.index(pair) for pair in pairs}
+        self._skips = [i != last and not firsts & {i - 1, i} for i in range(len(kinds))]
+        try:
+            yield
+        finally:
+            self._skips = [False] * len(self._here)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, the same on all ranks."""
@@ -198,6 +220,12 @@ class DecoderLayer(nn.Module):
         self.output_scale = OutputScale(scope) if layer.output_scale else None
         self.around_attention.precede(before_mlp, self.mlp.norm_before)
 
+    def forms_of_weights(self) -> tuple[object, ...]:
+        """How the weights lie in memory; the same for layers whose products need the same kernels and memory."""
+        matrices = (getattr(module, "weight", None) for module in self.modules() if isinstance(module, Matrix))
+        compressed = (module.compressed is None for module in self.modules() if isinstance(module, MoE))
+        return *map(_form, matrices), *compressed
+
     def precede(self, following: DecoderLayer) -> None:
         """Compute the norm with which the layer `following` begins, too, where it is faster; see `Residual.precede`."""
         if self.output_scale is None:
@@ -229,6 +257,13 @@ class DecoderLayer(nn.Module):
             assert vector is not None
             out = self.per_layer(out.hidden, metadata.select(vector))
         return out if self.output_scale is None else Stream(self.output_scale(out.hidden))
+
+
+def _form(value: Any) -> object:
+    """Of a weight or a part of one: shapes and dtypes of tensors, all else as it is."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return tuple(_form(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else value
 
 
 class OutputScale(Norm):

@@ -108,6 +108,7 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
     """
     max_num_seqs = runner.options.max_num_seqs
     with _temporary_cache(runner, 1), kernels.compiling_only(processes):
+        _fullest_steps(runner)
         dummy_run(runner, tokens_each=1)
         packed = _packed_steps(runner, max_num_seqs)
         for size in reversed(graph_sizes(max_num_seqs)):
@@ -149,7 +150,7 @@ def count_blocks(runner: ModelRunner) -> tuple[int, str]:
         return num_bytes // layout.block_bytes, bound
     runner.device.reset_peak_memory()
     with _temporary_cache(runner, 1):
-        dummy_run(runner, tokens_each=options.max_num_batched_tokens // options.max_num_seqs)
+        _fullest_steps(runner)
         runner.device.synchronize()
         num_blocks = blocks_that_fit(layout, runner.device.memory(), options.gpu_memory_utilization)
     runner.device.reset_peak_memory()
@@ -174,6 +175,12 @@ def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
     """
     per_seq = 5 + 4 * len(runner.cache_groups)  # two segments, two per group, a token; the rest is for blocks
     return torch.zeros(per_seq * (num_seqs + 8), dtype=torch.int32, device=runner.device.torch_device)
+
+
+def _fullest_steps(runner: ModelRunner) -> None:
+    """Run steps of as many tokens and requests as there may be, through as few layers as need as much memory as all do."""
+    with runner.model.few_layers():
+        dummy_run(runner, tokens_each=runner.options.max_num_batched_tokens // runner.options.max_num_seqs)
 
 
 def dummy_run(runner: ModelRunner, tokens_each: int) -> None:

@@ -1,6 +1,8 @@
 """The decoder against transformers and against a real model's exact text."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -10,7 +12,11 @@ import torch
 from torch import Tensor
 
 import kernels
+from benchmarks.model_shapes import model_folder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families import read_spec
+from engine.models.formats import weight_formats
+from engine.models.layers import Scope, Stream
 from engine.models.weights import load_model
 from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
 from tests.oracles.paged_runner import decode
@@ -163,3 +169,39 @@ def test_dummy_weights(tmp_path: Path) -> None:
     assert one.lm_head.weight is one.embed_tokens.weight
     assert 0.018 < one.lm_head.weight.float().std() < 0.022
     assert not any(parameter.requires_grad for parameter in one.parameters())
+
+
+def test_few_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in five layers and none in the sixth; one layer's weights are unlike the others'. A layer after one that is left
+    out computes the norm itself.
+    """
+    computed: list[tuple[DecoderLayer, bool]] = []
+
+    def forward(layer: DecoderLayer, x: Stream, *_: Any) -> Stream:
+        computed.append((layer, x.normed is None))
+        return Stream(x.hidden, x.hidden)
+
+    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    spec = read_spec(Path(model_folder("gemma-3-12b", tmp_path)))
+
+    def numbers(count: int) -> list[int]:
+        part = replace(spec, layers=spec.layers[:count])
+        decoder = Decoder(part, Scope(torch.bfloat16, torch.device("meta"), weight_formats(None)), max_model_len=64)
+        layers = cast(list[DecoderLayer], list(decoder.layers))
+        if count > 20:
+            cast(Any, layers[20].mlp).down.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+        nothing = torch.empty(0)
+        run = partial(decoder, nothing, nothing, [nothing] * count, [Mock()] * count, nothing)
+        computed.clear()
+        with decoder.few_layers():
+            run()
+        few = [layers.index(layer) for layer, _ in computed]
+        assert [alone for _, alone in computed] == [i - 1 not in few for i in few]
+        computed.clear()
+        run()
+        assert [layer for layer, _ in computed] == layers
+        return few
+
+    assert numbers(48) == [0, 1, 4, 5, 6, 19, 20, 21, 46, 47]
+    assert numbers(3) == [0, 1, 2]
+    assert numbers(1) == [0]
