@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ SIZES = (
     (17, 3072, 4096), (64, 4096, 2048), (65, 14336, 4096), (128, 4096, 7168), (200, 5120, 2048), (256, 2048, 4096),
     (1, 15360, 3840), (8, 15360, 3840),
 )  # fmt: skip
-FORMS = ("linear", "linear_add", "linear_gated", "norm_linear", "norm_gated", "norm_gated, gelu")
+FORMS = ("linear", "linear_add", "linear_add_norm", "linear_gated", "norm_linear", "norm_gated", "norm_gated, gelu")
 
 
 def check_products(checks: Checks, sizes: Sequence[tuple[int, int, int]] = SIZES) -> None:
@@ -29,16 +30,23 @@ def check_products(checks: Checks, sizes: Sequence[tuple[int, int, int]] = SIZES
             continue
         x, weight, wide, norm, bias = random(num_tokens, k), random(n, k), random(2 * n, k), random(k), random(n)
         residual = random(num_tokens, n)
-        calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | float | str | None, ...]]] = {
+        next_norm = kernels.NextNorm(random(n), 1e-6)
+        calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             "linear": (kernels.linear, (x, weight, bias)),
             "linear_add": (kernels.linear_add, (residual, x, weight)),
+            "linear_add_norm": (kernels.linear_add_norm, (residual, x, weight, bias, next_norm)),
             "linear_gated": (kernels.linear_gated, (x, wide)),
             "norm_linear": (kernels.norm_linear, (x, norm, 1e-6, weight, bias)),
             "norm_gated": (kernels.norm_gated, (x, norm, 1e-6, wide)),
             "norm_gated, gelu": (kernels.norm_gated, (x, norm, 1e-6, wide, None, "gelu_tanh")),
         }
         for form, (call, arguments) in calls.items():
-            exact = [a.double() if isinstance(a, Tensor) else a for a in arguments]
-            want = getattr(reference, form.split(",")[0])(*exact)
+            want = getattr(reference, form.split(",")[0])(*map(_exact, arguments))
             limit = LIMITS[BF16] * (2 if "gated" in form else 1)  # it rounds the norm, two products and theirs
             checks.add(names[form], relative_error(call(*arguments), want), limit)
+
+
+def _exact(argument: Any) -> Any:
+    if isinstance(argument, kernels.NextNorm):
+        return kernels.NextNorm(argument.weight.double(), argument.eps)
+    return argument.double() if isinstance(argument, Tensor) else argument

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import reference
-from kernels.triton import activation, kv_cache, norm, rotary
+from kernels import NextNorm, reference
+from kernels.triton import activation, kv_cache, matmul, norm, rotary
 from tests.support.paged import as_a_layer_of_one_tensor
 from tests.support.unwritten import unwritten_is_unknown
 
@@ -47,6 +47,21 @@ def test_norms(shape: Any, dtype: torch.dtype) -> None:
         normed = norm.add_rms_norm(sums, x, weight, 1e-5, factor=factor)
         close(sums, residual.double() + factor * x.double(), 1)
         close(normed, reference.rms_norm(sums.double(), weight.double(), 1e-5), 3)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 600])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_norm_after_a_product_and_a_sum(num_tokens: int, biased: bool) -> None:
+    residual, x, weight = torch.randn(num_tokens, 64), torch.randn(num_tokens, 32), torch.randn(64, 32)
+    bias, of_norm = torch.randn(64) if biased else None, torch.randn(64)
+    total = residual.double()
+    want = reference.linear_add_norm(
+        total, x.double(), weight.double(), None if bias is None else bias.double(), NextNorm(of_norm.double(), 1e-6)
+    )
+    got = matmul.linear_add_norm(residual, x, weight, bias, NextNorm(of_norm, 1e-6))
+    assert isinstance(want, torch.Tensor)
+    torch.testing.assert_close(residual, total.float())
+    torch.testing.assert_close(got, want.float())
 
 
 def test_norm_before_a_sum_with_the_weights_of_an_offset() -> None:
