@@ -156,8 +156,8 @@ class Decoder(nn.Module):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Within the context, compute only layers that need kernels or memory unlike those before: two layers of each two kinds
-        that follow each other, and the last two.
+        """Within the context, compute only layers that together need the kernels of all and as much memory: where two kinds of
+        layers follow each other for the first time, both, and the last two.
         """
         specs = [self.spec.layers[i] for i in self.own_layers]
         kinds = [(spec, layer.forms_of_weights()) for spec, layer in zip(specs, self._here, strict=True)]

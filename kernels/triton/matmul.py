@@ -30,7 +30,7 @@ if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not 
 else:
     few = None  # type: ignore[assignment]
 
-MAX_APART = 512  # tokens up to which cuBLAS is faster if it does not add the residual stream, too
+MAX_APART = 512  # tokens up to which a norm's kernel adds the product to the residual stream faster than cuBLAS does
 MAX_SMALL = 2  # tokens up to which the product on the CUDA cores beats cuBLAS
 
 
