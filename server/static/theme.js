@@ -1,2 +1,8 @@
 // Runs before the page is drawn, so that the other theme does not flash.
-document.documentElement.dataset.theme = localStorage.getItem("quire.theme") ?? "auto";
+let theme = null;
+try {
+  theme = localStorage.getItem("quire.theme");
+} catch {
+  // The browser blocks storage.
+}
+document.documentElement.dataset.theme = theme ?? "auto";

@@ -14,8 +14,8 @@ export class ApiError extends Error {
 
 // The API key is stored until the tab is closed.
 export const apiKey = {
-  get: () => load(KEY, "", sessionStorage),
-  set: (value) => save(KEY, value || undefined, sessionStorage),
+  get: () => load(KEY, "", "sessionStorage"),
+  set: (value) => save(KEY, value || undefined, "sessionStorage"),
 };
 
 /** Return the model cards of /v1/models. */

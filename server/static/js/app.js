@@ -2,7 +2,7 @@
 import { countTokens } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation, isBusy, newId, ROOT } from "./conversation.js";
-import { $, announce, copy } from "./dom.js";
+import { $, announce, copy, download, toast } from "./dom.js";
 import { messagesFor, requestFor } from "./request.js";
 import { Run } from "./run.js";
 import { defaultSettings, Settings } from "./settings.js";
@@ -12,6 +12,7 @@ import { Status } from "./status.js";
 import * as store from "./store.js";
 import { Thread } from "./thread.js";
 import { resultOf } from "./tools.js";
+import { toJSON } from "./transfer.js";
 
 const MOST_TOOL_ROUNDS = 8;
 const STALE = 10_000; // milliseconds without an update by the tab that writes an answer
@@ -254,7 +255,13 @@ for (const button of document.querySelectorAll(".suggestion")) {
 }
 addEventListener("hashchange", open);
 addEventListener("pagehide", () => runs.forEach((run) => run.save()));
+addEventListener("beforeunload", (event) => store.hasUnsaved() && event.preventDefault());
 store.onChangeElsewhere(changedElsewhere);
+store.onRefused((refused, { name }) => {
+  const why = name === "QuotaExceededError" ? "This browser has no room left" : `This browser saves no conversations (${name})`;
+  const save = () => download("conversation.json", toJSON([refused]), "application/json");
+  toast(`${why}: this one is lost when you close the page.`, "Export", save);
+});
 listenForShortcuts({
   stop: () => conversation.busy && stop(),
   newChat,

@@ -89,18 +89,18 @@ export function shortName(id) {
   return id.startsWith("/") || id.startsWith(".") ? id.replace(/\/+$/, "").split("/").pop() : id;
 }
 
-export function load(name, fallback, storage = localStorage) {
+export function load(name, fallback, storage = "localStorage") {
   try {
-    return JSON.parse(storage.getItem(name)) ?? fallback;
+    return JSON.parse(window[storage].getItem(name)) ?? fallback;
   } catch {
     return fallback;
   }
 }
 
-export function save(name, value, storage = localStorage) {
+export function save(name, value, storage = "localStorage") {
   try {
-    if (value === undefined) storage.removeItem(name);
-    else storage.setItem(name, JSON.stringify(value));
+    if (value === undefined) window[storage].removeItem(name);
+    else window[storage].setItem(name, JSON.stringify(value));
   } catch {
     // Storage is full or blocked: the page still works without saving.
   }

@@ -173,7 +173,11 @@ export class Settings {
 
   #setTheme(theme) {
     document.documentElement.dataset.theme = theme;
-    localStorage.setItem("quire.theme", theme);
+    try {
+      localStorage.setItem("quire.theme", theme);
+    } catch {
+      // The browser blocks storage: the theme is that of this page alone.
+    }
     for (const button of document.querySelectorAll("[data-set-theme]")) {
       button.setAttribute("aria-pressed", String(button.dataset.setTheme === theme));
     }

@@ -135,8 +135,9 @@ export class Sidebar {
     $("import-file").value = "";
     try {
       const conversations = fromJSON(await file.text());
-      for (const conversation of conversations) await store.saveConversation(conversation);
-      toast(`Imported ${conversations.length} conversation${conversations.length === 1 ? "" : "s"}.`);
+      let saved = true;
+      for (const conversation of conversations) saved = (await store.saveConversation(conversation)) && saved;
+      if (saved) toast(`Imported ${conversations.length} conversation${conversations.length === 1 ? "" : "s"}.`);
     } catch (error) {
       toast(`${file.name} cannot be imported: ${error.message}.`);
     }

@@ -162,3 +162,72 @@ def test_an_address_of_no_conversation_is_a_new_chat(page: ChatPage, url: str) -
     page.tab.goto(f"{url}#/c/0123456789abcdef01234567")
     page.tab.wait_for_selector("#welcome", state="visible")
     assert page.tab.url == f"{url}#/"
+
+
+MAY_LEAVE = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
+
+
+def test_a_browser_without_room(page: ChatPage) -> None:
+    """Questions are answered, the user is told once, and nothing is lost while the page is open, or once there is room."""
+    page.run("""() => {
+      const put = IDBObjectStore.prototype.put;
+      window.full = true;
+      IDBObjectStore.prototype.put = function (...all) {
+        const request = put.apply(this, all);
+        if (window.full) queueMicrotask(() => { try { this.transaction.abort(); } catch {} });
+        return request;
+      };
+      const abort = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, "error");
+      Object.defineProperty(IDBTransaction.prototype, "error", {
+        get() { return window.full ? new DOMException("full", "QuotaExceededError") : abort.get.call(this); },
+      });
+    }""")
+    page.ask("1 and 2")
+    page.see("#toast-text", "lost when you close the page")
+    with page.tab.expect_download() as download:
+        page.tab.click("#toast-action")
+    exported = json.loads(Path(download.value.path()).read_text())
+    assert exported["conversations"][0]["messages"][0]["content"] == "1 and 2"
+    page.ask("5 and 6")
+    assert not page.tab.is_visible("#toast")
+    assert not page.run(MAY_LEAVE)
+    page.new_chat()
+    page.ask("3 and 4")
+    page.see("#conversations a", "1 and 2")
+    assert titles(page) == ["3 and 4", "1 and 2"]
+    page.tab.fill("#search", "5 plus 6")
+    page.until("document.querySelectorAll('#conversations a').length === 1")
+    assert titles(page) == ["1 and 2"]
+    page.run("window.full = false")
+    page.tab.click("#conversations a >> text=1 and 2")
+    page.see(".prose", "5 plus 6 is 11.")
+    page.ask("7 and 8")
+    page.tab.fill("#search", "")
+    menu(page, "3 and 4", "delete")
+    page.until("document.querySelectorAll('#conversations a').length === 1")
+    assert page.run(MAY_LEAVE)
+    page.tab.reload()
+    page.see(".prose", "7 plus 8 is 15.")
+    assert page.texts(".question-text") == ["1 and 2", "5 and 6", "7 and 8"]
+    assert titles(page) == ["1 and 2"]
+
+
+def test_a_browser_that_blocks_storage(context: Any, url: str) -> None:
+    context.add_init_script("""
+      const refuse = () => { throw new DOMException("denied", "SecurityError"); };
+      for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, { get: refuse });
+      IDBFactory.prototype.open = refuse;
+    """)
+    page = ChatPage(context.new_page()).open(url)
+    page.tab.set_viewport_size({"width": 390, "height": 800})
+    page.ask("1 and 2")
+    page.see("#toast-text", "SecurityError")
+    box = page.tab.locator("#toast").bounding_box()
+    assert 0 < box["x"] < box["x"] + box["width"] < 390
+    page.tab.set_viewport_size({"width": 1280, "height": 860})
+    first = page.tab.url
+    page.new_chat()
+    page.ask("3 and 4")
+    page.tab.click("#conversations a >> text=1 and 2")
+    page.see(".prose", "1 plus 2 is 3.")
+    assert page.tab.url == first
