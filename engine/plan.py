@@ -5,6 +5,7 @@ Weights and KV blocks are counted exactly as the engine allocates them. Only the
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
 from engine.models.quantization import choose_quantization
-from engine.models.shard import Shard
+from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
@@ -212,13 +213,13 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         )
     folder, spec = _read_model(config)
     options = runner_options(config, spec, offline, PlannedDevice(gpu))
-    whole = decoder_of_shapes(replace(spec, quantization=None), options.dtype, folder)
-    decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
-    layout, weights = KVCacheLayout.of_model(decoder.spec, options), bytes_of_parts(decoder)
-    buffers = _buffer_bytes(decoder.spec, options, len(layout.groups))
-    activations = _activation_bytes(decoder.spec, layout, options)
-    if _compresses(decoder.spec, options):
-        num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in decoder.spec.layers)
+    _, whole = _weights(replace(spec, quantization=None), options.dtype, folder, SINGLE)
+    own, by_part = _weights(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
+    layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
+    buffers = _buffer_bytes(own, options, len(layout.groups))
+    activations = _activation_bytes(own, layout, options)
+    if _compresses(own, options):
+        num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
@@ -227,8 +228,15 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         held = sum(weights.values()) + buffers + activations
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
         num_blocks = blocks_that_fit(layout, memory, options.gpu_memory_utilization)
-    parameters = {part: size // options.dtype.itemsize for part, size in bytes_of_parts(whole).items()}
-    return Plan(gpu, spec, options, decoder.spec, layout, parameters, weights, buffers, activations, num_blocks)
+    parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
+    return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, num_blocks)
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard) -> tuple[ModelSpec, Mapping[str, int]]:
+    """Return a rank's part of the specification, and see `bytes_of_parts`. Plans of a model share them: they take seconds."""
+    decoder = decoder_of_shapes(spec, dtype, folder, shard)
+    return decoder.spec, bytes_of_parts(decoder)
 
 
 def on_all_gpus(config: EngineConfig) -> Iterator[Plan]:

@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from benchmarks.model_shapes import model_folder
+from engine import plan as planning
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.families import read_spec
@@ -75,6 +77,18 @@ def test_compressed_experts_are_suggested(tmp_path: Path) -> None:
     assert not suggested("qwen3-30b-a3b", "b200")
     assert not suggested("qwen3-32b", "h200")
     assert not suggested("gpt-oss-20b", "h200")
+
+
+def test_plans_of_a_model_count_its_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one rank, whole and in fp8, and for a rank of two, four and eight, whatever the GPU."""
+    count = Mock(side_effect=decoder_of_shapes)
+    planning._weights.cache_clear()
+    monkeypatch.setattr(planning, "decoder_of_shapes", count)
+    config = EngineConfig(model=str(model_folder("llama-3.1-8b", tmp_path)))
+    for gpu in (GPUS["h100"], GPUS["h200"]):
+        make_plan(config, gpu)
+        assert len(dict(alternatives(config, gpu))) == 5
+    assert count.call_count == 5
 
 
 def test_offline_steps_that_decompress_experts_are_larger(tmp_path: Path) -> None:
