@@ -213,8 +213,8 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         )
     folder, spec = _read_model(config)
     options = runner_options(config, spec, offline, PlannedDevice(gpu))
-    _, whole = _weights(replace(spec, quantization=None), options.dtype, folder, SINGLE)
-    own, by_part = _weights(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
+    _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE)
+    own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
     buffers = _buffer_bytes(own, options, len(layout.groups))
     activations = _activation_bytes(own, layout, options)
@@ -233,8 +233,10 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
 
 
 @functools.lru_cache(maxsize=16)
-def _weights(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard) -> tuple[ModelSpec, Mapping[str, int]]:
-    """Return a rank's part of the specification, and see `bytes_of_parts`. Plans of a model share them: they take seconds."""
+def _weight_bytes(
+    spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard
+) -> tuple[ModelSpec, Mapping[str, int]]:
+    """Return a rank's part of the specification, and `bytes_of_parts`. Kept for other plans of the model: it takes seconds."""
     decoder = decoder_of_shapes(spec, dtype, folder, shard)
     return decoder.spec, bytes_of_parts(decoder)
 

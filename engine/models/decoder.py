@@ -149,15 +149,15 @@ class Decoder(nn.Module):
         layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for layer, skips, kv, metadata, vector in layers:
             if skips:
-                stream = Stream(stream.hidden)  # a norm that is computed already is this layer's
+                stream = Stream(stream.hidden)  # a norm that was computed ahead was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
         return stream.hidden
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Within the context, compute only layers that together need the kernels of all and as much memory: where two kinds of
-        layers follow each other for the first time, both, and the last two.
+        """Within the context, skip layers that need neither other kernels nor more memory than those that are computed: where two
+        kinds of layers follow each other for the first time, both, and the last two.
         """
         specs = [self.spec.layers[i] for i in self.own_layers]
         kinds = [(spec, layer.forms_of_weights()) for spec, layer in zip(specs, self._here, strict=True)]
@@ -221,7 +221,7 @@ class DecoderLayer(nn.Module):
         self.around_attention.precede(before_mlp, self.mlp.norm_before)
 
     def forms_of_weights(self) -> tuple[object, ...]:
-        """How the weights lie in memory; the same for layers whose products need the same kernels and memory."""
+        """Shapes, dtypes and formats of the weights: where these are the same, products need the same kernels and memory."""
         matrices = (getattr(module, "weight", None) for module in self.modules() if isinstance(module, Matrix))
         compressed = (module.compressed is None for module in self.modules() if isinstance(module, MoE))
         return *map(_form, matrices), *compressed
@@ -260,7 +260,7 @@ class DecoderLayer(nn.Module):
 
 
 def _form(value: Any) -> object:
-    """Of a weight or a part of one: shapes and dtypes of tensors, all else as it is."""
+    """Describe a weight or a part of one: its tensors' shapes and dtypes, all else as it is."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return tuple(_form(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else value

@@ -178,7 +178,7 @@ def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
 
 
 def _fullest_steps(runner: ModelRunner) -> None:
-    """Run steps of as many tokens and requests as there may be, through as few layers as need as much memory as all do."""
+    """Run steps of as many tokens and requests as there may be, through the layers of `Decoder.few_layers`."""
     with runner.model.few_layers():
         dummy_run(runner, tokens_each=runner.options.max_num_batched_tokens // runner.options.max_num_seqs)
 

@@ -124,4 +124,4 @@ def _add(
             HIDDEN=hidden, BLOCK=block, NORM_X=x_norm is not None, NORM=norm is not None,
             num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
-        prefer_shared_memory(launched)
+        prefer_shared_memory(launched)  # see `rms_norm`

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MANY = 16384  # pairs, from which on chunks are faster
-CHUNK, MAX_CHUNKS = 512, 512  # the least pairs of a chunk, and the most chunks: each reads the counts of all
+MIN_CHUNK, MAX_CHUNKS = 512, 512  # pairs of a chunk, at least, and chunks, at most: each reads the counts of all chunks
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions
     out = order, order if positions is None else positions, entries
     if num_pairs >= MANY and num_tiles == by_blocks:
         bins = next_power_of_2(count + 1)
-        chunk = max(next_power_of_2(cdiv(num_pairs, MAX_CHUNKS)), CHUNK)
+        chunk = max(next_power_of_2(cdiv(num_pairs, MAX_CHUNKS)), MIN_CHUNK)
         counts = torch.empty(cdiv(num_pairs, chunk), bins, dtype=torch.int32, device=ids.device)
         _count_kernel[(len(counts),)](
             ids, counts, num_pairs, first, E=count, BINS=bins, CHUNK=chunk, num_warps=4, **pdl_options(ids.device)

@@ -82,7 +82,7 @@ def test_compressed_experts_are_suggested(tmp_path: Path) -> None:
 def test_plans_of_a_model_count_its_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For one rank, whole and in fp8, and for a rank of two, four and eight, whatever the GPU."""
     count = Mock(side_effect=decoder_of_shapes)
-    planning._weights.cache_clear()
+    planning._weight_bytes.cache_clear()
     monkeypatch.setattr(planning, "decoder_of_shapes", count)
     config = EngineConfig(model=str(model_folder("llama-3.1-8b", tmp_path)))
     for gpu in (GPUS["h100"], GPUS["h200"]):

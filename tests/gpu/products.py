@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kernels
 from kernels import reference
+from kernels.triton.norm import MAX_HIDDEN
 from tests.gpu.checks import BF16, LIMITS, Checks, relative_error
 
 SIZES = (
@@ -39,7 +40,7 @@ def check_products(checks: Checks, sizes: Sequence[tuple[int, int, int]] = SIZES
             "norm_gated": (kernels.norm_gated, (x, norm, 1e-6, wide)),
             "norm_gated, gelu": (kernels.norm_gated, (x, norm, 1e-6, wide, None, "gelu_tanh")),
         }
-        if n <= 16384:  # a row that a program can normalise
+        if n <= MAX_HIDDEN:
             calls["linear_add_norm"] = kernels.linear_add_norm, (residual, x, weight, bias, next_norm)
         for form, (call, arguments) in calls.items():
             want = getattr(reference, form.split(",")[0])(*map(_exact, arguments))

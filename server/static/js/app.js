@@ -257,10 +257,10 @@ addEventListener("hashchange", open);
 addEventListener("pagehide", () => runs.forEach((run) => run.save()));
 addEventListener("beforeunload", (event) => store.hasUnsaved() && event.preventDefault());
 store.onChangeElsewhere(changedElsewhere);
-store.onRefused((refused, { name }) => {
+store.onRefused((unsaved, { name }) => {
   const why = name === "QuotaExceededError" ? "This browser has no room left" : `This browser saves no conversations (${name})`;
-  const save = () => download("conversation.json", toJSON([refused]), "application/json");
-  toast(`${why}: this one is lost when you close the page.`, "Export", save);
+  const save = () => download("conversation.json", toJSON([unsaved]), "application/json");
+  toast(`${why}: this conversation is lost when you close the page.`, "Export", save);
 });
 listenForShortcuts({
   stop: () => conversation.busy && stop(),

@@ -3,11 +3,12 @@ import { openDB } from "../vendor/idb.js";
 import { Conversation } from "./conversation.js";
 
 const channel = new BroadcastChannel("quire");
-const opened = open(); // rejected if the browser blocks storage
-opened.catch(() => null);
+const opened = openDatabase(); // rejected if the browser blocks storage
+opened.catch(() => null); // each use handles that
 const unsaved = new Map(); // conversation id → Conversation
+let refused = () => null;
 
-async function open() {
+async function openDatabase() {
   return openDB("quire", 1, {
     upgrade(db) {
       db.createObjectStore("conversations", { keyPath: "id" });
@@ -23,14 +24,12 @@ export function onChangeElsewhere(changed) {
   channel.onmessage = ({ data }) => changed(data);
 }
 
-let warn = () => null;
-
-/** Call `refused(conversation, error)` when the browser does not save a conversation; again only after it has been saved. */
-export function onRefused(refused) {
-  warn = refused;
+/** Call `callback(conversation, error)` when the browser does not save a conversation; again only after it has been saved. */
+export function onRefused(callback) {
+  refused = callback;
 }
 
-// What `read(db)` returns, or `fallback` if the browser blocks storage.
+// Return what `read(db)` returns, or `fallback` if nothing can be read.
 async function reading(read, fallback) {
   try {
     return await read(await opened);
@@ -58,17 +57,18 @@ export async function loadConversation(id) {
 /** Save the conversation's own fields and `messages`, by default all of them. Returns whether it is saved: see `onRefused`. */
 export async function saveConversation(conversation, messages = [...conversation.messages.values()]) {
   const { id, meta } = conversation;
-  const all = unsaved.has(id) ? [...conversation.messages.values()] : messages;
+  const retries = unsaved.has(id);
+  const written = retries ? [...conversation.messages.values()] : messages;
   try {
     const transaction = (await opened).transaction(["conversations", "messages"], "readwrite");
     const store = transaction.objectStore("messages");
-    const puts = [transaction.objectStore("conversations").put(meta), ...all.map((message) => store.put(message))];
+    const puts = [transaction.objectStore("conversations").put(meta), ...written.map((message) => store.put(message))];
     await Promise.all([...puts, transaction.done]);
-    unsaved.delete(id);
+    if (retries) unsaved.delete(id); // otherwise a save that failed meanwhile may have had other messages
     channel.postMessage(id);
     return true;
   } catch (error) {
-    if (!unsaved.has(id)) warn(conversation, error);
+    if (!unsaved.has(id)) refused(conversation, error);
     unsaved.set(id, conversation);
     return false;
   }
@@ -81,13 +81,12 @@ export function hasUnsaved() {
 
 export async function deleteConversation(id) {
   unsaved.delete(id);
-  await reading((db) => {
-    const transaction = db.transaction(["conversations", "messages"], "readwrite");
-    const deleted = ["conversations", "messages"].map((name) =>
-      transaction.objectStore(name).delete(name === "messages" ? messagesOf(id) : id),
-    );
-    return Promise.all([...deleted, transaction.done]);
-  });
+  const db = await opened.catch(() => null);
+  if (!db) return;
+  const transaction = db.transaction(["conversations", "messages"], "readwrite");
+  transaction.objectStore("conversations").delete(id);
+  transaction.objectStore("messages").delete(messagesOf(id));
+  await transaction.done;
   channel.postMessage(id);
 }
 

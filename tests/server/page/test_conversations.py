@@ -177,9 +177,9 @@ def test_a_browser_without_room(page: ChatPage) -> None:
         if (window.full) queueMicrotask(() => { try { this.transaction.abort(); } catch {} });
         return request;
       };
-      const abort = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, "error");
+      const error = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, "error");
       Object.defineProperty(IDBTransaction.prototype, "error", {
-        get() { return window.full ? new DOMException("full", "QuotaExceededError") : abort.get.call(this); },
+        get() { return window.full ? new DOMException("full", "QuotaExceededError") : error.get.call(this); },
       });
     }""")
     page.ask("1 and 2")
