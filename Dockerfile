@@ -21,6 +21,7 @@ RUN torch=$(grep '^torch==' constraints.txt) \
 
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
+COPY quire quire
 COPY engine engine
 COPY server server
 COPY benchmarks benchmarks

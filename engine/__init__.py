@@ -1,4 +1,4 @@
-"""Quire's public API: `from engine import LLM, SamplingParams`. Modules are imported when a name is first used."""
+"""Quire's public API, which `quire` re-exports. Modules are imported when a name is first used."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
-    from engine.beam_search import BeamSearchParams
     from engine.config import EngineConfig
     from engine.core.engine_request import EngineRequest
-    from engine.core.pooling_params import PoolingParams
-    from engine.core.sampling_params import SamplingParams
-    from engine.core.structured_outputs import StructuredOutputs
-    from engine.llm import LLM
-    from engine.output_collector import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from engine.core.params.pooling import PoolingParams
+    from engine.core.params.sampling import SamplingParams
+    from engine.core.params.structured import StructuredOutputs
+    from engine.errors import ConfigError, EngineError
+    from engine.models.errors import ModelError
+    from engine.offline.llm import LLM
+    from engine.processing.beam_search import BeamSearchParams
+    from engine.processing.output_collector import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
 __version__ = "0.2.0"
 __all__ = [
@@ -22,9 +24,12 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "ConfigError",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "EngineError",
     "EngineRequest",
+    "ModelError",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -33,17 +38,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "engine.llm",
+    "LLM": "engine.offline.llm",
     "AsyncEngine": "engine.async_engine",
-    "BeamSearchParams": "engine.beam_search",
-    "CompletionOutput": "engine.output_collector",
-    "EmbeddingRequestOutput": "engine.output_collector",
+    "BeamSearchParams": "engine.processing.beam_search",
+    "CompletionOutput": "engine.processing.output_collector",
+    "ConfigError": "engine.errors",
+    "EmbeddingRequestOutput": "engine.processing.output_collector",
     "EngineConfig": "engine.config",
+    "EngineError": "engine.errors",
     "EngineRequest": "engine.core.engine_request",
-    "PoolingParams": "engine.core.pooling_params",
-    "RequestOutput": "engine.output_collector",
-    "SamplingParams": "engine.core.sampling_params",
-    "StructuredOutputs": "engine.core.structured_outputs",
+    "ModelError": "engine.models.errors",
+    "PoolingParams": "engine.core.params.pooling",
+    "RequestOutput": "engine.processing.output_collector",
+    "SamplingParams": "engine.core.params.sampling",
+    "StructuredOutputs": "engine.core.params.structured",
 }
 
 

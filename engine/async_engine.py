@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats, total
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.dispatcher import Dispatcher
+from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError, EngineError
-from engine.messages import Ready, Shutdown, Start
 from engine.models.classifier import Classifier
-from engine.models.progress import Progress
+from engine.models.files import Progress
 from engine.models.spec import ModelSpec
-from engine.output_collector import OutputCollector, RequestUpdate
-from engine.outstanding import Outstanding
-from engine.replica import Listener, Replica, check_gpus
-from engine.start_times import remember
-from engine.state import EngineState, StateBoard, combined
-from engine.streams import Pace, Stream, Updates
+from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.replicas.dispatcher import Dispatcher
+from engine.replicas.in_flight import Outstanding
+from engine.replicas.messages import Ready, Shutdown, Start
+from engine.replicas.replica import Listener, Replica, check_gpus
+from engine.replicas.start_times import remember
+from engine.replicas.state import EngineState, StateBoard, combined
+from engine.replicas.streams import Pace, Stream, Updates
 from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
 from engine.text.tokenizer import Tokenizer
-from engine.turns import Turns
-from engine.worker.cores import num_cores
+from engine.utils.round_robin import Turns
+from engine.worker.parallel.cores import num_cores
 
 if TYPE_CHECKING:
-    from engine.input_processor import InputProcessor
+    from engine.processing.input_processor import InputProcessor
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class AsyncEngine:
         """
         if request.sampling.n != 1:
             raise ValueError(
-                f"n must be 1 for one answer (see engine.output_collector.with_samples), got {request.sampling.n}"
+                f"n must be 1 for one answer (see engine.processing.output_collector.with_samples), got {request.sampling.n}"
             )
         request = self._input_processor.check(request)
         self._check_alive()
@@ -369,6 +369,6 @@ class AsyncEngine:
 
 
 def _load_processor(config: EngineConfig, progress: Progress) -> InputProcessor:
-    from engine.input_processor import InputProcessor  # by now the engine processes are importing as well
+    from engine.processing.input_processor import InputProcessor  # by now the engine processes are importing as well
 
     return InputProcessor.load(config, progress)

@@ -26,29 +26,29 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
-from engine.core.cache_groups import CacheGroup
 from engine.core.engine_request import EngineRequest
+from engine.core.kv.cache_groups import CacheGroup
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
-from engine.expert_tokens import ExpertTokens
-from engine.input_processor import load_tokenizer, vocabulary_of
-from engine.isolation import Recovery, client_reason, failed_output, refused_output
 from engine.models.families import read_spec
+from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model
-from engine.models.progress import Progress, silent
 from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
 from engine.options import device_of, runner_options
 from engine.prefix_cache_store import PrefixCacheStore, open_store
+from engine.processing.input_processor import load_tokenizer, vocabulary_of
+from engine.recovery import Recovery, client_reason, failed_output, refused_output
+from engine.stats import ExpertTokens
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
-from engine.worker.block_file import BlockFile, BlockFileOptions
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
 from engine.worker.kv_cache import KVCacheTooSmallError
-from engine.worker.launcher import Launcher, LaunchError
 from engine.worker.options import RunnerOptions
-from engine.worker.ranks import build_runner
-from engine.worker.ray_launcher import RayLauncher
+from engine.worker.parallel.launcher import Launcher, LaunchError
+from engine.worker.parallel.ranks import build_runner
+from engine.worker.parallel.ray_launcher import RayLauncher
 
 _log = logging.getLogger(__name__)
 

@@ -372,7 +372,7 @@ def load(
 def command_line() -> str:
     """Return the command line of this process, for repeating it, with arguments that may contain API keys hidden."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or spec.name == "server.cli":
+    if spec is None or spec.name == "quire.__main__":
         program = "quire" if spec is not None else os.path.basename(sys.argv[0])
     else:
         program = f"python -m {spec.name.removesuffix('.__main__')}"

@@ -6,8 +6,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.input_processor import context_length
 from engine.models.spec import LatentSpec, ModelSpec
+from engine.processing.input_processor import context_length
 from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import RunnerOptions
 

@@ -25,11 +25,11 @@ from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
-from engine.worker.cache_widener import CacheWidener
+from engine.worker.attention.fp8_prefill import CacheWidener
+from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
-from engine.worker.latent_expander import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.options import RunnerOptions
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's

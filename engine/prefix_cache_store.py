@@ -12,9 +12,9 @@ from pathlib import Path
 
 from engine import __version__
 from engine.config import EngineConfig
-from engine.core.block_pool import BlockPool
-from engine.core.saved_blocks import Save, SavedBlocks
-from engine.worker.block_file import BlockFile, BlockFileOptions, Found
+from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.saved_blocks import Save, SavedBlocks
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, Found
 from engine.worker.options import RunnerOptions
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,9 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 import engine as quire
-from server import anthropic, ollama, service
+from server.apis import anthropic, ollama, service
+from server.apis.openai import chat, completions, embeddings, generate, models, not_served, responses, scores
+from server.apis.openai.errors import error_body
 from server.docs.openapi import add_reference
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.auth import APIKeyMiddleware
@@ -28,8 +30,6 @@ from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness
 from server.observability.server_metrics import ServerMetrics
-from server.openai import chat, completions, embeddings, generate, models, not_served, responses, scores
-from server.openai.errors import error_body
 from server.settings import ServerConfig
 from server.starting import add_starting_routes
 

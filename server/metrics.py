@@ -21,12 +21,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.core.batch import SchedulerStats
-from engine.core.pooling_params import UNSAMPLED
-from engine.core.sampling_params import SamplingParams
-from engine.expert_tokens import BOUNDS as EXPERT_BOUNDS
-from engine.expert_tokens import ExpertTokens
-from engine.output_collector import RequestMetrics, RequestUpdate
-from engine.step_tokens import BOUNDS, StepTokens
+from engine.core.params.pooling import UNSAMPLED
+from engine.core.params.sampling import SamplingParams
+from engine.processing.output_collector import RequestMetrics, RequestUpdate
+from engine.stats import EXPERT_BOUNDS, STEP_BOUNDS, ExpertTokens, StepTokens
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ Stats = Callable[[], SchedulerStats | None]
 
 
 class ReplicaClient(Protocol):
-    """The part of `engine.replica.Replica` that is used here."""
+    """The part of `engine.replicas.replica.Replica` that is used here."""
 
     stats: SchedulerStats | None  # the latest; None until the replica is ready
     step_tokens: StepTokens
@@ -265,7 +263,7 @@ class _EngineCollector(Collector):
         for engine, replica in enumerate(self._replicas):
             info.add_metric((str(engine), self._block_size, str(replica.num_blocks), self._cache_dtype), 1)
             seen = replica.step_tokens
-            steps.add_metric((self._model_name, str(engine)), _buckets(BOUNDS, seen.counts), seen.total)
+            steps.add_metric((self._model_name, str(engine)), _buckets(STEP_BOUNDS, seen.counts), seen.total)
         yield from (info, steps, self._of_experts())
         yield from self._of_stats()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.flags import check, flag
-from engine.log import FORMATS
-from server.keys import KeyRing
+from engine.utils.log import FORMATS
+from server.http.api_keys import KeyRing
 from server.parsing.reasoning import REASONING_FORMATS
 from server.parsing.tools import TOOL_FORMATS
 

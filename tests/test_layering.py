@@ -10,24 +10,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("kernels", "engine", "server", "benchmarks")
+PACKAGES = ("kernels", "engine", "server", "benchmarks", "quire")
 
 # A layer is a package with a line of its own here; modules below it that have none belong to it.
 # What each layer may import of ours: whole layers, and single modules of others.
 CONTRACT = {
     "engine.core.batch",
-    "engine.core.cache_groups",
+    "engine.core.kv.cache_groups",
     "engine.core.engine_request",
-    "engine.core.pooling_params",
-    "engine.core.sampling_params",
-    "engine.core.structured_outputs",
+    "engine.core.params.pooling",
+    "engine.core.params.sampling",
+    "engine.core.params.structured",
 }  # between policy and mechanism
 ENGINE_FACE = {
     "engine",
     "engine.text",
     "engine.models.errors",
     "engine.models.classifier",
-    "engine.core.parameters",
+    "engine.models.catalog",
+    "engine.core.params.declare",
+    "engine.processing.beam_search",
+    "engine.processing.output_collector",
+    "engine.replicas.in_flight",
+    "engine.replicas.state",
+    "engine.utils.log",
 } | CONTRACT  # for the server
 NEUTRAL = {
     "server.http",
@@ -36,44 +42,54 @@ NEUTRAL = {
     "server.metrics",
     "server.observability",
 }  # no API's spelling
-APIS = {"server.openai", "server.anthropic", "server.ollama"}
-SERVER = {"server", "server.cli", "server.commands.bench"} | APIS | NEUTRAL | ENGINE_FACE
+APIS = {"server.apis.openai", "server.apis.anthropic", "server.apis.ollama"}
+SERVER = {"server", "server.cli.main", "server.cli.bench"} | APIS | NEUTRAL | ENGINE_FACE
+ENGINE = {f"engine{below}" for below in ("", ".core", ".worker", ".models", ".text", ".structured", ".utils")} | {
+    f"engine.{folder}" for folder in ("processing", "offline", "replicas")
+}
 ALLOWED = {
+    "quire": {"engine", "server.cli.main"},
     "kernels": {"kernels"},
-    "engine.models": {"engine.models", "engine.one_line", "kernels"},
+    "engine.utils": {"engine.utils", "engine.errors", "engine.models.files"},  # the type of progress callbacks
+    "engine.models": {"engine.models", "engine.utils.one_line", "kernels"},
     "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
     "engine.core": {"engine.core"},
-    "engine.text": {"engine.text", "engine.one_line"},
+    "engine.text": {"engine.text", "engine.utils.one_line"},
     "engine.structured": {
         "engine.structured",
-        "engine.core.structured_outputs",
-        "engine.fair_executor",
-        "engine.memory",
+        "engine.core.params.structured",
+        "engine.utils.fair_executor",
+        "engine.utils.memory",
     },
-    "engine": {"engine", "engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
+    "engine.processing": ENGINE,
+    "engine.offline": ENGINE,
+    "engine.replicas": ENGINE,
+    "engine": ENGINE,
     "server": SERVER,
     "server.http": {
         "server.http",
         "server.metrics",
-        "engine.fair_executor",
-        "engine.log",
-        "engine.memory",
-        "engine.turns",
+        "engine.errors",
+        "engine.utils.fair_executor",
+        "engine.utils.log",
+        "engine.utils.memory",
+        "engine.utils.round_robin",
     },
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
-    "server.parsing": {"server.parsing", "engine.core.structured_outputs"},
+    "server.parsing": {"server.parsing", "engine.core.params.structured"},
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,
-    "server.openai": {"server.openai", "server.api", "server.docs.endpoint"} | NEUTRAL | ENGINE_FACE,
-    "server.anthropic": {"server.anthropic", "server.api", "server.docs.endpoint"} | NEUTRAL | ENGINE_FACE,
-    "server.ollama": {"server.ollama", "server.api", "server.docs.endpoint"}
-    | {"server.openai.conversation", "server.openai.logprobs"}  # it has OpenAI's tools and log-probabilities
+    "server.apis.openai": {"server.apis.openai", "server.apis.api", "server.apis.endpoint"} | NEUTRAL | ENGINE_FACE,
+    "server.apis.anthropic": {"server.apis.anthropic", "server.apis.api", "server.apis.endpoint"}
     | NEUTRAL
     | ENGINE_FACE,
-    "server.ray": SERVER | {"server.ray", "engine.core.routing"},
-    "server.cli": SERVER | {"benchmarks"},
-    "server.commands.bench": SERVER | {"benchmarks"},
-    "benchmarks": {"benchmarks", "server", "server.cli", "engine", "kernels"}
-    | {"engine.core", "engine.worker", "engine.models", "engine.text", "engine.structured"},
+    "server.apis.ollama": {"server.apis.ollama", "server.apis.api", "server.apis.endpoint"}
+    | {"server.apis.openai.conversation", "server.apis.openai.logprobs"}  # it has OpenAI's tools and log-probabilities
+    | NEUTRAL
+    | ENGINE_FACE,
+    "server.deploy_ray": SERVER | {"server.deploy_ray", "engine.replicas"},
+    "server.cli.main": SERVER | {"benchmarks"},
+    "server.cli.bench": SERVER | {"benchmarks"},
+    "benchmarks": {"benchmarks", "server", "server.cli", "server.cli.main", "kernels"} | ENGINE,
 }
 # What they may not import of others' (a layer below `engine` without a line here: as `engine`).
 WEB = {"fastapi", "starlette", "uvicorn"}
@@ -149,8 +165,9 @@ LEGAL = {
     "kernels/__init__.py": "from kernels import reference",
     "kernels/triton/norm.py": "import torch, triton\nfrom kernels.triton import launch\nfrom .launch import run",
     "kernels/triton/launch.py": "",
-    "engine/__init__.py": "from engine.llm import LLM",
-    "engine/llm.py": "from engine.core.scheduler import Scheduler\nfrom engine.worker import runner\nimport torch",
+    "engine/__init__.py": "from engine.offline.llm import LLM",
+    "engine/offline/llm.py": "from engine.core.scheduler import Scheduler\nfrom engine.worker import runner\nimport torch",
+    "engine/plan.py": "",
     "engine/core/batch.py": "from dataclasses import dataclass\nimport collections.abc",
     "engine/core/scheduler.py": "from engine.core import batch\nfrom .batch import Scheduled",
     "engine/worker/runner.py": "import kernels.layout\nfrom engine.core import batch\nfrom engine.models.decoder import Decoder",
@@ -158,11 +175,11 @@ LEGAL = {
     "engine/models/spec.py": "",
     "engine/text/tokenizer.py": "import tokenizers",
     "server/app.py": "import fastapi\nfrom engine import LLM\nimport engine.text.tokenizer, engine.core.batch",
-    "server/cli.py": "from benchmarks import throughput",
+    "server/cli/main.py": "from benchmarks import throughput",
     "server/http/sse.py": "import starlette",
     "server/generation/start.py": "from server.http import sse",
-    "server/openai/chat.py": "from server.generation import start",
-    "benchmarks/throughput.py": "import engine.llm",
+    "server/apis/openai/chat.py": "from server.generation import start",
+    "benchmarks/throughput.py": "import engine.offline.llm",
 }
 
 
@@ -186,17 +203,17 @@ def test_the_checker_accepts_what_is_legal(tmp_path: Path) -> None:
         ("engine/models/decoder.py", "from ..worker import runner", "engine.worker.runner"),
         ("engine/worker/runner.py", "from engine.core.scheduler import Scheduler", "engine.core.scheduler"),
         ("engine/worker/runner.py", "from engine.core import scheduler", "engine.core.scheduler"),
-        ("engine/worker/runner.py", "from engine.llm import LLM", "engine.llm"),
+        ("engine/worker/runner.py", "from engine.offline.llm import LLM", "engine.offline.llm"),
         ("engine/core/scheduler.py", "from engine.worker import runner", "engine.worker.runner"),
         ("engine/core/scheduler.py", "import numpy as np", "numpy"),
         ("engine/core/scheduler.py", "def f():\n    import torch", "torch"),
         ("engine/core/scheduler.py", "if TYPE_CHECKING:\n    from ..text.tokenizer import T", "engine.text.tokenizer"),
-        ("engine/core/scheduler.py", "from .. import llm", "engine.llm"),
+        ("engine/core/scheduler.py", "from .. import plan", "engine.plan"),
         ("engine/text/tokenizer.py", "from engine.models.spec import ModelSpec", "engine.models.spec"),
         ("engine/text/tokenizer.py", "import torch", "torch"),
-        ("engine/llm.py", "from server.app import app", "server.app"),
-        ("engine/llm.py", "import kernels", "kernels"),
-        ("engine/llm.py", "from tests.toy import Toy", "tests.toy"),
+        ("engine/offline/llm.py", "from server.app import app", "server.app"),
+        ("engine/offline/llm.py", "import kernels", "kernels"),
+        ("engine/offline/llm.py", "from tests.toy import Toy", "tests.toy"),
         ("server/app.py", "import torch.nn as nn", "torch.nn"),
         ("server/app.py", "from engine import worker", "engine.worker"),
         ("server/app.py", "from engine.core.scheduler import Scheduler", "engine.core.scheduler"),
@@ -204,9 +221,9 @@ def test_the_checker_accepts_what_is_legal(tmp_path: Path) -> None:
         ("server/app.py", "from benchmarks import throughput", "benchmarks.throughput"),
         ("server/app.py", "importlib.import_module('benchmarks.throughput')", "benchmarks.throughput"),
         ("server/app.py", "importlib.import_module(f'benchmarks.{name}')", "benchmarks"),
-        ("server/cli.py", "import torch", "torch"),
-        ("server/generation/start.py", "from server.openai import chat", "server.openai.chat"),
-        ("server/anthropic/handler.py", "from server.openai import chat", "server.openai.chat"),
+        ("server/cli/main.py", "import torch", "torch"),
+        ("server/generation/start.py", "from server.apis.openai import chat", "server.apis.openai.chat"),
+        ("server/apis/anthropic/handler.py", "from server.apis.openai import chat", "server.apis.openai.chat"),
         ("server/http/sse.py", "from server.generation import start", "server.generation.start"),
         ("benchmarks/throughput.py", "import tests.toy", "tests.toy"),
     ],

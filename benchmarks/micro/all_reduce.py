@@ -19,8 +19,8 @@ from torch import Tensor
 
 import kernels
 from benchmarks.gpu import need_gpus
-from engine.worker.communicator import GroupCommunicator
-from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
+from engine.worker.parallel.communicator import GroupCommunicator
+from engine.worker.parallel.gpu_communicator import LARGE_BYTES, SMALL_BYTES, GpuCommunicator
 from kernels.triton import collectives
 from kernels.triton.sampling import PIECE
 

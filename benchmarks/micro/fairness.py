@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 
 SECONDS, BLOCK_SIZE = 60, 16

@@ -1,4 +1,4 @@
-"""How well `engine.core.routing` uses the caches of many replicas, by simulation: no model, no clock.
+"""How well `engine.replicas.routing` uses the caches of many replicas, by simulation: no model, no clock.
 
     python -m benchmarks.micro.routing                                    4, 16 and 64 replicas
     python -m benchmarks.micro.routing --replicas 1000 --requests 100     a gibibyte of memory, some minutes
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, quantiles
 
 from benchmarks.report.result_files import save
-from engine.core.routing import CHUNK_TOKENS, Router
+from engine.replicas.routing import CHUNK_TOKENS, Router
 
 PREFILL = 40_000.0  # tokens a second of one replica
 STEP = 0.008, 0.00005  # seconds of a decode step, and for each request in it

@@ -23,12 +23,12 @@ import uvloop
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, wait_until_ready
 from benchmarks.report.result_files import save
-from engine import engine_process, process
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
-from engine.expert_tokens import ExpertTokens
 from engine.flags import Parser, add_flags, check, flag, load
 from engine.machine import environment
+from engine.replicas import engine_process, process
+from engine.stats import ExpertTokens
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model
 VOCABULARY = 10_000  # token ids are below this
@@ -66,7 +66,7 @@ class PathFlags:
 
 
 class MadeUp:
-    """What `engine.process` runs instead of an engine: a token for each request at each step, at given times."""
+    """What `engine.replicas.process` runs instead of an engine: a token for each request at each step, at given times."""
 
     def __init__(self, config: Any, *, eos_token_ids: Any = (), progress: Any = None, lost: Any = None) -> None:
         self._seconds = float(os.environ[STEP_SECONDS])
@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from server import cli
+    from server.cli import main as cli
 
     engine_process.ENGINE_MODULE = "benchmarks.micro.server_path"
     return cli.main(["serve", *argv])

@@ -33,13 +33,13 @@ from benchmarks.report.result_files import save
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
-from engine.llm import LLM
 from engine.machine import environment
 from engine.models.shard import WHOLE
 from engine.models.spec import ModelSpec
-from engine.process import EngineLoop
+from engine.offline.llm import LLM
+from engine.replicas.process import EngineLoop
 from engine.worker.cuda_graphs import PrefillShape
 from engine.worker.input_batch import PackedStep
 from engine.worker.model_runner import ModelRunner, StepHandle
@@ -210,7 +210,7 @@ class Reader:
 
 def offline(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> Times:
     """`LLM.generate`: what comes on top of the engine's steps."""
-    with patch("engine.llm.Engine", partial(Engine, build_runner=NoDevice.build)):
+    with patch("engine.offline.llm.Engine", partial(Engine, build_runner=NoDevice.build)):
         llm = LLM(**settings(folder, batch, num_steps, prefix_caching))
     times = Times()
     step = times.timed(llm._engine.step, "engine")

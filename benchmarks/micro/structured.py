@@ -27,13 +27,13 @@ from benchmarks.report.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs, Tag, Tags
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
-from engine.input_processor import InputProcessor
 from engine.machine import environment
+from engine.processing.input_processor import InputProcessor
 
 KINDS = ("plain", "json", "tools")  # of the other half
 EPILOG = """examples:

@@ -22,7 +22,7 @@ from benchmarks.micro.fairness import FLOODER, FLOODS, OTHER, Flood
 from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, flag, load

@@ -87,10 +87,10 @@ def main(argv: list[str]) -> int:
 
 def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the workload on a new engine and say how it went. What cannot run is refused before the model is loaded."""
-    from engine.core.sampling_params import SamplingParams
-    from engine.input_processor import InputProcessor
-    from engine.llm import LLM
+    from engine.core.params.sampling import SamplingParams
     from engine.machine import environment
+    from engine.offline.llm import LLM
+    from engine.processing.input_processor import InputProcessor
     from engine.worker.device import DeviceNotFoundError, find_device
 
     try:

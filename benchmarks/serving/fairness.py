@@ -30,7 +30,7 @@ from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, last_line, process_group, wait_until_ready
 from benchmarks.report.result_files import save
 from benchmarks.serving.client import Client, Failure
-from engine.core.visits import AWAY_SECONDS
+from engine.core.fairness.arrivals import AWAY_SECONDS
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, flag, load
 from engine.machine import environment
@@ -157,7 +157,7 @@ def _server(flags: FairnessFlags, folder: Path) -> Iterator[str]:
     keys, log, port = folder / "keys", folder / "log", free_port()
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     options = ["--host", "127.0.0.1", "--port", str(port), "--load-format", flags.load_format]
-    command = [sys.executable, "-m", "server.cli", "serve", str(model), *options, "--api-key-file", str(keys)]
+    command = [sys.executable, "-m", "quire", "serve", str(model), *options, "--api-key-file", str(keys)]
     with process_group(command, "quire", log) as process:
         if not wait_until_ready(process, port, time.time() + 600):
             raise ConfigError(f"the server does not start: {last_line(log)}")

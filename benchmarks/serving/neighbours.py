@@ -113,7 +113,7 @@ def _serve_offline(connection: Connection, job: Job) -> None:
 def served(job: Job) -> Iterator[Measure]:
     """`quire serve`, and streams that are read here."""
     port, log = free_port(), job.scratch / "server.txt"
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", str(job.folder), "--port", str(port), *job.options]
+    command = [sys.executable, "-P", "-m", "quire", "serve", str(job.folder), "--port", str(port), *job.options]
     command += ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     body = {"prompt": job.prompt, "max_tokens": job.flags.output_len, "temperature": 0}
     text = json.dumps(body | {"stream": True, "ignore_eos": True})
@@ -145,7 +145,7 @@ def served(job: Job) -> Iterator[Measure]:
 def generated(job: Job) -> Iterator[Measure]:
     """`quire generate`, from the first to the last piece of its text."""
     count = 4 * job.flags.output_len
-    command = [sys.executable, "-m", "server.cli", "generate", "Once upon a time", "--model", str(job.folder)]
+    command = [sys.executable, "-m", "quire", "generate", "Once upon a time", "--model", str(job.folder)]
     command += [*job.options, "--max-tokens", str(count), "--temperature", "0", "--ignore-eos"]
 
     def measure() -> float:
@@ -168,7 +168,7 @@ def generated(job: Job) -> Iterator[Measure]:
 def benched(job: Job) -> Iterator[Measure]:
     """`quire bench latency`: the median of its batches."""
     result = job.scratch / "latency.json"
-    command = [sys.executable, "-m", "server.cli", "bench", "latency", "--model", str(job.folder), *job.options]
+    command = [sys.executable, "-m", "quire", "bench", "latency", "--model", str(job.folder), *job.options]
     command += [
         "--batch-size",
         str(job.flags.requests),

@@ -36,7 +36,7 @@ from benchmarks.workloads import MAX_TOKEN_ID, named
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load, nearest
 
-MODULES = {"quire": "server.cli", "vllm": "vllm"}
+MODULES = {"quire": "quire", "vllm": "vllm"}
 EPILOG = """examples:
   quire bench servers --models qwen3-0.6b
   quire bench servers --engines quire,llama.cpp --llama-server FILE --gguf FILE --models llama-100m --max-concurrency 16
@@ -294,7 +294,7 @@ def server_command(job: Job, port: int) -> list[str]:
     options = as_options({**common, **job.settings})
     if job.engine == "vllm":
         return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(job.folder), *options]
-    return [sys.executable, "-P", "-m", "server.cli", "serve", str(job.folder), *options]
+    return [sys.executable, "-P", "-m", "quire", "serve", str(job.folder), *options]
 
 
 def vocab_size_of(folder: Path) -> int:

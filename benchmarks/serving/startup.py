@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 def start(engine: str, model: str | None, log_path: Path) -> dict[str, float]:
     """One start: seconds from the command to each of `COLUMNS`, and of CPU time for each process until the first token."""
     port = free_port()
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", *([model] if model else [])]
+    command = [sys.executable, "-P", "-m", "quire", "serve", *([model] if model else [])]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     begin = time.perf_counter()
     found: dict[str, float] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from engine.core.batch import (
     StepResult,
     TokenLogprobs,
 )
-from engine.core.block_manager import BlockManager
-from engine.core.pace import StepPace
+from engine.core.fairness.step_time import StepPace
+from engine.core.kv.block_manager import BlockManager
 from engine.core.request import Request
 from engine.core.unfinished_requests import UnfinishedRequests
 

@@ -22,8 +22,8 @@ from engine.core.batch import (
     SchedulerOutput,
     SchedulerStats,
 )
-from engine.core.block_manager import BlockManager
-from engine.core.cache_groups import FULL, CacheGroup
+from engine.core.kv.block_manager import BlockManager
+from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
 

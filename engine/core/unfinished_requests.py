@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.core.batch import FAULTS, NOT_FINITE, EngineOutput
-from engine.core.block_manager import BlockManager
-from engine.core.deadlines import Deadlines
+from engine.core.fairness.arrivals import Visits
+from engine.core.fairness.deadlines import Deadlines
+from engine.core.fairness.request_queues import RequestQueues
+from engine.core.kv.block_manager import BlockManager
 from engine.core.request import Request
-from engine.core.request_queues import RequestQueues
-from engine.core.visits import Visits
 
 
 class UnfinishedRequests:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
-from engine.models.progress import Progress
+from engine.models.files import Progress
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Exports in subfolders (but not 1_Pooling), and Mistral's second copy of the weights.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.one_line import one_line
+from engine.utils.one_line import one_line
 
 
 class ModelError(Exception):

@@ -1,9 +1,10 @@
-"""Reads a checkpoint's JSON files and lists folders for error messages."""
+"""Files of a checkpoint: JSON files, the fingerprint, folders for error messages, progress of long phases."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from engine.models.errors import ModelError
 
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
 _ROPE = ("rope_scaling", "rope_parameters")  # two names of the same field: overrides may use the other one
+# (phase, done, total): a phase of `engine.replicas.state` and its progress in any unit; 0 of 0: unknown.
+Progress = Callable[[str, int, int], None]
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 def load_json(path: Path) -> Any:
@@ -58,3 +65,17 @@ def listing(folder: Path, limit: int = 8) -> str:
     names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "nothing"
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the model's configuration and weight files, which changes whenever a file is replaced.
+
+    A file is identified by its size and modification time; in Hugging Face's cache, where files are links to blobs named by
+    their content, by that name.
+    """
+    digest = sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        blob, found = path.resolve(), path.stat()
+        version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
+        digest.update(json.dumps([path.name, found.st_size, version]).encode())
+    return digest.hexdigest()

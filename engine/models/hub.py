@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.models.errors import ModelError
-from engine.models.files import listing
-from engine.models.progress import Progress, silent
+from engine.models.files import Progress, listing, silent
 
 
 def resolve_model(

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.models import classifier
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.files import listing, read_json
+from engine.models.files import Progress, listing, read_json, silent
 from engine.models.formats import weight_formats
 from engine.models.layers import (
     FLOAT_DTYPES,
@@ -33,7 +33,6 @@ from engine.models.layers import (
     Norm,
     Scope,
 )
-from engine.models.progress import Progress, silent
 from engine.models.reading import DTYPES, is_readable, read_tensors, tensor_ranges
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
 
-from engine.fair_executor import FairExecutor
-from engine.memory import return_memory
+from engine.utils.fair_executor import FairExecutor
+from engine.utils.memory import return_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.core.structured_outputs import Tags
+from engine.core.params.structured import Tags
 from engine.structured.tags import Composition, quoted
 
 _CHANNEL, _MESSAGE, _NEXT = "<|channel|>", "<|message|>", "<|end|><|start|>assistant"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.core.structured_outputs import Tags, Thoughts
+from engine.core.params.structured import Tags, Thoughts
 
 MAX_TAGS_LENGTH = 1_000_000  # characters of the tags' grammars
 SPACE = r"[ \t\r\n]"

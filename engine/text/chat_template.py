@@ -24,7 +24,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from engine.one_line import one_line
+from engine.utils.one_line import one_line
 
 MAX_STEPS = 1_000_000  # loop iterations, calls, filters, operators
 MAX_CHARS = 1 << 27  # of output and of intermediate values

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from engine.one_line import one_line
+from engine.utils.one_line import one_line
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.batch import SchedulerOutput
-from engine.models.progress import Progress
+from engine.models.files import Progress
 from engine.worker.device import Device, Graph
 
 

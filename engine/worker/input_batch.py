@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.pooling import PoolingParams
+from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
 from kernels import layout
 from kernels.layout import RowState, StepTensors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.cache_groups import CacheGroup, longest_sequence, most_blocks
+from engine.core.kv.cache_groups import CacheGroup, longest_sequence, most_blocks
 from engine.models.shard import WHOLE, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Memory

@@ -20,19 +20,19 @@ from engine.core.batch import SchedulerOutput, StepResult
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
-from engine.worker.block_copier import BlockCopier
-from engine.worker.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
-from engine.worker.cache_widener import CacheWidener
-from engine.worker.communicator import StageLink
+from engine.worker.attention.fp8_prefill import CacheWidener
+from engine.worker.attention.latent import LatentExpander
+from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
+from engine.worker.captured_steps import RecordedSteps
 from engine.worker.cuda_graphs import PREFILL_SIZES, DecodeGraphs, PrefillGraphs, PrefillShape, graph_sizes
 from engine.worker.device import Event
 from engine.worker.expert_load import ExpertCounts, ExpertLoad
 from engine.worker.input_batch import InputBatch, PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.latent_expander import LatentExpander
 from engine.worker.options import RunnerOptions
+from engine.worker.parallel.communicator import StageLink
 from engine.worker.pooler import Embeddings, Pooler
-from engine.worker.recorded_steps import RecordedSteps
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.layout import StepTensors

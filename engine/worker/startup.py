@@ -15,22 +15,22 @@ from torch import Tensor
 import kernels
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from engine.models.attention import Attention
 from engine.models.decoder import DecoderLayer
-from engine.models.progress import Progress, silent
+from engine.models.files import Progress, silent
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
-from engine.worker.communicator import StageLink
-from engine.worker.cores import num_cores
+from engine.worker.attention.latent import LatentExpander, num_positions
+from engine.worker.captured_steps import MAX_SEQS, RecordedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
-from engine.worker.latent_expander import LatentExpander, num_positions
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
-from engine.worker.recorded_steps import MAX_SEQS, RecordedSteps
+from engine.worker.parallel.communicator import StageLink
+from engine.worker.parallel.cores import num_cores
 
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
-from server.api import API
-from server.docs.endpoint import MODEL, Endpoint
+from server.apis.api import API
+from server.apis.endpoint import MODEL, Endpoint
+from server.apis.openai.errors import ERROR_SCHEMA
 from server.docs.page import page
 from server.http.auth import is_open
-from server.openai.errors import ERROR_SCHEMA
 
 _STATUSES = {
     400: "The request is not valid.",

@@ -15,18 +15,18 @@ from pydantic import BaseModel
 
 from engine.config import EngineConfig
 from engine.flags import settings_of
-from engine.supported import families, quantizations
-from server.anthropic.protocol import MessagesRequest
+from engine.models.catalog import families, quantizations
+from server.apis.anthropic.protocol import MessagesRequest
+from server.apis.ollama import protocol as ollama
+from server.apis.openai.chat.protocol import ChatCompletionRequest
+from server.apis.openai.completions.protocol import CompletionRequest
+from server.apis.openai.embeddings.protocol import EmbeddingChatRequest, EmbeddingTextRequest
+from server.apis.openai.generate.protocol import TokensRequest
+from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from server.apis.openai.responses.protocol import ResponsesRequest
+from server.apis.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
 from server.generation.parameters import LEFT_OUT
 from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
-from server.ollama import protocol as ollama
-from server.openai.chat.protocol import ChatCompletionRequest
-from server.openai.completions.protocol import CompletionRequest
-from server.openai.embeddings.protocol import EmbeddingChatRequest, EmbeddingTextRequest
-from server.openai.generate.protocol import TokensRequest
-from server.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from server.openai.responses.protocol import ResponsesRequest
-from server.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
 from server.settings import ServerConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-from engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch, BeamSearchParams
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.output_collector import OutputCollector, RequestUpdate
+from engine.core.params.sampling import SamplingParams
+from engine.processing.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch, BeamSearchParams
+from engine.processing.output_collector import OutputCollector, RequestUpdate
 from server.generation.request import GenerationRequest
 from server.generation.served_model import EngineClient, ServedModel
 from server.http.errors import APIError

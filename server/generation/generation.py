@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
-from engine.output_collector import RequestMetrics, RequestUpdate
+from engine.processing.output_collector import RequestMetrics, RequestUpdate
 from server.generation.usage import Usage
 from server.http.errors import APIError
 from server.metrics import Metrics, SampleWatch

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import TagsError
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.outstanding import Outstanding
+from engine.replicas.in_flight import Outstanding
 from server.http.errors import APIError
 
 UNKNOWN_SECONDS = 5  # Retry-After before the first request has finished

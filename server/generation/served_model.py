@@ -12,12 +12,12 @@ from fastapi import Request
 
 from engine.core.batch import SchedulerStats
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import ConfigError
 from engine.models.classifier import Classifier
-from engine.output_collector import RequestUpdate
-from engine.outstanding import Outstanding
-from engine.state import EngineState
+from engine.processing.output_collector import RequestUpdate
+from engine.replicas.in_flight import Outstanding
+from engine.replicas.state import EngineState
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from server.generation.conversation import CheckText, ConversationEncoder, Prompt

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
-from engine.output_collector import RequestUpdate, with_samples
+from engine.processing.output_collector import RequestUpdate, with_samples
 from server.generation.beam_search import beam_searches
 from server.generation.conversation import Prompt
 from server.generation.generation import Generation, Sample, already_running

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from engine.turns import Turns
+from engine.utils.round_robin import Turns
 from server.http.entrance import BEGIN_AT_ONCE, Entrance
 
 _ENOUGH_FILES = 1 << 18

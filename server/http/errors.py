@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from engine.log import traceback_without_text
+from engine.utils.log import traceback_without_text
 from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)

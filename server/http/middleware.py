@@ -8,7 +8,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.turns import Turns
+from engine.utils.round_robin import Turns
 from server.http.callers import caller_in
 from server.http.context import CURRENT, new_context
 from server.http.entrance import BEGIN_AT_ONCE

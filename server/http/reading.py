@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
-from engine.turns import Turns
+from engine.utils.round_robin import Turns
 from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
 from server.http.entrance import BEGIN_AT_ONCE

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from engine.fair_executor import FairExecutor
-from engine.memory import return_memory
+from engine.utils.fair_executor import FairExecutor
+from engine.utils.memory import return_memory
 
 _T = TypeVar("_T")
 # Fewer than cores: each busy thread takes a core, and may get Python's global lock before the event loop does.

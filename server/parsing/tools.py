@@ -21,7 +21,7 @@ from typing import Any
 
 import pydantic_core
 
-from engine.core.structured_outputs import Tag, Tags
+from engine.core.params.structured import Tag, Tags
 from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begun
 
 

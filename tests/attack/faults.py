@@ -38,9 +38,9 @@ class PanicException(BaseException):
 
 def api() -> None:
     """The command `quire`, whose tokenizer may panic and whose clock may jump, with this module as its engine process."""
-    from engine import engine_process
+    from engine.replicas import engine_process
     from engine.text.tokenizer import Tokenizer
-    from server.cli import main
+    from server.cli.main import main
 
     engine_process.ENGINE_MODULE = __spec__.name
     encode, now, jump = Tokenizer.encode, time.time, 0.0
@@ -62,8 +62,8 @@ def api() -> None:
 
 def engine() -> None:
     """The engine process: a forward may fail or run out of memory, logits may be NaN, a disk may be full."""
-    from engine import process
     from engine.models.decoder import Decoder
+    from engine.replicas import process
 
     forward, logits, pwritev = Decoder.forward, Decoder.logits, os.pwritev
 

@@ -86,7 +86,7 @@ class Target:
 
     def follower_pids(self) -> list[int]:
         """Of the ranks other than 0."""
-        return self._pids_of(b"engine.worker.follower")
+        return self._pids_of(b"engine.worker.parallel.follower")
 
     def _pids_of(self, word: bytes) -> list[int]:
         """Of the processes with this in their command line."""
@@ -184,10 +184,10 @@ async def _ignoring_resets(waiting: object) -> None:
 def serving(
     *flags: str,
     keys: Mapping[str, str] | None = None,
-    module: str = "server.cli",
+    module: str = "quire",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
-    """A server that is ready, ended with SIGTERM; `keys`: of its clients; `module`: what is run instead of `server.cli`."""
+    """A server that is ready, ended with SIGTERM; `keys`: of its clients; `module`: what is run instead of `quire`."""
     port = free_port()
     command = [
         sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port", str(port),

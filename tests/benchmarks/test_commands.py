@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.bench import BENCHMARKS
+from server.cli.bench import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [

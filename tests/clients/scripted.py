@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, run_server
 from tests.support.templates import QWEN3

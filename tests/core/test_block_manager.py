@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.block_manager import UNHELD, BlockManager
-from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
+from engine.core.kv.block_manager import UNHELD, BlockManager
+from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 
 SIZE = 4
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult
-from engine.core.deadlines import Deadlines
 from engine.core.engine_request import EngineRequest
+from engine.core.fairness.deadlines import Deadlines
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 
 

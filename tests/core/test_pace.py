@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.engine_request import EngineRequest
-from engine.core.pace import SHORT_CONTEXT, SHORT_TOKENS, StepPace
+from engine.core.fairness.step_time import SHORT_CONTEXT, SHORT_TOKENS, StepPace
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 
 
 def request(context: int) -> Request:

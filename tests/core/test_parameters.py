@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.parameters import NumberChecks, parameter, parameters_of
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.declare import NumberChecks, parameter, parameters_of
+from engine.core.params.sampling import SamplingParams
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.pooling_params import PoolingParams
+from engine.core.params.pooling import PoolingParams
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 
 EOS, STOP, OTHER = 0, 5, 9
 

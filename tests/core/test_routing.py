@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.micro.routing import compare
-from engine.core.routing import ANSWER_TOKENS, CHUNK_TOKENS, MOST_LOAD, SLACK, Router, chunk_names
+from engine.replicas.routing import ANSWER_TOKENS, CHUNK_TOKENS, MOST_LOAD, SLACK, Router, chunk_names
 
 CAPACITY = 100 * CHUNK_TOKENS
 
@@ -82,7 +82,7 @@ def test_new_conversations_begin_where_less_was_done_and_long_ones_stay() -> Non
 def test_work_of_late_counts_for_more_than_old_work_and_for_a_new_replica_as_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.core.routing.MOST_WEIGHT", 2.0)
+    monkeypatch.setattr("engine.replicas.routing.MOST_WEIGHT", 2.0)
     router = Router(2, CAPACITY)
     for i in range(400):
         router.choose(str(i), prompt(i % 7, 4), "", [i // 200])

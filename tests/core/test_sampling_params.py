@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

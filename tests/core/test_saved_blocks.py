@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from random import Random
 
-from engine.core.block_pool import BlockPool, Name
-from engine.core.saved_blocks import Save, SavedBlocks
+from engine.core.kv.block_pool import BlockPool, Name
+from engine.core.kv.saved_blocks import Save, SavedBlocks
 from tests.core.test_scheduler_fuzz import Workload
 
 

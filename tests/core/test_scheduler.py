@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.core import block_pool
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.engine_request import EngineRequest
+from engine.core.kv import block_pool
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 
 EOS, OTHER = 0, 9

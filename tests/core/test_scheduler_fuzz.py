@@ -14,15 +14,17 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.core import deadlines, pace, request_queues, scheduler
+from engine.core import scheduler
 from engine.core.batch import EngineOutput, SchedulerOutput
-from engine.core.block_manager import BlockManager
-from engine.core.block_pool import Name
-from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
+from engine.core.fairness import deadlines, request_queues
+from engine.core.fairness import step_time as pace
+from engine.core.kv.block_manager import BlockManager
+from engine.core.kv.block_pool import Name
+from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding, states_of
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from tests.support.toy import Launched, ToyRunner, single_answer
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from engine.core.visits import AWAY_SECONDS, EARLY, REMEMBERED, Visits
+from engine.core.fairness.arrivals import AWAY_SECONDS, EARLY, REMEMBERED, Visits
 from tests.engine.test_state import Clock
 
 

@@ -17,9 +17,9 @@ import yaml
 from benchmarks.processes import free_port
 from engine.config import EngineConfig
 from engine.flags import Parser, load
-from server.commands import serve as serve_command
-from server.keys import Entry, add_to_file, hashed
-from server.ray.config import LLMServingArgs
+from server.cli import serve as serve_command
+from server.deploy_ray.config import LLMServingArgs
+from server.http.api_keys import Entry, add_to_file, hashed
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live

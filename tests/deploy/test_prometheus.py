@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.commands.serve import listen
+from server.cli.serve import listen
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live

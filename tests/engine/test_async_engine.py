@@ -17,13 +17,13 @@ from engine import AsyncEngine, EngineConfig, SamplingParams
 from engine.core.batch import EngineOutput, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
-from engine.messages import Abort
 from engine.models.errors import ModelError
-from engine.output_collector import OutputCollector, RequestUpdate
-from engine.replica import MAX_LOSSES
-from engine.state import PHASES, EngineState
-from engine.streams import Pace, Stream
-from engine.turns import Turns
+from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.replicas.messages import Abort
+from engine.replicas.replica import MAX_LOSSES
+from engine.replicas.state import PHASES, EngineState
+from engine.replicas.streams import Pace, Stream
+from engine.utils.round_robin import Turns
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = EngineRequest("a", [1, 2])
@@ -85,7 +85,7 @@ def engines_of(pid: int) -> set[int]:
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid and b"engine.process" in status.with_name("cmdline").read_bytes():
+            if int(fields[1]) == pid and b"engine.replicas.process" in status.with_name("cmdline").read_bytes():
                 found.add(int(status.parent.name))
         except OSError:
             continue

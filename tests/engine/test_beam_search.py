@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import LLM, BeamSearchParams, SamplingParams
-from engine.beam_search import BeamSearch
+from engine.processing.beam_search import BeamSearch
 from tests.support.beams import Model, by_definition, chance, likeliest
 
 PROMPTS = [[(7 * i + k * k) % 250 for k in range(n)] for i, n in enumerate((5, 16, 33))]

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, EngineConfig
-from engine.core.pooling_params import PoolingParams
-from engine.input_processor import InputProcessor
+from engine.core.params.pooling import PoolingParams
 from engine.models.classifier import Classifier, read_classifier
 from engine.models.errors import ModelError
+from engine.processing.input_processor import InputProcessor
 from tests.support import fake_engine
 from tests.support.live_server import run_server
 

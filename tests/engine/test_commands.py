@@ -8,9 +8,9 @@ import weakref
 import pytest
 import zmq
 
-from engine import engine_process
-from engine.engine_process import EngineProcess
-from engine.messages import Abort, decode_commands
+from engine.replicas import engine_process
+from engine.replicas.engine_process import EngineProcess
+from engine.replicas.messages import Abort, decode_commands
 
 
 def test_commands_of_one_iteration_of_the_event_loop_are_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:

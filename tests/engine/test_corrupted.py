@@ -12,8 +12,8 @@ import kernels
 from engine import LLM, BeamSearchParams
 from engine.core.batch import FAULTS, NOT_FINITE, NOTHING_ALLOWED
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.worker.model_runner import ModelRunner

@@ -17,7 +17,7 @@ import torch
 from engine import LLM, AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED
+from engine.core.params.pooling import UNSAMPLED
 from engine.engine import Engine
 from engine.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.families import read_spec

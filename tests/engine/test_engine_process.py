@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine import process, process_main
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
+from engine.core.fairness.request_queues import RequestQueues
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.request_queues import RequestQueues
-from engine.core.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.messages import Abort, Add, Command, Ready, Shutdown, Start, Step, decode_event, encode
-from engine.models.progress import Progress
-from engine.process import EngineLoop, _start
+from engine.models.files import Progress
+from engine.replicas import process, process_main
+from engine.replicas.messages import Abort, Add, Command, Ready, Shutdown, Start, Step, decode_event, encode
+from engine.replicas.process import EngineLoop, _start
 from tests.support.fake_runner import FakeRunner, next_token
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from engine.engine import Engine
-from engine.expert_tokens import ExpertTokens
-from engine.llm import LLM
 from engine.models.families import read_spec
 from engine.models.moe import Router
+from engine.offline.llm import LLM
+from engine.stats import ExpertTokens
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
 
 LENGTH = 30

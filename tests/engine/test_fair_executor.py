@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from engine.fair_executor import FairExecutor
+from engine.utils.fair_executor import FairExecutor
 
 
 def test_one_of_each_owner_alternately() -> None:

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import ConfigError
-from engine.llm import LLM
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.offline.llm import LLM
 from engine.options import runner_options
 from engine.worker.kv_cache import KVCacheLayout, e4m3_scales
 from engine.worker.model_runner import ModelRunner

@@ -9,9 +9,10 @@ import pytest
 from torch import Tensor
 
 import kernels
-from engine.worker import cache_widener, latent_expander
-from engine.worker.cache_widener import CacheWidener
-from engine.worker.latent_expander import LatentExpander
+from engine.worker.attention import fp8_prefill as cache_widener
+from engine.worker.attention import latent as latent_expander
+from engine.worker.attention.fp8_prefill import CacheWidener
+from engine.worker.attention.latent import LatentExpander
 
 pytest.importorskip("triton")
 

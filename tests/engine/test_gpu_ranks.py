@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.worker import gpu_communicator, ranks
-from engine.worker.gpu_communicator import LARGE_BYTES, SMALL_BYTES
-from engine.worker.launcher import Follower, Location, Lost
 from engine.worker.model_runner import ModelRunner
+from engine.worker.parallel import gpu_communicator, ranks
+from engine.worker.parallel.gpu_communicator import LARGE_BYTES, SMALL_BYTES
+from engine.worker.parallel.launcher import Follower, Location, Lost
 from engine.worker.startup import Membership
 
 pytest.importorskip("triton")

@@ -13,10 +13,10 @@ import torch
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.isolation import MAX_UNEXPLAINED
+from engine.recovery import MAX_UNEXPLAINED
 from engine.worker.model_runner import ModelRunner
 from tests.engine import test_special_sampling as special
 from tests.engine.test_structured_outputs import ASKED, Loop, params

@@ -304,7 +304,7 @@ def test_the_bar_moves_with_prefill_and_is_full_at_the_end(tiny_model: Path, mon
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("engine.jobs._BAR_SECONDS", 0)
+    monkeypatch.setattr("engine.offline.job_runner._BAR_SECONDS", 0)
     llm = LLM(str(tiny_model), device="cpu", max_num_batched_tokens=16, num_gpu_blocks_override=64)
     prompts = [[1 + i] * 100 for i in range(3)]
     for _ in range(2):  # the second time from the prefix cache

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.batch import EngineOutput, TokenLogprobs
-from engine.core.sampling_params import SamplingParams
-from engine.output_collector import OutputCollector, logprobs_by_id, with_samples
+from engine.core.params.sampling import SamplingParams
+from engine.processing.output_collector import OutputCollector, logprobs_by_id, with_samples
 from engine.text.tokenizer import Tokenizer
 
 

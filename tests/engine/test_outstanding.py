@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine import outstanding
-from engine.outstanding import NUM_ENDS, Outstanding
+from engine.replicas import in_flight as outstanding
+from engine.replicas.in_flight import NUM_ENDS, Outstanding
 
 
 @pytest.fixture

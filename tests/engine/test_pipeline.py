@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.worker.ranks import PipelinedStep, RankedRunner
+from engine.worker.parallel.ranks import PipelinedStep, RankedRunner
 from tests.engine.test_ranks import KINDS, PROMPTS, start
 
 

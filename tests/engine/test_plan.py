@@ -20,7 +20,7 @@ from engine.plan import GPUS, Plan, alternatives, find_gpu, gpu_here, make_plan,
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CudaDevice, Memory
 from engine.worker.startup import build_runner
-from server.commands.plan import NAMES
+from server.cli.plan import NAMES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GIB = 1 << 30

@@ -17,7 +17,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from tests.engine.test_prefix_cache_store import PROMPT, ask
 from tests.engine.test_ranks import _child_of

@@ -21,7 +21,7 @@ from engine import prefix_cache_store
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.sampling_params import SamplingParams
-from engine.llm import LLM
-from engine.output_collector import RequestOutput, with_samples
+from engine.core.params.sampling import SamplingParams
+from engine.offline.llm import LLM
+from engine.processing.output_collector import RequestOutput, with_samples
 
 PROMPTS = [[(i * 31 + k * k * 7) % 250 for k in range(n)] for i, n in enumerate((1, 2, 15, 16, 17, 90, 33))]
 SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2, ignore_eos=True)

@@ -17,10 +17,10 @@ from engine import LLM, SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.structured import StructuredOutputs
 from engine.errors import ConfigError, EngineDeadError
 from engine.models.errors import ModelError
-from engine.worker import ranks as ranks_module
+from engine.worker.parallel import ranks as ranks_module
 from server.observability.readiness import Readiness
 
 PROMPTS = ["Once upon a time", "The cat", "What is Quire?", "Once upon a time there was", "A", "Two plus two"]
@@ -167,6 +167,6 @@ def _child_of(pid: int) -> int:
     """The one process that `pid` has started to follow it."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
-            if "engine.worker.follower" in Path(f"/proc/{child}/cmdline").read_text():
+            if "engine.worker.parallel.follower" in Path(f"/proc/{child}/cmdline").read_text():
                 return int(child)
     raise AssertionError("there is no follower")

@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from engine import LLM, SamplingParams
-from engine.worker.recorded_steps import RecordedSteps
+from engine.worker.captured_steps import RecordedSteps
 from kernels.cpu import library
 from tests.oracles.families import make_checkpoint
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from engine import remembered
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags
+from engine.core.params.structured import StructuredOutputs, Tag, Tags
 from engine.errors import TagsError
-from engine.remembered import Remembered, TooSlowError
+from engine.processing import grammar_cache as remembered
+from engine.processing.grammar_cache import Remembered, TooSlowError
 
 
 def tools(*schemas: object) -> StructuredOutputs:

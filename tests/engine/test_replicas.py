@@ -14,9 +14,9 @@ import pytest
 from engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine.core.engine_request import EngineRequest
 from engine.errors import ConfigError, EngineDeadError, EngineError
-from engine.output_collector import RequestUpdate
-from engine.replica import Replica, _own_config, _own_environment, check_gpus
-from engine.state import EngineState, combined
+from engine.processing.output_collector import RequestUpdate
+from engine.replicas.replica import Replica, _own_config, _own_environment, check_gpus
+from engine.replicas.state import EngineState, combined
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
@@ -127,7 +127,7 @@ def test_no_replica_is_left(tiny_model: Path) -> None:
 def test_a_stopped_replica_is_lost_long_before_the_watchdogs_time(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.supervisor.STOPPED_SECONDS", 1.0)
+    monkeypatch.setattr("engine.replicas.supervisor.STOPPED_SECONDS", 1.0)
 
     async def test() -> None:
         async with replicas(tiny_model) as engine:
@@ -148,8 +148,8 @@ def test_new_requests_avoid_a_replica_that_stands_still(
 ) -> None:
     """Also one that may be in a long step: whether it is stopped is not known, and it has been silent for longer."""
     if not is_known:
-        monkeypatch.setattr("engine.engine_process.EngineProcess.is_stopped", lambda _: False)
-        monkeypatch.setattr("engine.supervisor.SILENT_SECONDS", 3.0)
+        monkeypatch.setattr("engine.replicas.engine_process.EngineProcess.is_stopped", lambda _: False)
+        monkeypatch.setattr("engine.replicas.supervisor.SILENT_SECONDS", 3.0)
 
     async def test() -> None:
         async with replicas(tiny_model, max_num_seqs=1) as engine:
@@ -211,7 +211,9 @@ def test_no_replica_is_left_without_its_gpus(
 ) -> None:
     for name in ("0", "1", "2", "3", "nvidia0", "nvidia1", "nvidia2"):  # of four GPUs, three are for this container
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("engine.replica.GPUS", ((tmp_path, "[0-9]"), (tmp_path, "nvidia[0-9]*"), (tmp_path, "none")))
+    monkeypatch.setattr(
+        "engine.replicas.replica.GPUS", ((tmp_path, "[0-9]"), (tmp_path, "nvidia[0-9]*"), (tmp_path, "none"))
+    )
     show_gpus(monkeypatch, visible)
     config = EngineConfig(model="m", data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size must be at most 1 on 3 GPUs, each of 2, got 2"):

@@ -9,9 +9,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
-from engine.input_processor import InputProcessor
+from engine.processing.input_processor import InputProcessor
 
 SPECIAL: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5, "temperature": 0},

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import start_times
 from engine.config import EngineConfig
-from engine.start_times import expected_seconds, remember
+from engine.replicas import start_times
+from engine.replicas.start_times import expected_seconds, remember
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.state import EngineState, StateHolder
+from engine.replicas.state import EngineState, StateHolder
 
 
 class Clock:

@@ -14,11 +14,11 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from engine.engine import Engine
-from engine.input_processor import InputProcessor
-from engine.llm import LLM
+from engine.offline.llm import LLM
+from engine.processing.input_processor import InputProcessor
 from engine.structured import grammar_manager
 
 SCHEMA = {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from engine.heartbeat import Heartbeat
-from engine.supervisor import MAX_DELAY_SECONDS, WINDOW_SECONDS, RestartPolicy, Watchdog
+from engine.replicas.heartbeat import Heartbeat
+from engine.replicas.supervisor import MAX_DELAY_SECONDS, WINDOW_SECONDS, RestartPolicy, Watchdog
 from tests.engine.test_state import Clock
 
 

@@ -7,10 +7,10 @@ import itertools
 
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.output_collector import OutputCollector
-from engine.streams import Pace, Stream
-from engine.turns import LONG_SECONDS, Turns
+from engine.core.params.sampling import SamplingParams
+from engine.processing.output_collector import OutputCollector
+from engine.replicas.streams import Pace, Stream
+from engine.utils.round_robin import LONG_SECONDS, Turns
 
 AT_ONCE = 4
 

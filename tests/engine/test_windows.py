@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from tests.oracles.windowed import LENGTH, MODELS, make_windowed
 

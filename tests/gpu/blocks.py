@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.device import find_device
 from engine.worker.kv_cache import KVCacheLayout
 from tests.gpu.checks import BF16, E4M3, Checks

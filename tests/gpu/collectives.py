@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 import kernels
-from engine.worker.gpu_communicator import GpuCommunicator
+from engine.worker.parallel.gpu_communicator import GpuCommunicator
 from tests.gpu.checks import BF16, ELEMENTWISE_LIMITS, F16, F32, LIMITS, Checks, captured, relative_error
 
 WIDTH = 4096

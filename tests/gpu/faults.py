@@ -267,7 +267,7 @@ def _check_refused(checks: Checks, name: str, reason: str, *flags: str) -> None:
     """Check that the server says the reason in one line, and ends."""
     if not checks.wants(name):
         return
-    command = [sys.executable, "-m", "server.cli", "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "quire", "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1"]
     command += [*flags, *_flags(checks)]
     begin = time.monotonic()
     try:

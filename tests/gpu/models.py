@@ -17,7 +17,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.models.families import read_spec
 from engine.models.weights import load_model
-from engine.worker.cores import num_cores
+from engine.worker.parallel.cores import num_cores
 from tests.gpu.checks import BF16, F32, Checks
 from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, VOCAB, check_family, make_checkpoint
 from tests.oracles.paged_runner import decode

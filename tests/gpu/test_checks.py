@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import BlockCopier
 from kernels import Router
 from tests.gpu import attention
 from tests.gpu.__main__ import main

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.worker.launcher import LaunchError
-from engine.worker.ray_launcher import RayLauncher
+from engine.worker.parallel.launcher import LaunchError
+from engine.worker.parallel.ray_launcher import RayLauncher
 from tests.support.served import metric, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

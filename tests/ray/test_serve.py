@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from engine import LLM, SamplingParams
-from engine.engine_process import ENGINE_MODULE
+from engine.replicas.engine_process import ENGINE_MODULE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PATIENCE = 240.0  # seconds that Ray may take for anything
@@ -35,7 +35,7 @@ def url(cluster: Any, demo_model: Path) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from server.ray import build_openai_app
+    from server.deploy_ray import build_openai_app
 
     port = free_port()
     config = {

@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from benchmarks.processes import free_port
-from server import cli
-from server.commands.vllm_options import ADVICE
+from server.cli import main as cli
+from server.cli.vllm_options import ADVICE
 from tests.support.live_server import Live, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-QUIRE = [sys.executable, "-m", "server.cli"]
+QUIRE = [sys.executable, "-m", "quire"]
 SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "512"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -133,7 +133,7 @@ def test_help_teaches_and_needs_no_torch() -> None:
     assert result.returncode == 0
     for text in ("quire serve Qwen/Qwen3-0.6B", "quire chat", "quire generate", "quire bench"):
         assert text in result.stdout
-    code = "import server.cli, sys; assert not {'torch', 'fastapi', 'tokenizers'} & set(sys.modules)"
+    code = "import server.cli.main, sys; assert not {'torch', 'fastapi', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -290,13 +290,13 @@ class CtrlC:
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, CtrlC)
-from server.cli import main
+from server.cli.main import main
 sys.exit(main(["generate", "--model", "configs/demo", "Once"]))
 """
 
 
 @pytest.mark.parametrize(
-    "name", ["engine", "engine.flags", "server.commands", "server.commands.generate", "engine.async_engine"]
+    "name", ["engine", "engine.flags", "server.cli.common", "server.cli.generate", "engine.async_engine"]
 )
 def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED_IMPORT, name]
@@ -387,7 +387,7 @@ def test_engine_that_is_gone_for_good_ends_the_server(model: Path) -> None:
         finished: list[str] = []
         thread = stream(server.url, finished)
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        (engine,) = (c for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes())
+        (engine,) = (c for c in children if b"engine.replicas.process" in Path(f"/proc/{c}/cmdline").read_bytes())
         os.kill(int(engine), signal.SIGKILL)
         thread.join(60)
         assert "error" in json.loads(finished[0])
@@ -597,7 +597,7 @@ def test_bench_refuses_before_it_runs(
 
 def test_what_the_api_process_imports() -> None:
     """Nothing that takes long and that it can do without."""
-    modules = "engine.async_engine, engine.input_processor, server.app, server.commands.serve, uvicorn, uvloop"
+    modules = "engine.async_engine, engine.processing.input_processor, server.app, server.cli.serve, uvicorn, uvloop"
     heavy = "{'httpx', 'huggingface_hub', 'numpy', 'torch', 'transformers', 'triton'}"
     code = f"import sys; import {modules}; print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -606,6 +606,8 @@ def test_what_the_api_process_imports() -> None:
 
 def test_commands_begin_without_the_web_framework() -> None:
     """It takes a quarter of a second to import, and most commands never need it."""
-    code = "import sys; from server.commands import bench, chat, generate, serve; print({'fastapi', 'torch'} & {*sys.modules})"
+    code = (
+        "import sys; from server.cli import bench, chat, generate, serve; print({'fastapi', 'torch'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -25,8 +25,8 @@ import pytest
 from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.flags import load
-from server.cli import command_line, main
-from server.commands.bench import BENCHMARKS
+from server.cli.bench import BENCHMARKS
+from server.cli.main import command_line, main
 from server.settings import ServerConfig
 from tests.support.documents import ROOT, Command, commands, excerpts, mentions, snippets, statements
 from tests.support.served import serve

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server import cli, environment
-from server.environment import foreign_package
+from server.cli import environment
+from server.cli import main as cli
+from server.cli.environment import foreign_package
 
 
 def test_our_own_packages_are_no_strangers() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.exposure import exposure_warning, reachable_urls
+from server.cli.exposure import exposure_warning, reachable_urls
 from server.settings import ServerConfig
 
 

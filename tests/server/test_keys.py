@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from server import keys
+from server.http import api_keys as keys
+from server.http.api_keys import KeyRing, hashed, new_key
 from server.http.callers import Caller
-from server.keys import KeyRing, hashed, new_key
 
 SECRET = "quire-do-not-show-this"
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from llguidance import LLMatcher
 
-from engine.core.structured_outputs import Tag, Tags
+from engine.core.params.structured import Tag, Tags
 from engine.structured.grammar import Compiler, Vocabulary, json_grammar
 from engine.structured.harmony import compose_messages
 

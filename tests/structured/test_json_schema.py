@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.structured import StructuredOutputs
 from engine.structured.grammar import Compiler, json_grammar
 from engine.structured.json_schema import prepare
 from engine.structured.unique import of_grammar

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from engine.core.structured_outputs import StructuredOutputs, Tag, Tags, Thoughts
+from engine.core.params.structured import StructuredOutputs, Tag, Tags, Thoughts
 from engine.structured.grammar import Compiler, Vocabulary, choice_grammar, json_grammar, regex_grammar
 from engine.structured.tags import compose
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.core.structured_outputs import Thoughts
+from engine.core.params.structured import Thoughts
 from engine.structured.grammar import Compiler, json_grammar
 from engine.structured.grammar_manager import GrammarManager
 from engine.structured.tags import compose

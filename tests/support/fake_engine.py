@@ -16,15 +16,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED, PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
-from engine.expert_tokens import ExpertTokens
-from engine.input_processor import InputProcessor, vocabulary_of
-from engine.output_collector import OutputCollector, RequestUpdate
-from engine.outstanding import Outstanding
-from engine.state import EngineState, StateHolder
-from engine.step_tokens import StepTokens
+from engine.processing.input_processor import InputProcessor, vocabulary_of
+from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.replicas.in_flight import Outstanding
+from engine.replicas.state import EngineState, StateHolder
+from engine.stats import ExpertTokens, StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.core.batch import SchedulerOutput, StepResult
-from engine.core.cache_groups import FULL, CacheGroup
-from engine.models.progress import Progress
+from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.models.files import Progress
 from engine.models.spec import ModelSpec
 from engine.worker.options import RunnerOptions
 

@@ -19,10 +19,10 @@ import kernels
 from engine import options
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from engine.engine import Engine
-from engine.input_processor import InputProcessor
+from engine.processing.input_processor import InputProcessor
 from engine.worker import startup
 from engine.worker.device import CpuDevice, Graph, Memory
 from kernels import reference

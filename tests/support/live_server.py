@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from server.app import create_app
-from server.commands.serve import connections_of
+from server.cli.serve import connections_of
 from server.http.browsers import HEADERS
 from server.http.connections import Connections
 from server.settings import ServerConfig

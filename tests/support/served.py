@@ -27,7 +27,7 @@ def serve(model: Path, *flags: str) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "server.cli",
+        "quire",
         "serve",
         str(model),
         "--host",

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from kernels import reference
 
 INF = math.inf

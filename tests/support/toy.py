@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.batch import PromptScores, ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
-from engine.core.cache_groups import FULL, CacheGroup
-from engine.core.pooling_params import PoolingParams
-from engine.core.sampling_params import SamplingParams
+from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.params.pooling import PoolingParams
+from engine.core.params.sampling import SamplingParams
 
 POISON = -7
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.models.shard import Stage
-from engine.worker.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.cache_file import ALIGNMENT, ENTRY, CacheFile, CacheFileError, Name
+from engine.worker.block_store.cache_file import ALIGNMENT, ENTRY, CacheFile, CacheFileError, Name
 
 SIZE = 5000  # bytes of a block: a slot takes 8192
 STRIDE = 8192

@@ -12,7 +12,7 @@ from benchmarks.model_shapes import model_folder
 from engine.models.attention import AttentionMetadata
 from engine.models.families import read_spec
 from engine.models.spec import ModelSpec
-from engine.worker.cache_widener import MOST_BYTES, CacheWidener
+from engine.worker.attention.fp8_prefill import MOST_BYTES, CacheWidener
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker import cores
+from engine.worker.parallel import cores
 
 
 @pytest.fixture

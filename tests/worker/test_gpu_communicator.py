@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from engine.worker.gpu_communicator import LARGE_BYTES, RenumberedStore, channel_capacity, chunks
+from engine.worker.parallel.gpu_communicator import LARGE_BYTES, RenumberedStore, channel_capacity, chunks
 
 
 def exchange(store: Store, number: int, rank: int, value: str) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from engine.core.batch import SchedulerOutput, StepResult
-from engine.core.cache_groups import FULL, CacheGroup
 from engine.core.engine_request import EngineRequest
+from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch

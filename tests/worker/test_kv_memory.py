@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.cache_groups import FULL, CacheGroup
+from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import CachedLayer, KVCacheLayout, KVCacheTooSmallError
 from engine.worker.options import RunnerOptions

@@ -11,8 +11,8 @@ import torch
 from benchmarks.model_shapes import model_folder
 from engine.models.families import read_spec
 from engine.models.spec import LatentSpec, ModelSpec
+from engine.worker.attention.latent import LatentExpander, can_expand, is_worth_expanding
 from engine.worker.device import CpuDevice
-from engine.worker.latent_expander import LatentExpander, can_expand, is_worth_expanding
 from engine.worker.options import RunnerOptions
 
 

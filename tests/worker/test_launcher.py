@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from engine.worker.launcher import LocalLauncher
+from engine.worker.parallel.launcher import LocalLauncher
 
 CHECK = """
 import sys

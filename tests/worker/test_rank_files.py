@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.models.shard import Stage
-from engine.worker.block_copier import BlockCopier
-from engine.worker.block_file import BlockFile, BlockFileOptions, Found, open_block_file
-from engine.worker.cache_file import ALIGNMENT, Name
+from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, Found, open_block_file
+from engine.worker.block_store.cache_file import ALIGNMENT, Name
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.rank_files import FileCall, Followers, Leader, of_rank
+from engine.worker.parallel.rank_files import FileCall, Followers, Leader, of_rank
 
 NUM_BLOCKS = 8
 SLOT_BYTES = 8192  # of the blocks below

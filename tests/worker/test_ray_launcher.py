@@ -17,9 +17,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.errors import ModelError
-from engine.worker import ray_launcher
-from engine.worker.launcher import LaunchError
-from engine.worker.ray_launcher import RayLauncher, Seat, find_model
+from engine.worker.parallel import ray_launcher
+from engine.worker.parallel.launcher import LaunchError
+from engine.worker.parallel.ray_launcher import RayLauncher, Seat, find_model
 
 
 class FakeRay:

@@ -1,6 +1,6 @@
 """PyTorch gets the number of threads with which steps are done soonest."""
 
-from engine.worker.step_threads import TRY_EVERY, StepThreads
+from engine.worker.parallel.step_threads import TRY_EVERY, StepThreads
 
 
 class Machine:

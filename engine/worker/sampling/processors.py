@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
 from engine.worker.input_batch import Row
 from engine.worker.sampling import filters

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.worker.input_batch import InputBatch, Members, PackedStep, Row
 from engine.worker.sampling.processors import (
     FOREVER,

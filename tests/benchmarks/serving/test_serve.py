@@ -17,7 +17,7 @@ from benchmarks.processes import free_port
 from benchmarks.serving import serve
 from benchmarks.serving.client import Answer
 from engine.errors import ConfigError
-from server import cli
+from server.cli import main as cli
 from tests.support.stub_sse import Stub
 
 

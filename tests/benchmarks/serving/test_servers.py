@@ -32,7 +32,7 @@ def flags(**more: Any) -> ServersFlags:
 
 def test_commands() -> None:
     settings = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 8, "hf_overrides": {"a": 1}}
-    for engine, module in (("quire", "server.cli"), ("vllm", "vllm.entrypoints.cli.main")):
+    for engine, module in (("quire", "quire"), ("vllm", "vllm.entrypoints.cli.main")):
         words = servers.server_command(Job(engine, "m", Path("/models/m"), settings, ()), 9000)
         assert module in words
         assert "/models/m" in words

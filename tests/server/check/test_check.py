@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server import cli
-from server.check import openai_api
-from server.check.runner import Server, run
+from server.cli import main as cli
+from server.cli.checks import openai_api
+from server.cli.checks.runner import Server, run
 from server.settings import ServerConfig
 from tests.support.fake_engine import GrammarEngine
 from tests.support.live_server import Live, run_server

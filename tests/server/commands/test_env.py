@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import engine
-from server.cli import main
+from server.cli.main import main
 
 
 def test_it_shows_versions_and_settings_but_no_keys(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from server import cli
+from server.cli import main as cli
+from server.http.api_keys import KeyRing
 from server.http.callers import Caller
-from server.keys import KeyRing
 
 
 def new(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

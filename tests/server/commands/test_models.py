@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.supported import families, quantizations
-from server.cli import main
+from engine.models.catalog import families, quantizations
+from server.cli.main import main
 from tests.oracles import families as family_cases
 from tests.oracles import quantised
 

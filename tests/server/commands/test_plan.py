@@ -10,7 +10,7 @@ from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.flags import Parser, add_flags
 from engine.plan import GPUS, make_plan
-from server.cli import main
+from server.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 

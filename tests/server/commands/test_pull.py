@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
+from server.cli.main import main
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.core.parameters import parameters_of
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.declare import parameters_of
+from engine.core.params.sampling import SamplingParams
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, load
-from server.commands.common import SAMPLING_FLAGS, SamplingFlags
+from server.cli.common import SAMPLING_FLAGS, SamplingFlags
 
 
 def given(*words: str) -> SamplingFlags:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.models.classifier import Classifier
+from server.apis.endpoint import MODEL, Endpoint
 from server.app import APIS
-from server.docs.endpoint import MODEL, Endpoint
 from server.http.auth import PROBES
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine.outstanding import Outstanding
+from engine.replicas.in_flight import Outstanding
 from server.generation.queue import MAX_SECONDS, UNKNOWN_SECONDS, RequestQueue
 from server.http.errors import APIError
 

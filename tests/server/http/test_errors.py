@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from engine.errors import ConfigError
+from server.apis.openai.chat.protocol import NOT_YET_IN_CHAT
+from server.apis.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
+from server.apis.openai.fields import NOT_YET_IN_BOTH
 from server.app import create_app
-from server.commands import serve as serve_command
+from server.cli import serve as serve_command
 from server.http.errors import unexpected
-from server.openai.chat.protocol import NOT_YET_IN_CHAT
-from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
-from server.openai.fields import NOT_YET_IN_BOTH
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, wait_until

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import ConfigError
-from engine.log import configure_logging
+from engine.utils.log import configure_logging
 from server.http.context import CURRENT, new_context
 from server.observability.logs import RequestFields
 from tests.support.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.output_collector import RequestMetrics
+from engine.processing.output_collector import RequestMetrics
 from server.metrics import Metrics, SampleWatch
 from server.observability import requests
 from server.observability.requests import RequestLog, RequestRecord

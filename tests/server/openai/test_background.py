@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from server.apis.openai.responses.background import Background, BackgroundResponse
 from server.http.errors import APIError
-from server.openai.responses.background import Background, BackgroundResponse
 from tests.server.openai.test_responses import PATH, without_ids
 from tests.support.fake_engine import ANSWER
 from tests.support.live_server import Live, wait_until

@@ -13,8 +13,8 @@ import pytest
 from engine import BeamSearchParams
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
-from engine.input_processor import InputProcessor
-from engine.output_collector import OutputCollector, RequestUpdate
+from engine.processing.input_processor import InputProcessor
+from engine.processing.output_collector import OutputCollector, RequestUpdate
 from server.settings import ServerConfig
 from tests.support.beams import by_definition, chance, likeliest
 from tests.support.fake_engine import FakeEngine, make_tokenizer

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.openai.responses.conversations import CONVERSATION_BYTES, ConversationStore, StoredConversation
-from server.openai.responses.store import encoded, items_bytes
+from server.apis.openai.responses.conversations import CONVERSATION_BYTES, ConversationStore, StoredConversation
+from server.apis.openai.responses.store import encoded, items_bytes
 from tests.server.openai.test_responses import PATH, prompt_text, start
 from tests.support.fake_engine import ANSWER
 from tests.support.live_server import Live

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.core.pooling_params import PoolingParams
+from engine.core.params.pooling import PoolingParams
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine, embedding_of, make_tokenizer
 from tests.support.live_server import Live

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.openai.completions.protocol import NOT_YET_IN_COMPLETIONS, CompletionRequest
-from server.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH
+from server.apis.openai.completions.protocol import NOT_YET_IN_COMPLETIONS, CompletionRequest
+from server.apis.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH
 from tests.support.served import blocks_in_use, metric, serve
 
 PATHS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.pooling_params import PoolingParams
+from engine.core.params.pooling import PoolingParams
 from engine.models.classifier import Classifier
 from server.settings import ServerConfig
 from tests.support.fake_engine import HIDDEN_SIZE, FakeEngine, embedding_of, make_tokenizer

@@ -4,8 +4,8 @@ import gc
 import random
 import tracemalloc
 
+from server.apis.openai.responses.store import ResponseStore, StoredResponse, Turn
 from server.generation.request import Message, ToolCall
-from server.openai.responses.store import ResponseStore, StoredResponse, Turn
 
 
 def response(text: str = "", *, previous: Turn | None = None, items: int = 1, name: str = "") -> StoredResponse:

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.core.batch import SchedulerStats
-from server.ray import LLMConfig, LLMServingArgs
-from server.ray.autoscaling import by_load, replica_load
+from server.deploy_ray import LLMConfig, LLMServingArgs
+from server.deploy_ray.autoscaling import by_load, replica_load
 
 
 def config(**fields: Any) -> LLMConfig:
@@ -36,7 +36,7 @@ def test_names_are_those_of_ray_serve_llm() -> None:
     assert options["ray_actor_options"] == {"num_gpus": 4, "accelerator_type": "H200"}
     assert options["max_ongoing_requests"] == 10, "what is given wins"
     assert options["autoscaling_config"]["max_replicas"] == 4
-    assert options["autoscaling_config"]["policy"] == {"policy_function": "server.ray.autoscaling:by_load"}
+    assert options["autoscaling_config"]["policy"] == {"policy_function": "server.deploy_ray.autoscaling:by_load"}
 
 
 def test_a_model_without_a_source_is_its_name() -> None:
@@ -87,9 +87,9 @@ def test_several_models_and_files(tmp_path: Path) -> None:
 
 
 def test_without_ray_the_error_says_what_to_install() -> None:
-    code = "import sys; sys.modules['ray'] = None; from server.ray import build_openai_app"
+    code = "import sys; sys.modules['ray'] = None; from server.deploy_ray import build_openai_app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stderr.splitlines()[-1] == "ImportError: server.ray needs Ray: pip install 'quire[ray]'"
+    assert done.stderr.splitlines()[-1] == "ImportError: server.deploy_ray needs Ray: pip install 'quire[ray]'"
 
 
 def stats(num_running: int, num_waiting: int, num_free: int) -> SchedulerStats:

@@ -12,11 +12,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from engine.core.routing import CHUNK_TOKENS, Router
+from engine.replicas.routing import CHUNK_TOKENS, Router
 from server.app import create_app
-from server.ray.forwarded import MAX_TEXT_BYTES, TOKEN_BYTES, ForwardedRequest, forwarded, prompt_tokens
-from server.ray.ingress import MAX_BODY_BYTES, OpenAiIngress
-from server.ray.replica import MAX_WAITING, LLMServer
+from server.deploy_ray.forwarded import MAX_TEXT_BYTES, TOKEN_BYTES, ForwardedRequest, forwarded, prompt_tokens
+from server.deploy_ray.ingress import MAX_BODY_BYTES, OpenAiIngress
+from server.deploy_ray.replica import MAX_WAITING, LLMServer
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.processes import free_port
-from server import cli
+from server.cli import main as cli
+from server.cli.top_view.metrics import KeyRow, Reading, busiest, compare, quantile
+from server.cli.top_view.view import line, screen
 from server.settings import ServerConfig
-from server.top.metrics import KeyRow, Reading, busiest, compare, quantile
-from server.top.view import line, screen
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.worker.sampling import filters
 from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, repetitions
 

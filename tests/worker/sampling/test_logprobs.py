@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.batch import ScheduledBatch
-from engine.core.sampling_params import SamplingParams
+from engine.core.params.sampling import SamplingParams
 from engine.worker.input_batch import Members, Row
 from engine.worker.sampling.logprobs import SampledLogprobs
 

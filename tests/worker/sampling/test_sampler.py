@@ -11,9 +11,9 @@ import torch
 
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.engine_request import EngineRequest
-from engine.core.pooling_params import UNSAMPLED
-from engine.core.sampling_params import SamplingParams
-from engine.core.structured_outputs import StructuredOutputs
+from engine.core.params.pooling import UNSAMPLED
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch
 from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.chat.models import Message, Piece, RefusedError
-from server.commands.chat.session import COMMANDS, Chat
-from server.commands.chat.terminal import Show
-from server.commands.common import SAMPLING_FLAGS, SamplingFlags
+from server.cli.chat.models import Message, Piece, RefusedError
+from server.cli.chat.session import COMMANDS, Chat
+from server.cli.chat.terminal import Show
+from server.cli.common import SAMPLING_FLAGS, SamplingFlags
 
 
 class Echo:

@@ -12,9 +12,9 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from server.commands.chat.models import Piece
-from server.commands.chat.session import NAMES
-from server.commands.chat.terminal import MarkdownPrinter, RichTerminal, history_file, printable
+from server.cli.chat.models import Piece
+from server.cli.chat.session import NAMES
+from server.cli.chat.terminal import MarkdownPrinter, RichTerminal, history_file, printable
 
 
 @pytest.fixture

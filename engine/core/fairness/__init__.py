@@ -1,0 +1,1 @@
+"""Fair order between requests and tenants: queues, arrivals, step times, deadlines."""

@@ -1,0 +1,1 @@
+"""KV blocks: pool, prefix cache, block tables, cache groups."""

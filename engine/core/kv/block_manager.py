@@ -1,0 +1,288 @@
+"""Assigns KV blocks to requests in each cache group, and finds blocks that the prefix cache already has."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from struct import pack
+
+from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
+from engine.core.request import Request
+
+HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
+UNHELD = 0  # block table entry where the request holds no block: no query reads or writes it
+
+
+class BlockManager:
+    """Block tables with `block_size` tokens per block, one for each cache group, over one pool of `num_blocks` blocks.
+
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding
+    window releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All
+    blocks have the same size in bytes, so every group can use the blocks that another one releases: the pool is not
+    divided between groups.
+
+    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the
+    chain starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain
+    survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one
+    can construct two prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name
+    takes 32 bytes; the tokens to compare would take a kilobyte.
+
+    If two requests compute the same content at the same time, each keeps its own block. The first block is published;
+    the other stays private and is empty once it is released.
+
+    **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens
+    before any of them attends. Therefore
+    - a block that is released while a launched step still reads or writes it may be assigned again at once: the writes
+      of its new holder are launched later;
+    - a block may be published, and hit by another request, in the same step that fills it.
+    A stale write never corrupts another request: a request writes only to unpublished blocks that it alone holds, and a
+    block that it loses is written or published again only by a later step.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: Sequence[CacheGroup] = (FULL,),
+        max_chunk: int = sys.maxsize,
+    ) -> None:
+        """`max_chunk`: maximum number of tokens that a step computes for one request."""
+        assert block_size >= 1
+        assert groups
+        self.groups = tuple(groups)
+        self.pool = BlockPool(num_blocks, len(self.groups))
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
+        self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks that no request holds: empty or evictable."""
+        return self.pool.num_free
+
+    def most_held(self, num_tokens: int) -> int:
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at a time."""
+        return most_blocks(self.groups, num_tokens, self.block_size, self.max_chunk)
+
+    def longest(self, max_tokens: int) -> int:
+        """Return the length of the longest request that can run alone, up to `max_tokens`."""
+        return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
+
+    def capacity(self, num_tokens: int) -> int:
+        """Return how many tokens fit in the cache as sequences of `num_tokens` tokens, rounded up to whole blocks."""
+        num_tokens = -(-num_tokens // self.block_size) * self.block_size
+        return self.num_blocks * num_tokens // self.most_held(num_tokens)
+
+    def match_prefix(self, request: Request) -> list[list[int]]:
+        """Find the longest cached prefix. Returns the first block table entries of each group.
+
+        The prefix never includes the last token, since at least one token must be computed. In a group with a window,
+        only the blocks that the next query reads need to be cached.
+        """
+        tables: list[list[int]] = [[] for _ in self.groups]
+        if not self.enable_prefix_caching:
+            return tables
+        size = self.block_size
+        num_blocks = (len(request.token_ids) - 1) // size
+        for g, group in enumerate(self.groups):
+            if not group.window:
+                find = self.pool.finder(g)
+                for index in range(num_blocks):
+                    if (block_id := find(self._hash(request, index))) is None:
+                        break
+                    tables[g].append(block_id)
+                num_blocks = len(tables[g])
+        if self._windowed:
+            num_blocks = self._match_windows(request, num_blocks, tables)
+        for table in tables:
+            del table[num_blocks:]
+        return tables
+
+    def miss_reason(self, request: Request, num_matched: int) -> str:
+        """Return why `match_prefix` found only the first `num_matched` blocks, or "" if it found the whole prompt.
+
+        "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
+        "evicted"; "not_seen": no request with this salt has computed these tokens, or one did long ago.
+        """
+        if not self.enable_prefix_caching:
+            return "disabled"
+        if not request.reads_cache:
+            return "not_read"
+        if num_matched >= (request.num_prompt_tokens - 1) // self.block_size:
+            return ""
+        return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
+
+    def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
+        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
+        every group with a window.
+
+        Fills the tables of these groups, except for entries that the query after that prefix does not read.
+        """
+        size, longest = self.block_size, 0
+        finders = [(self.pool.finder(g), group, tables[g]) for g, group in self._windowed]
+        runs = [0] * len(finders)  # consecutive published blocks, up to the current one
+        for index in range(num_blocks):
+            block_hash, is_end = self._hash(request, index), True
+            for i, (find, group, table) in enumerate(finders):
+                block_id = find(block_hash)
+                runs[i] = 0 if block_id is None else runs[i] + 1
+                table.append(UNHELD if block_id is None else block_id)
+                is_end &= runs[i] > index - group.first_needed((index + 1) * size) // size
+            if is_end:
+                longest = index + 1
+        for _, group, table in finders:
+            num_passed = group.first_needed(longest * size) // size
+            table[:num_passed] = [UNHELD] * num_passed
+        return longest
+
+    def grow(
+        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
+    ) -> list[list[int]] | None:
+        """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`,
+        then new ones.
+
+        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns
+        the new blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
+        """
+        size, pool = self.block_size, self.pool
+        if request.block_tables and self._windowed:
+            self._give_back_passed(request)
+        tables, num_passed, held, counts = self._growth(request, num_tokens, cached)
+        if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
+            return None
+        num_cached = len(cached[0]) if cached else 0
+        pool.hold(held)
+        new_ids = [pool.take(count) for count in counts]
+        if not request.block_tables and self.enable_prefix_caching:
+            request.next_commit = (num_cached + 1) * size
+        for g, table in enumerate(tables):
+            table += cached[g] if num_cached else ()
+            table += new_ids[g]
+        request.block_tables, request.num_passed = tables, num_passed
+        request.num_slots = min(map(len, tables)) * size
+        return new_ids
+
+    def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
+        """Whether `grow` would succeed for a request that holds no block."""
+        *_, held, counts = self._growth(request, num_tokens, cached)
+        return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
+
+    def _growth(
+        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and
+        the number of new blocks for each group.
+        """
+        size, num_cached = self.block_size, len(cached[0]) if cached else 0
+        computed = max(num_cached * size, request.num_computed_tokens)
+        tables, num_passed = request.block_tables, request.num_passed
+        if not tables:
+            tables = [[] for _ in self.groups]
+            num_passed = [group.first_needed(computed) // size for group in self.groups]
+        held = (
+            [block_id for ids, first in zip(cached, num_passed, strict=True) for block_id in ids[first:]]
+            if cached
+            else []
+        )
+        counts = []
+        for group, table in zip(self.groups, tables, strict=True):
+            end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
+            counts.append(max(-(-end // size) - len(table) - num_cached, 0))
+        return tables, num_passed, held, counts
+
+    def _give_back_passed(self, request: Request) -> None:
+        """Release the blocks before the window of every later query.
+
+        The next query may be the one of the newest token that the CPU knows: that is how far a retraction goes back.
+        """
+        position = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        for g, group in self._windowed:
+            first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
+            self.pool.release(request.block_tables[g][request.num_passed[g] : first])
+            request.num_passed[g] = max(request.num_passed[g], first)
+
+    def commit(self, request: Request) -> None:
+        """Publish the request's full blocks whose tokens are both known and computed."""
+        ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
+        for end in range(request.next_commit, ready + 1, size):
+            index = end // size - 1
+            block_hash = self._hash(request, index)
+            for g, table in enumerate(request.block_tables):
+                if index >= request.num_passed[g]:
+                    self.pool.publish(g, block_hash, table[index])
+            request.next_commit = end + size
+
+    def unpublish(self, request: Request) -> None:
+        """Remove the request's blocks from the prefix cache: their content may be corrupt."""
+        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
+            self.pool.unpublish(table[num_passed:])
+
+    def release(self, request: Request) -> None:
+        """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""
+        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
+            self.pool.release(reversed(table[num_passed:]))
+        request.block_tables, request.num_passed = [], []
+        request.num_slots = 0
+        request.next_commit = sys.maxsize
+
+    def reset(self) -> bool:
+        """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
+        return self.pool.reset()
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        """Return the hash of the request's first `index + 1` blocks, all full. Kept across preemptions."""
+        hashes = request.block_hashes
+        if index >= len(hashes):
+            self._hash_more(request, index + 1)
+        return hashes[index]
+
+    def _hash_more(self, request: Request, count: int) -> None:
+        """Hash the next full blocks: up to block `count`, and more of them if their tokens are known."""
+        hashes, size = request.block_hashes, self.block_size
+        start = len(hashes)
+        end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
+        data, width = pack(f"<{(end - start) * size}q", *request.token_ids[start * size : end * size]), 8 * size
+        name = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
+        for at in range(0, len(data), width):
+            name = sha256(name + data[at : at + width]).digest()
+            hashes.append(name)
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """Assert all invariants, given all requests that hold blocks."""
+        requests = list(holders)
+        held = Counter(
+            block_id
+            for request in requests
+            for table, num_passed in zip(request.block_tables, request.num_passed, strict=True)
+            for block_id in table[num_passed:]
+        )
+        self.pool.check(held)
+        for request in requests:
+            num_computed = request.num_computed_tokens
+            assert request.num_slots == min(map(len, request.block_tables)) * self.block_size
+            assert num_computed <= request.num_slots, "computed tokens without a slot"
+            num_ready = min(len(request.token_ids), num_computed)
+            next_full = num_ready - num_ready % self.block_size + self.block_size
+            assert request.next_commit == (next_full if self.enable_prefix_caching else sys.maxsize), "commit is late"
+            for g in range(len(self.groups)):
+                self._check_table(request, g, held)
+
+    def _check_table(self, request: Request, g: int, held: Counter[int]) -> None:
+        num_passed, size = request.num_passed[g], self.block_size
+        block_ids = request.block_tables[g][num_passed:]
+        assert len(set(block_ids)) == len(block_ids), "a block twice in one table"
+        needed = self.groups[g].first_needed(min(request.num_computed_tokens, len(request.token_ids) - 1))
+        assert num_passed * size <= needed, "a block that is still read was given back"
+        for index, block_id in enumerate(block_ids, num_passed):
+            name = self.pool.name_of(block_id)
+            if index >= request.num_computed_tokens // size:
+                assert held[block_id] == 1, "a block yet to be written is shared"
+                assert name is None, "a block yet to be written is published"
+            elif name is None:
+                assert held[block_id] == 1, "a shared block is not published"
+            else:
+                assert name == (g, self._hash(request, index)), "a published block holds other tokens"

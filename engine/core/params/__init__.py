@@ -1,0 +1,1 @@
+"""Request parameters, declared once; checks, HTTP schema and documentation follow from them."""

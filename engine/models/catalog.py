@@ -1,0 +1,31 @@
+"""The model catalogue: supported families and quantization methods, and the download of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.models.families import FAMILIES, read_spec
+from engine.models.hub import resolve_model
+from engine.models.quantization import METHODS
+
+
+def families() -> dict[str, str]:
+    """Return architecture name in config.json → description."""
+    return _described(FAMILIES)
+
+
+def quantizations() -> dict[str, str]:
+    """Return `quant_method` of quantization_config → description."""
+    return _described(METHODS)
+
+
+def pull(model: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Download a model and return its folder. Raises `ModelError` before the download if it is not supported."""
+    read_spec(resolve_model(model, revision=revision, download_dir=download_dir, weights=False))
+    return resolve_model(model, revision=revision, download_dir=download_dir)
+
+
+def _described(functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    return {name: (function.__doc__ or "").strip().splitlines()[0] for name, function in functions.items()}

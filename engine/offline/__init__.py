@@ -1,0 +1,1 @@
+"""The offline API: the LLM class and the loop that runs its jobs."""

@@ -1,0 +1,346 @@
+"""Offline inference in this process, with the interface of vLLM's `LLM`.
+
+llm = LLM(model="...")
+for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+    print(result.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
+from engine.core.params.sampling import SamplingParams
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.flags import nearest, settings_of
+from engine.offline.job_runner import Answer, Job, JobRunner, check_all
+from engine.processing.beam_search import Beam, BeamSearch, BeamSearchParams
+from engine.processing.input_processor import InputProcessor
+from engine.processing.output_collector import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    OutputCollector,
+    RequestOutput,
+    logprobs_by_id,
+    with_samples,
+)
+from engine.processing.prompts import Prompt, as_list, read_prompt
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.utils.progress import TerminalProgress
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class LLM:
+    """A model in this process. Not thread-safe."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """Load `model`, a folder or a Hugging Face id. `settings`: fields of `EngineConfig`.
+
+        Raises `TypeError` for an unknown setting, else `ModelError`, `TokenizerError`, `ConfigError` or `EngineError`, each
+        with a message of one line.
+        """
+        start = time.perf_counter()
+        known = settings_of(EngineConfig)
+        for name in settings:
+            if name not in known:
+                raise TypeError(f"LLM() has no setting {name!r}{nearest(name, known)}")
+        self.config = EngineConfig(model=model, **settings)
+        if self.config.data_parallel_size > 1:
+            raise ConfigError("data_parallel_size must be 1 offline: replicas are the server's")
+        processor = InputProcessor.load(self.config)
+        config, ends = processor.local(self.config), processor.eos_token_ids
+        self._engine = Engine(
+            config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress()
+        )
+        self._input_processor = processor.with_context(self._engine.runner.max_model_len)
+        self._ids = itertools.count()
+        self._runner = JobRunner(self._engine)
+        print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate completions for one prompt or several. Results are in the order of the prompts.
+
+        `sampling_params`: one for all prompts, or a list with one for each; None: the model's defaults. `use_tqdm`: whether
+        to show a progress bar, or a function that makes one. `priority`: one for each prompt; lower values run first.
+
+        Raises `ValueError`, which names the prompt, if one cannot run; then none runs. Ctrl-C aborts all requests; the LLM
+        stays usable.
+        """
+        return self._generate(prompts, sampling_params, use_tqdm, True, priority)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or several: lists of {"role": …, "content": …}.
+
+        `chat_template`: a Jinja template, or the path of one, to use instead of the model's. `continue_final_message`:
+        continue the last message instead of answering it; requires `add_generation_prompt=False`. Otherwise as `generate`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False")
+        if not messages:
+            raise ValueError("messages must hold at least one message, got an empty list")
+        conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages  # type: ignore
+        for conversation in conversations:
+            for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
+                if not isinstance(message, Mapping) or "role" not in message:
+                    raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
+        template = self._chat_template(chat_template)
+        prompts = [
+            template.render(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm, False, None)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: list[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed one prompt or several: pool the model's final hidden states. Results are in the order of the prompts.
+
+        `pooling`: "last" for the last token's hidden state, "mean" for the mean over all tokens; None: the engine's setting
+        `pooling`. `normalize`: scale to length 1. `dimensions`: keep only the first ones, for models trained for that.
+        Otherwise as `generate`. Raises `EngineError` if a prompt fails.
+        """
+        params = PoolingParams(
+            pooling=pooling or self._input_processor.default_pooling, normalize=normalize, dimensions=dimensions
+        )
+        several = as_list(prompts)
+        jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params)
+        self._runner.run(jobs, use_tqdm, "Embedding")
+        check_all(jobs)
+        return [
+            EmbeddingRequestOutput(
+                job.request_id,
+                EmbeddingOutput.read(job.answers[0].embedding),
+                job.token_ids,
+                True,
+                job.text,
+                job.answers[0].num_cached_tokens,
+            )
+            for job in jobs
+        ]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely completions: `params.beam_width` for each prompt, the best first.
+
+        `use_tqdm`: show a progress bar for each step. Otherwise as `generate`. Raises `EngineError` if a prompt fails.
+        """
+        first = params.step_sampling()
+        jobs = self._jobs(several := as_list(prompts), [first] * len(several), True, None)
+        ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
+        searches = []
+        for job in jobs:
+            fitting = replace(params, max_tokens=min(params.max_tokens, context - len(job.token_ids)))
+            searches.append(BeamSearch(len(job.token_ids), fitting, ends))
+        salts = [job.answers[0].request.cache_salt for job in jobs]
+        while unfinished := [index for index, search in enumerate(searches) if not search.is_over]:
+            asked: list[Prompt] = [
+                {"prompt_token_ids": jobs[index].token_ids + beam.token_ids, "cache_salt": salts[index]}
+                for index in unfinished
+                for beam in searches[index].beams
+            ]
+            steps = self._jobs(asked, [first] * len(asked), True, None)
+            self._runner.run(steps, use_tqdm, "Beam search")
+            check_all(steps)
+            found = iter([logprobs for step in steps for logprobs in step.answers[0].logprobs or ()])
+            for index in unfinished:
+                searches[index].advance(list(itertools.islice(found, len(searches[index].beams))))
+        tokenizer = self._input_processor.tokenizer
+        return [
+            BeamSearchOutput([_sequence(job.token_ids, beam, params, tokenizer) for beam in search.best()])
+            for job, search in zip(jobs, searches, strict=True)
+        ]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises `ValueError` with `skip_tokenizer_init`."""
+        if self._input_processor.tokenizer is None:
+            raise ValueError("there is no tokenizer (skip_tokenizer_init)")
+        return self._input_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters that the model's `generation_config.json` suggests."""
+        return SamplingParams(**self._input_processor.default_sampling)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns whether it was emptied: not while requests are running."""
+        return self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the device's memory. The LLM cannot be used afterwards."""
+        self._runner.close()
+
+    def _chat_template(self, given: str | None) -> ChatTemplate:
+        tokenizer = self.get_tokenizer()
+        source = given
+        if source is None:
+            source = tokenizer.chat_template
+            if source is None:
+                raise ValueError(f"{self._input_processor.model_name} has no chat template: give one as chat_template")
+        elif "{" not in source:
+            source = Path(source).read_text(encoding="utf-8")
+        return ChatTemplate(source, tokenizer.special_tokens_map)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        add_special_tokens: bool,
+        priority: list[int] | None,
+    ) -> list[RequestOutput]:
+        several = as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        each = (
+            [sampling_params] * len(several) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        )
+        if len(each) != len(several):
+            raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
+        jobs = self._jobs(several, each, add_special_tokens, priority)
+        self._runner.run(jobs, use_tqdm, "Generating")
+        return [self._result(job) for job in jobs]
+
+    def _jobs(
+        self,
+        prompts: list[Prompt],
+        sampling_params: list[SamplingParams],
+        add_special_tokens: bool,
+        priority: list[int] | None,
+        pooling: PoolingParams | None = None,
+    ) -> list[Job]:
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"priority must be one for each prompt ({len(prompts)}), got {len(priority)}")
+        jobs = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                first = priority[index] if priority is not None else 0
+                jobs.append(self._job(prompt, sampling, add_special_tokens, pooling, first))
+            except (ValueError, TokenizerError) as error:
+                raise ValueError(f"prompts[{index}]: {error}") from None
+        return jobs
+
+    def _job(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        add_special_tokens: bool,
+        pooling: PoolingParams | None,
+        priority: int,
+    ) -> Job:
+        text, token_ids, cache_salt = read_prompt(prompt)
+        if token_ids is None:
+            assert text is not None
+            if self._input_processor.tokenizer is None:
+                raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
+            token_ids = self._input_processor.tokenizer.encode(text, add_special_tokens)
+        request_id = str(next(self._ids))
+        request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority)
+        request = self._input_processor.check(request)
+        sampling = request.sampling
+        room = 0 if pooling is not None else self._input_processor.max_model_len - len(token_ids)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        answers = []
+        for index, own in enumerate(with_samples(sampling)):
+            answer_id = request_id if sampling.n == 1 else f"{request_id}-{index}"
+            collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
+            answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
+        return Job(request_id, text, token_ids, answers)
+
+    def _logprobs(self, answer: Answer) -> list[dict[int, Logprob]] | None:
+        if answer.logprobs is None:
+            return None
+        ranked = not answer.request.sampling.logprob_token_ids
+        return logprobs_by_id(answer.token_ids, answer.logprobs, self._input_processor.tokenizer, ranked)
+
+    def _result(self, job: Job) -> RequestOutput:
+        outputs = [
+            CompletionOutput(
+                index,
+                "".join(answer.text),
+                answer.token_ids,
+                sum(found.logprob for found in answer.logprobs) if answer.logprobs is not None else None,
+                self._logprobs(answer),
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+            for index, answer in enumerate(job.answers)
+        ]
+        first = job.answers[0]
+        scores: list[dict[int, Logprob] | None] | None = None
+        if first.prompt_logprobs is not None:
+            scores = [None, *logprobs_by_id(job.token_ids[1:], first.prompt_logprobs, self._input_processor.tokenizer)]
+        return RequestOutput(
+            job.request_id,
+            job.text,
+            job.token_ids,
+            outputs,
+            True,
+            None if self.config.disable_log_stats else first.collector.metrics,
+            first.num_cached_tokens,
+            scores,
+        )
+
+
+def _sequence(
+    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    ended = beam.finish_reason == "stop"
+    shown = beam.token_ids[:-1] if ended and not params.include_stop_str_in_output else beam.token_ids
+    return BeamSearchSequence(
+        prompt + shown,
+        beam.cumulative_logprob,
+        tokenizer.decode(prompt + shown) if tokenizer is not None else None,
+        logprobs_by_id(beam.token_ids, beam.logprobs, tokenizer),
+        beam.finish_reason,
+        beam.token_ids[-1] if ended else None,
+    )

@@ -1,0 +1,346 @@
+"""The input processor: makes valid engine requests with the tokenizer, defaults and limits of a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
+from engine.core.params.pooling import PoolingParams
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags
+from engine.errors import ConfigError, TagsError
+from engine.models.classifier import Classifier, read_classifier
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.models.files import Progress, silent
+from engine.models.generation_config import read_generation_config
+from engine.models.hub import resolve_model
+from engine.models.pooling_config import read_pooling
+from engine.models.spec import ModelSpec
+from engine.processing.grammar_cache import Remembered, TooSlowError
+from engine.structured.grammar import (
+    Compiler,
+    Vocabulary,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+    text_grammar,
+)
+from engine.structured.harmony import compose_messages
+from engine.structured.tags import MAX_TAGS_LENGTH, compose
+from engine.structured.unique import refuse_unique_items
+from engine.text.tokenizer import Tokenizer
+
+GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → the grammar of its value
+    "json": json_grammar,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "json_object": lambda _: json_grammar({"type": "object"}),
+}
+ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+CHECK_SECONDS = 3.0  # time limit for compiling the schemas of one request's tags
+MAX_BAD_TOKENS = 4096
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
+
+
+@dataclass(frozen=True)
+class InputProcessor:
+    """Tokenizes and checks requests. Needs the model's small files only, not the engine."""
+
+    folder: Path
+    model_name: str
+    spec: ModelSpec
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
+    default_sampling: dict[str, Any]  # fields of SamplingParams, from generation_config.json
+    max_model_len: int
+    max_logprobs: int
+    default_pooling: str = "last"
+    classifier: Classifier | None = None  # of a classification model
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
+        """Find or download the model and read its small files. Raises `ModelError`, `TokenizerError`."""
+        folder = resolve_model(
+            config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
+        )
+        spec = read_spec(folder, config.hf_overrides)
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
+        return cls(
+            folder,
+            config.served_model_name[0] if config.served_model_name else config.model,
+            spec,
+            tokenizer,
+            _default_sampling(config, folder),
+            context_length(config, spec),
+            config.max_logprobs,
+            read_pooling(folder) if config.pooling == "auto" else config.pooling,
+            None if config.load_format == "dummy" else _read_classifier(config, folder, spec, tokenizer),
+        )
+
+    def with_context(self, max_model_len: int) -> InputProcessor:
+        """Return a copy for an engine with this `max_model_len`."""
+        return self if max_model_len == self.max_model_len else replace(self, max_model_len=max_model_len)
+
+    def local(self, config: EngineConfig) -> EngineConfig:
+        """Return `config` with the model's local folder, served under the name that the user gave."""
+        name = self.folder.name if Path(self.model_name).is_dir() else self.model_name
+        return replace(config, model=str(self.folder), served_model_name=(name,))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-text tokens according to all of the model's files, including the tokenizer's."""
+        own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        return tuple(dict.fromkeys((*self.spec.eos_token_ids, *([] if own is None else [own]))))
+
+    def encode(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "the prompt is text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids"
+            )
+        return self.tokenizer.encode(prompt)
+
+    def check(self, request: EngineRequest) -> EngineRequest:
+        """Check a request and return it in the form that the engine accepts.
+
+        Raises `ValueError`, with the valid values, if the engine could not run it. May take a second, unless the
+        sampling parameters are prepared already.
+        """
+        if request.pooling is not None:
+            self._check_pooling(request.prompt_token_ids, request.pooling)
+            return request
+        if not self.spec.has_head:
+            raise ValueError(f"the model {self.model_name} is an embedding model: it cannot generate text")
+        self._check_prompt(request.prompt_token_ids, 1)
+        sampling = self.prepare(request.sampling)
+        return request if sampling is request.sampling else replace(request, sampling=sampling)
+
+    def prepare(self, sampling: SamplingParams) -> SamplingParams:
+        """Check the parameters and return them in the form that the engine accepts.
+
+        Tokenizes texts for the sampler and checks the grammar. Call it once for all `n` completions of a request.
+        Thread-safe. Raises `ValueError` as `check` does, and `TagsError` as `_with_grammar` does.
+        """
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, name) or 0) > self.max_logprobs:
+                got = getattr(sampling, name)
+                raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
+        if sampling.thinking_token_budget is not None and sampling.thinking_marks is None:
+            raise ValueError("thinking_token_budget needs thinking_marks, the tokens around the reasoning")
+        if sampling.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
+        return self._with_grammar(sampling if sampling.checked else self._with_tokens(sampling))
+
+    def _check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
+        self._check_prompt(prompt_token_ids, 0)
+        hidden_size = self.spec.hidden_size
+        if (pooling.dimensions or 0) > hidden_size:
+            raise ValueError(f"dimensions must be at most {hidden_size}, the model's own, got {pooling.dimensions}")
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], num_answer: int) -> None:
+        num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
+        if not num_prompt:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        if num_prompt + num_answer > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens, but the context holds {self.max_model_len}"
+                f"{', at least one of them for the answer' if num_answer else ''}: shorten the prompt"
+            )
+        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
+            wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
+            raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
+
+    def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        breakers = sampling.dry_sequence_breakers
+        given = (breakers, sampling.bad_words, *(getattr(sampling, name) for name in ID_FIELDS))
+        if not any(given) and sampling.dry_multiplier == 0:
+            return sampling
+        changes: dict[str, Any] = {"checked": True}
+        if words := sampling.bad_words:
+            ids = [each for word in words for each in ([word] if isinstance(word, list) else self._spellings(word))]
+            changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
+            longest, spellings = max(map(len, ids)), len(changes["bad_words"])
+            if longest * spellings > MAX_BAD_TOKENS:  # the sampler examines so many for each row in each step
+                raise ValueError(
+                    f"bad_words must be fewer or shorter: {spellings} spellings of up to {longest} tokens, whose product "
+                    f"is above {MAX_BAD_TOKENS}"
+                )
+        if sampling.dry_multiplier == 0:
+            changes |= {"dry_sequence_breakers": None} if breakers else {}
+        elif breakers is not None or self.tokenizer is not None:
+            each = DRY_SEQUENCE_BREAKERS if breakers is None else breakers
+            last = [b if isinstance(b, int) else self._encode_part("dry_sequence_breakers", "a" + b)[-1] for b in each]
+            changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
+        sampling = sampling.clone(**changes)
+        vocab_size = self.spec.vocab_size
+        for name in (*ID_FIELDS, "dry_sequence_breakers"):
+            if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
+                raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
+        for word in sampling.bad_words or ():
+            if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
+                raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
+        return sampling
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, and there is none (skip_tokenizer_init)")
+        return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
+
+    def _with_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Compile and check the requested grammar, unless that has been done.
+
+        Raises `ValueError` that names the unsupported part, or `TagsError` if only schemas of tags are unusable.
+        """
+        asked = sampling.structured_outputs
+        if asked is None or asked.compiled is not None:
+            return sampling
+        return sampling.clone(structured_outputs=self._grammars(asked))
+
+    @cached_property
+    def _grammars(self) -> Remembered:
+        return Remembered(self._grammar)
+
+    def _grammar(self, asked: StructuredOutputs) -> StructuredOutputs:
+        content = None
+        notes: list[tuple[int | None, str]] = []
+        for name, write in GRAMMARS.items():
+            if (value := getattr(asked, name)) is not None and value is not False:
+                found: list[str] = []
+                write = partial(write, notes=found) if name == "json" else write
+                content = self._checked(f"structured_outputs.{name}", write, value)
+                notes += [(None, note) for note in found]
+        schemas = self._tag_grammars(asked.tags, notes, asked.in_messages) if asked.tags is not None else []
+        if asked.tags is not None or asked.thoughts is not None or asked.in_messages:
+            ends = self.eos_token_ids
+            special = {text: i for text, i in self._special_tokens.items() if i not in ends}
+            if asked.in_messages:
+                content = compose_messages(content, asked.tags, schemas, special)
+            else:
+                content = compose(content, asked.tags, schemas, asked.thoughts, special)
+            self._checked("structured_outputs", lambda _: content, None)
+        return StructuredOutputs(compiled=content, notes=tuple(notes))
+
+    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[str]:
+        if len(tags.tags) > MAX_TAGS:
+            raise ValueError(f"structured_outputs.tags must be at most {MAX_TAGS}, got {len(tags.tags)}")
+        grammars, reasons = [], {}
+        until = time.monotonic() + CHECK_SECONDS
+        for place, tag in enumerate(tags.tags):
+            if time.monotonic() > until:
+                raise TooSlowError("structured_outputs.tags: together, their schemas are too complex")
+            try:
+                found: list[str] = []
+                grammars.append(self._tag_grammar(tag, found, in_messages))
+                notes += [(place, note) for note in found]
+            except ValueError as error:
+                reasons[place] = str(error)
+            if sum(map(len, grammars)) > MAX_TAGS_LENGTH:
+                raise ValueError(f"structured_outputs.tags: their schemas may have {MAX_TAGS_LENGTH} characters in all")
+        if reasons:
+            raise TagsError(reasons)
+        return grammars
+
+    def _tag_grammar(self, tag: Tag, notes: list[str], in_messages: bool) -> str:
+        if tag.grammar is not None:
+            name, grammar = tag.grammar
+            try:
+                return self._checked("", partial(text_grammar, name), grammar)
+            except ValueError as error:
+                if not tag.lenient:
+                    raise
+                notes.append(f"{name} may be any text, for its grammar: {error}")
+        found = self._checked("", partial(json_grammar, notes=notes, lenient=tag.lenient), tag.schema)
+        if in_messages or tag.head is not None:  # no fixed text precedes the schema
+            refuse_unique_items(found)
+        return found
+
+    def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
+        """Return the grammar of a value. The message of a `ValueError` begins with `name`."""
+        try:
+            grammar = write(value)
+            self._compiler.check(grammar)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if name else str(error)) from None
+        return grammar
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Text → token id."""
+        assert self.tokenizer is not None
+        ids = sorted(i for i in self.tokenizer.special_ids if i < self.spec.vocab_size)
+        return {text: i for i in ids if (text := self.tokenizer.id_to_token(i))}
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return a word's tokens at the start of a text and after a space: many vocabularies distinguish them."""
+        return [self._encode_part("bad_words", word), self._encode_part("bad_words", " " + word.lstrip())]
+
+    def _encode_part(self, name: str, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{name}: texts need a tokenizer, and there is none (skip_tokenizer_init): give token ids")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise ValueError(f"{name}: {text!r} has no tokens in this model's vocabulary")
+        return ids
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """Load the tokenizer for the model in `folder`. Raises `TokenizerError`, `ModelError`."""
+    if config.tokenizer is None:
+        return Tokenizer.from_folder(folder)
+    return Tokenizer.from_folder(
+        resolve_model(config.tokenizer, revision=config.revision, download_dir=config.download_dir, weights=False)
+    )
+
+
+def _read_classifier(
+    config: EngineConfig, folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None
+) -> Classifier | None:
+    def token_id(token: str) -> int | None:
+        if tokenizer is None:
+            raise ModelError("a classifier made of tokens needs the tokenizer: leave skip_tokenizer_init out")
+        return tokenizer.token_to_id(token)
+
+    return read_classifier(folder, spec.architecture, spec.hidden_size, config.hf_overrides, token_id)
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> Vocabulary:
+    special = tokenizer.special_ids.union(end_token_ids)
+    tokens = [
+        (tokenizer.id_to_token(i) or "").encode() if i in special else tokenizer.token_bytes(i)
+        for i in range(vocab_size)
+    ]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Vocabulary(tokens, sorted(i for i in special if i < vocab_size), list(end_token_ids), encode)
+
+
+def context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return `max_model_len` as set, else the model's context, which the engine shortens to fit its KV cache."""
+    if config.max_model_len is None:
+        return spec.context_length
+    if config.max_model_len > spec.context_length:
+        raise ConfigError(
+            f"max_model_len must be at most {spec.context_length}, the model's own context, got {config.max_model_len}"
+        )
+    return config.max_model_len
+
+
+def _default_sampling(config: EngineConfig, folder: Path) -> dict[str, Any]:
+    if config.generation_config == "vllm":
+        return {}
+    source = folder if config.generation_config == "auto" else Path(config.generation_config)
+    if config.generation_config != "auto" and not (source / "generation_config.json").is_file():
+        raise ConfigError(f"generation_config must be auto, vllm or a folder with generation_config.json, got {source}")
+    found: dict[str, Any] = read_generation_config(source)
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        raise ConfigError(f"{source / 'generation_config.json'}: {error}") from None
+    return found

@@ -1,0 +1,1 @@
+"""Replicas of the engine: their processes, messages, supervision, and the routing of requests to them."""

@@ -1,0 +1,21 @@
+"""Entry point of an engine process: `python -m engine.replicas.process_main`, with the arguments of `engine.replicas.process`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+
+def main() -> None:
+    gc.disable()  # scanning PyTorch's modules repeatedly during their import takes 0.2 s
+    from engine.replicas import process
+
+    gc.freeze()  # the modules stay
+    gc.enable()
+    # Seconds that the engine loop, after each wait, may wait for a thread that compiles a grammar.
+    sys.setswitchinterval(0.0005)
+    process.main()
+
+
+if __name__ == "__main__":
+    main()

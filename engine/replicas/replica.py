@@ -1,0 +1,191 @@
+"""A replica of an engine: its current engine process, its requests and its latest statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.core.batch import SchedulerStats
+from engine.errors import ConfigError
+from engine.processing.output_collector import deliver
+from engine.replicas.engine_process import EngineProcess
+from engine.replicas.messages import Abort, Add, Ready, Start, Step
+from engine.replicas.start_times import expected_seconds
+from engine.replicas.state import StateHolder
+from engine.replicas.streams import Stream
+from engine.replicas.supervisor import RestartPolicy, Supervisor
+from engine.stats import ExpertTokens, StepTokens
+from engine.worker.parallel.cores import num_cores
+
+DRAIN_LOOK_SECONDS = 0.05  # interval of checks for remaining requests
+# What the driver shows for each GPU. In a container, either may be missing or show GPUs that are not for it.
+GPUS = (Path("/proc/driver/nvidia/gpus"), "*"), (Path("/dev"), "nvidia[0-9]*")
+MAX_LOSSES = 2  # a waiting request ends if more engine processes are lost: it may be the cause
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Callbacks from a replica to its engine."""
+
+    changed: Callable[[], None]  # the replica's state has changed
+    started: Callable[[Replica], None]  # the replica accepts requests
+    freed: Callable[[Replica, list[Stream]], None]  # the replica has lost these requests; another replica may run them
+    ended: Callable[[Stream], None]  # the request has finished
+
+
+class Replica:
+    """Runs requests in an engine process and passes outputs to their streams. Bound to an event loop."""
+
+    def __init__(self, config: EngineConfig, index: int, listener: Listener) -> None:
+        """Start the process of replica `index`. It imports PyTorch until `run` tells it what to load."""
+        self.index, self._listener = index, listener
+        self.config = _own_config(config, index)
+        self.states = StateHolder(expected_seconds=expected_seconds(config), changed=listener.changed)
+        self.streams: dict[str, Stream] = {}
+        self.stats: SchedulerStats | None = None  # the latest; None while no process is ready
+        self.step_tokens = StepTokens()
+        self.expert_tokens = ExpertTokens()
+        self.ready: Ready | None = None  # the latest process's
+        self._is_draining = False
+        environment = _own_environment(config, index)
+        self.supervisor = Supervisor(
+            lambda: EngineProcess(environment),
+            self,
+            self.states,
+            RestartPolicy(config.engine_restarts),
+            config.engine_watchdog_timeout,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine process."""
+        return self.supervisor.process.pid
+
+    @property
+    def num_blocks(self) -> int:
+        return self.ready.num_blocks if self.ready is not None else 0
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.ready is not None and self.states.state.is_ready and not self._is_draining
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it takes requests, but does not seem to work on any."""
+        return self.supervisor.stands_still
+
+    async def run(self, start: Start) -> str:
+        """Keep a process running. Returns why the last one ended. Raises `EngineError` if the first cannot start."""
+        reason = await self.supervisor.run(Start(self.config, start.eos_token_ids, self.index))
+        self.states.enter("dead", reason=reason)
+        self._release(reason)
+        return reason
+
+    def add(self, stream: Stream) -> None:
+        """Run the stream's request on this replica."""
+        self.streams[stream.request.request_id] = stream
+        self.supervisor.send(Add(stream.request))
+
+    def remove(self, request_id: str, *, abort: bool) -> None:
+        """Forget a request, and abort it if `abort`. Unknown ids are ignored."""
+        if self.streams.pop(request_id, None) is not None and abort:
+            self.supervisor.send(Abort(request_id))
+
+    async def restart(self, seconds: float) -> None:
+        """Replace the process when its requests have finished, or after `seconds`.
+
+        Returns when the new process is ready, or when no further process will be started.
+        """
+        self._is_draining = True
+        try:
+            end = time.monotonic() + seconds
+            while any(not stream.output.finished for stream in self.streams.values()) and time.monotonic() < end:
+                await asyncio.sleep(DRAIN_LOOK_SECONDS)
+            num_restarts = self.states.state.num_restarts + self.supervisor.restart("the replica was restarted")
+            while (state := self.states.state).phase != "dead":
+                if state.is_ready and state.num_restarts >= num_restarts:
+                    break
+                await self.states.change(state)
+        finally:
+            self._is_draining = False
+
+    # ---- callbacks of the supervisor ----
+
+    def started(self, ready: Ready) -> None:
+        self.ready, self.stats = ready, ready.stats
+        self._listener.started(self)
+
+    def stepped(self, step: Step) -> None:
+        """Deliver the outputs of a step to the streams."""
+        self.stats = step.stats
+        self.step_tokens.see(step.stats)
+        self.expert_tokens.add(step.expert_tokens)
+        deliver(step.outputs, self.streams, time.monotonic())
+        for output in step.outputs.outputs:
+            if output.finish_reason is not None and (stream := self.streams.get(output.request_id)) is not None:
+                self._listener.ended(stream)
+
+    def lost(self, reason: str) -> None:
+        self._release(reason)
+
+    def _release(self, reason: str) -> None:
+        """End requests that have output or have lost too many processes. Hand all others back to the engine."""
+        self.stats, streams, self.streams = None, self.streams, {}
+        waiting = []
+        for stream in streams.values():
+            stream.num_losses += 1
+            if stream.has_begun or stream.num_losses > MAX_LOSSES:
+                stream.close(reason)
+            else:
+                waiting.append(stream)
+        self._listener.freed(self, waiting)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Raise `ConfigError` if there are GPUs, but too few for all replicas: the others would run on the CPU."""
+    if config.data_parallel_size == 1 or config.device == "cpu" or config.distributed_executor_backend != "mp":
+        return
+    visible, num_needed = _visible_gpus(), config.data_parallel_size * config.num_ranks
+    count = _num_gpus() if visible is None else len(visible)
+    if 0 < count < num_needed:
+        each = f", each of {config.num_ranks}" if config.num_ranks > 1 else ""
+        raise ConfigError(
+            f"data_parallel_size must be at most {count // config.num_ranks} on {count} GPUs{each}, "
+            f"got {config.data_parallel_size}"
+        )
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that this process can use; 0 if there is none."""
+    return min(filter(None, (len(list(folder.glob(pattern))) for folder, pattern in GPUS)), default=0)
+
+
+def _visible_gpus() -> list[str] | None:
+    """Return the names in `CUDA_VISIBLE_DEVICES`; None if it is not set, so that all GPUs are visible."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip() not in ("", "-1")]
+
+
+def _own_config(config: EngineConfig, index: int) -> EngineConfig:
+    """Return the replica's configuration, with a prefix cache file of its own."""
+    if config.data_parallel_size == 1 or config.prefix_cache_file is None:
+        return config
+    return replace(config, prefix_cache_file=f"{config.prefix_cache_file}.{index}")
+
+
+def _own_environment(config: EngineConfig, index: int) -> dict[str, str]:
+    """Return the replica's environment: its own GPUs, unless Ray assigns them, and an equal number of cores."""
+    if config.data_parallel_size == 1:
+        return {}
+    size, visible = config.num_ranks, _visible_gpus()
+    first = index * size
+    mine = list(map(str, range(first, first + size))) if visible is None else visible[first : first + size]
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if config.distributed_executor_backend == "mp" else {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(num_cores() // config.data_parallel_size, 1))
+    return environment

@@ -1,0 +1,1 @@
+"""Step data of attention by kind."""

@@ -1,0 +1,1 @@
+"""KV blocks outside the device: copies, the block file, the prefix-cache file."""

@@ -1,0 +1,218 @@
+"""One rank's part of the saved prefix cache: its KV blocks, copied to a file and back between steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import sha256
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.models.files import fingerprint
+from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.cache_file import CacheFile, CacheFileError, Entry, Name
+from engine.worker.device import Event
+
+_log = logging.getLogger(__name__)
+
+NUM_BUFFERS = 4  # as many threads read at the start; one thread writes
+
+
+class Found(IntEnum):
+    """What `BlockFile.load` found in a slot. With several ranks, the least of their results counts."""
+
+    INVALID = 0  # the slot does not hold the block
+    UNREAD = 1  # the slot has the block's name; its content was not read
+    LOADED = 2  # the content is valid, and is in the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFileOptions:
+    """What every rank needs to open its file."""
+
+    path: Path  # absolute
+    folder: Path  # of the model
+    identity: Mapping[str, str]  # the settings that blocks depend on; each rank adds its model's files and its layout
+    max_bytes: int  # of each rank's file
+    buffer_bytes: int  # copied at a time
+
+
+class Peers(Protocol):
+    """The other ranks, which hold parts of the same blocks in files of their own and repeat what rank 0 does."""
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """On rank 0: call this method of the followers' files, between the same two steps. On a follower: do nothing."""
+
+    def agree(self, numbers: Sequence[int]) -> Sequence[int]:
+        """On rank 0: return the least of all ranks' numbers at each position, once all have answered. On a follower: send its
+        numbers to rank 0 and return them. All ranks make these calls in the same order.
+        """
+
+
+class NoPeers:
+    """The `Peers` of a single rank."""
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        pass
+
+    def agree(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers
+
+
+class BlockFile:
+    """A file with slots that hold one rank's part of a block each. Call `load` first, then `save` and `clear`, then `close`.
+
+    The thread that launches steps calls it; a thread of its own writes. With several ranks the store calls rank 0's file only,
+    and a block counts as loaded if all ranks have loaded it. When one rank fails to write, all ranks stop saving.
+    """
+
+    def __init__(self, file: CacheFile, copier: BlockCopier, peers: Peers, num_slots: int, max_blocks: int) -> None:
+        """Use `open_block_file`. `num_slots`, `max_blocks`: the least of all ranks' files and copiers."""
+        self.path, self.num_slots, self.max_blocks = file.path, num_slots, max_blocks
+        self.has_failed = False  # nothing can be saved any more
+        self._file, self._copier, self._peers = file, copier, peers
+        self._io = ThreadPoolExecutor(1, "prefix cache file")
+        self._buffers: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self._buffers.put(copier.new_buffer())
+
+    def entries(self) -> list[Entry]:
+        """What this rank's slots claim to hold, the hottest first; each name once."""
+        return [entry for entry in self._file.entries() if entry.slot < self.num_slots]
+
+    def load(self, slots: Sequence[tuple[int, Name]], block_ids: Sequence[int], seconds: float) -> Sequence[int]:
+        """Fill each block from the slot at its position, for at most `seconds`. `slots`: number, and name of the block expected
+        there. Return a `Found` for each slot; slots beyond the blocks are not read.
+        """
+        self._peers.tell("load", slots, block_ids, seconds)
+        deadline = time.monotonic() + seconds
+        entries = [self._file.entry(slot) for slot, _ in slots]
+        found = [
+            Found.UNREAD if entry is not None and entry.name == name else Found.INVALID
+            for entry, (_, name) in zip(entries, slots, strict=True)
+        ]
+        pending: deque[tuple[list[int], Future[list[bool]], Tensor]] = deque()
+
+        def take() -> None:
+            part, reading, buffer = pending.popleft()
+            for index, is_valid in zip(part, reading.result(), strict=True):
+                found[index] = Found.LOADED if is_valid else Found.INVALID
+            if ids := [block_ids[index] for index in part if found[index]]:
+                self._copier.write(buffer, ids).synchronize()
+            self._buffers.put(buffer)
+
+        num_loadable, size = min(len(slots), len(block_ids)), self._copier.max_blocks
+        with ThreadPoolExecutor(NUM_BUFFERS, "prefix cache file") as threads:
+            for start in range(0, num_loadable, size):
+                if len(pending) == NUM_BUFFERS:
+                    take()
+                if time.monotonic() > deadline:
+                    break
+                part = [index for index in range(start, min(start + size, num_loadable)) if found[index]]
+                buffer = self._buffers.get()
+                pending.append((part, threads.submit(self._read, [entries[index] for index in part], buffer), buffer))
+            while pending:
+                take()
+        return self._peers.agree(found)
+
+    def _read(self, entries: Sequence[Entry | None], buffer: Tensor) -> list[bool]:
+        """Fill the buffer's first rows with the valid entries. Return which entries are valid."""
+        rows, row, valid = buffer.numpy(), 0, []
+        for entry in entries:
+            valid.append(entry is not None and self._file.read(entry, rows[row]))
+            row += valid[-1]
+        return valid
+
+    def can_save(self, wait: float = 0) -> bool:
+        """Wait for a free buffer, which `save` needs, for at most `wait` seconds. Return whether there is one."""
+        try:
+            self._buffers.put(self._buffers.get(timeout=wait))
+        except Empty:
+            return False
+        return True
+
+    def save(self, blocks: Sequence[tuple[int, int, Name, int]]) -> None:
+        """Write the current content of up to `max_blocks` blocks, given id, slot, name and heat of each."""
+        self._peers.tell("save", blocks)
+        buffer = self._buffers.get()
+        event = self._copier.read([block_id for block_id, *_ in blocks], buffer)
+        self._io.submit(self._write, blocks, buffer, event)
+
+    def _write(self, blocks: Sequence[tuple[int, int, Name, int]], buffer: Tensor, event: Event) -> None:
+        try:
+            event.synchronize()
+            for row, (_, slot, name, heat) in enumerate(blocks):
+                if not self.has_failed:
+                    self._file.write(slot, name, heat, buffer[row].numpy())
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._agree()
+            self._buffers.put(buffer)
+
+    def _fail(self, error: OSError) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            _log.warning("%s: the prefix cache is not saved any more: %s", self.path, error.strerror)
+
+    def _agree(self) -> None:
+        """Stop saving if another rank has failed."""
+        if not min(self._peers.agree([int(not self.has_failed)])):
+            self.has_failed = True
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._peers.tell("clear")
+        self._io.submit(self._clear).result()
+
+    def _clear(self) -> None:
+        try:
+            self._file.clear()
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._agree()
+
+    def close(self, heats: Iterable[tuple[int, int]] = ()) -> None:
+        """Finish the queued writes, then write these heats (slot, heat) to this rank's file. `entries` reads rank 0's only."""
+        self._peers.tell("close")
+        self._io.submit(self._write_heats, heats)
+        self._io.shutdown()
+        self._file.close()
+
+    def _write_heats(self, heats: Iterable[tuple[int, int]]) -> None:
+        try:
+            for slot, heat in heats:
+                if not self.has_failed:
+                    self._file.write_heat(slot, heat)
+        except OSError as error:
+            self._fail(error)
+
+
+def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers) -> BlockFile | None:
+    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's file cannot be used."""
+    identity = {
+        **options.identity,
+        "model": fingerprint(options.folder),
+        "layout of the KV cache": sha256(repr(copier.layout).encode()).hexdigest(),
+    }
+    file, numbers = None, [-1, -1]
+    try:
+        file = CacheFile(options.path, identity, copier.block_bytes, options.max_bytes)
+        numbers = [file.num_slots, copier.max_blocks]
+    except CacheFileError as error:
+        _log.warning("%s: the prefix cache will not survive a restart: the file %s", options.path, error)
+    num_slots, max_blocks = peers.agree(numbers)
+    if file is not None and num_slots >= 0:
+        return BlockFile(file, copier, peers, num_slots, max_blocks)
+    if file is not None:
+        file.close()
+    return None

@@ -1,0 +1,1 @@
+"""Ranks: their start, communication and shutdown."""

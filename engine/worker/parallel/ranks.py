@@ -1,0 +1,461 @@
+"""Several ranks that run one model: rank 0 in this process, the followers in processes started by a launcher.
+
+Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, or the same keys of
+each one's best tokens, and so all sample the same tokens, which need not be sent back. Rank 0 sends only the scheduler's
+output and grammar masks to the followers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
+from engine.core.kv.cache_groups import CacheGroup
+from engine.models.errors import ModelError
+from engine.models.files import Progress, silent
+from engine.models.shard import Shard, Stage
+from engine.models.spec import ModelSpec
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
+from engine.worker.device import CudaDevice
+from engine.worker.model_runner import ModelRunner, StepHandle
+from engine.worker.options import RunnerOptions
+from engine.worker.parallel.communicator import GroupCommunicator, Neighbour, StageLink
+from engine.worker.parallel.gpu_communicator import GpuCommunicator
+from engine.worker.parallel.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
+from engine.worker.parallel.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
+from engine.worker.startup import Membership
+from engine.worker.startup import build_runner as build_single
+
+LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
+BEAT_SECONDS = 1.0  # between a follower's heartbeats
+MAX_MISSED = 7  # a follower is lost after more successive missed heartbeats
+START_SECONDS = 600  # time for the ranks to connect
+NO_BATCH = ScheduledBatch([], [], 0, 0, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The first message to a follower."""
+
+    rank: int  # the global rank
+    shard: Shard
+    stage: Stage
+    device_index: int  # of its GPU
+    one_host: bool  # all ranks of its stage are on one host
+    rendezvous: str  # a URL for the ranks to connect
+    folder: Path
+    spec: ModelSpec
+    options: RunnerOptions
+
+    def own_file(self, options: BlockFileOptions, folder: Path | None = None) -> BlockFileOptions:
+        """Return the options of this rank's block file. `folder`: the model's, if it differs from rank 0's."""
+        return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step to run. `repeated`: it has the batch of the previous step, which the output leaves out.
+
+    `sampled`: with pipeline parallelism, the newest tokens of requests, for the first stage.
+    """
+
+    output: SchedulerOutput
+    repeated: bool
+    sampled: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The grammar masks of the last step's guided requests, and the indices to defer."""
+
+    masks: bytes
+    deferred: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The last message."""
+
+
+def build_runner(
+    folder: Path,
+    spec: ModelSpec,
+    options: RunnerOptions,
+    *,
+    progress: Progress = silent,
+    launcher: Launcher | None = None,
+    lost: Lost = lambda reason: None,
+) -> ModelRunner | RankedRunner:
+    """Build a runner of the model in `folder`, ready to step, on as many ranks as the options say.
+
+    `launcher`: starts the ranks; default: processes on this machine. `lost`: called with the reason before this process
+    exits because a rank was lost.
+    """
+    num_ranks = options.num_ranks_per_stage * options.num_stages
+    if num_ranks == 1:
+        return build_single(folder, spec, options, progress=progress)
+    return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), lost, progress=progress)
+
+
+def join(build: Build) -> Membership:
+    """Connect to the other ranks, using this rank's device."""
+    device = build.options.device
+    if isinstance(device, CudaDevice):
+        device = CudaDevice(build.device_index)
+        torch.cuda.set_device(device.torch_device)
+    dist.init_process_group(
+        "nccl" if device.is_accelerator else "gloo",
+        init_method=build.rendezvous,
+        rank=build.rank,
+        world_size=build.shard.size * build.stage.count,
+        timeout=timedelta(seconds=START_SECONDS),
+        device_id=device.torch_device if device.is_accelerator else None,
+    )
+    return membership(build, replace(build.options, device=device))
+
+
+def membership(build: Build, options: RunnerOptions) -> Membership:
+    """Return the connections of a rank in the process group of all."""
+    device, size, stage = options.device, build.shard.size, build.stage
+    share_memory = device.is_accelerator and build.one_host and size > 1
+    communicator = GpuCommunicator if share_memory else GroupCommunicator
+    if stage.count == 1:
+        return Membership(options, communicator(device.torch_device), None)
+    stages = [dist.new_group(list(range(first, first + size))) for first in range(0, size * stage.count, size)]
+    ranks = stages[build.rank // size]
+    # Each stage's ranks follow those of the next stage.
+    pairs = [dist.new_group([rank, rank + size]) for rank in range(size * (stage.count - 1))]
+    before = None if stage.is_first else Neighbour(build.rank + size, pairs[build.rank])
+    after = None if stage.is_last else Neighbour(build.rank - size, pairs[build.rank - size])
+    num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_num_seqs)
+    buffer = torch.empty(num_tokens, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
+    link = StageLink(before, after, buffer)
+    return Membership(options, communicator(device.torch_device, ranks), link)
+
+
+class PipelinedStep:
+    """A launched step that runs on the stages before the last one.
+
+    This rank, on the last stage, runs its part when the step is read. The next steps are launched by then, and the
+    other stages work on them meanwhile.
+    """
+
+    device_waited, has_ended = False, False
+
+    def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, int]) -> None:
+        """`launch`: launches this rank's part. `sampled`: receives its tokens."""
+        self._launch, self._sampled = launch, sampled
+        self._handle: StepHandle | None = None
+
+    @property
+    def has_run(self) -> bool:
+        return self._handle is not None
+
+    def run(self) -> StepHandle:
+        """Launch this rank's part, if not done yet. All earlier steps must have been run."""
+        if self._handle is None:
+            self._handle = self._launch()
+        return self._handle
+
+    @property
+    def guided(self) -> list[int]:
+        """The guided indices of a step that has run; empty before."""
+        return [] if self._handle is None else self._handle.guided
+
+    @property
+    def masks(self) -> np.ndarray:
+        return self.run().masks
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.run().wait_seconds
+
+    def sample(self, deferred: Sequence[int] = ()) -> None:
+        self.run().sample(deferred)
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        output, result = self.run().read()
+        tokens = iter(result.token_ids)
+        for request_id, count in zip(output.batch.request_ids, result.num_sampled, strict=True):
+            for _ in range(count):
+                self._sampled[request_id] = next(tokens)
+        return output, result
+
+
+class Watch:
+    """Receives the followers' replies and checks their heartbeats.
+
+    If a follower is stopped or its machine is lost, no process exits by itself, and the other ranks would wait forever.
+    """
+
+    def __init__(self, followers: Sequence[Follower], lost: Lost, seconds: float = BEAT_SECONDS) -> None:
+        """`seconds`: between checks."""
+        self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
+        self._followers, self._lost, self._seconds = followers, lost, seconds
+        self._missed = [0] * len(followers)  # checks since each follower's last message
+        self._ended = threading.Event()
+        threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
+        self._thread = threading.Thread(target=self._look, name="watch over ranks", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
+        while indices and not self._ended.is_set():
+            with contextlib.suppress(OSError):  # this process has closed it, to stop the followers
+                for connection in wait(list(indices), self._seconds):
+                    self._receive(connection, indices)
+
+    def _receive(self, connection: Any, indices: dict[Any, int]) -> None:
+        try:
+            data = connection.recv_bytes()
+        # The follower's exit is noticed elsewhere. TypeError: this process closes the connection meanwhile.
+        except (OSError, EOFError, TypeError):
+            del indices[connection]
+            return
+        self._missed[indices[connection]] = 0
+        if data:
+            self.answers[indices[connection]].put(json.loads(data))
+
+    def _look(self) -> None:
+        """Count checks, not time: when this process or its machine sleeps, that says nothing about the followers."""
+        while not self._ended.wait(self._seconds):
+            for i, follower in enumerate(self._followers):
+                self._missed[i] += 1
+                if self._missed[i] > MAX_MISSED:
+                    how = f"sent no heartbeat for {MAX_MISSED * self._seconds:.0f} s"
+                    end_without(follower, how, self._lost)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+class RankedRunner:
+    """Rank 0's runner, which sends its calls to the followers. If a follower is lost, this process exits."""
+
+    def __init__(
+        self, build: Build, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch
+    ) -> None:
+        """Use `build`."""
+        self._build, self._runner, self._launcher = build, runner, launcher
+        self.followers, self._watch = followers, watch
+        self.num_blocks, self.block_size, self.max_model_len = (
+            runner.num_blocks,
+            runner.block_size,
+            runner.max_model_len,
+        )
+        self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
+        self._batch = NO_BATCH  # the last step's
+        self._is_pipelined = runner.options.num_stages > 1
+        self._sampled: dict[str, int] = {}  # request id → newest token, not yet sent to the other ranks
+        self._guided: set[str] = set()  # ids of guided requests
+        self._waiting: list[PipelinedStep] = []  # steps that this rank has not run, the oldest first
+
+    @classmethod
+    def build(
+        cls,
+        folder: Path,
+        spec: ModelSpec,
+        options: RunnerOptions,
+        launcher: Launcher,
+        lost: Lost,
+        *,
+        progress: Progress,
+    ) -> RankedRunner:
+        """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does."""
+        size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
+        followers: Sequence[Follower] = ()
+        is_in_use = dist.is_initialized()  # by another engine of this process
+        try:
+            spec.for_rank(Shard(0, size))  # raises an error at once if the model cannot be divided
+            Stage(0, num_stages).layers(spec.num_layers)
+            rendezvous = launcher.rendezvous()
+            stages = [locations[first : first + size] for first in range(0, len(locations), size)]
+            builds = [
+                Build(
+                    rank,
+                    Shard(rank % size, size),
+                    Stage(num_stages - 1 - rank // size, num_stages),
+                    location.device_index,
+                    len({each.host for each in stages[rank // size]}) == 1,
+                    rendezvous,
+                    folder,
+                    spec,
+                    options,
+                )
+                for rank, location in enumerate(locations)
+            ]
+            followers = launcher.start(lost)
+            for follower, build in zip(followers, builds[1:], strict=True):
+                follower.send(pickle.dumps(build))
+            runner = _build_part(builds[0], folder, progress)
+        except BaseException:
+            for follower in followers:
+                follower.end(kill=True)
+            if dist.is_initialized() and not is_in_use:
+                dist.destroy_process_group()
+            launcher.close()
+            raise
+        return cls(builds[0], runner, launcher, followers, Watch(followers, lost))
+
+    @property
+    def cache_groups(self) -> Sequence[CacheGroup]:
+        return self._runner.cache_groups
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The sum over all ranks."""
+        return self._runner.kv_cache_bytes * (1 + len(self.followers))
+
+    @property
+    def device_name(self) -> str:
+        return f"{1 + len(self.followers)} x {self._runner.device_name}"
+
+    def launch(self, output: SchedulerOutput) -> StepHandle | PipelinedStep:
+        repeated = output.batch is self._batch
+        sampled = dict(self._sampled)
+        self._sampled.clear()
+        self._tell(Launch(replace(output, batch=NO_BATCH) if repeated else output, repeated, sampled))
+        self._batch = output.batch
+        if not self._is_pipelined:
+            return self._launch_here(output)
+        self._guided.difference_update(output.removed)
+        self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
+        step = PipelinedStep(partial(self._launch_here, output), self._sampled)
+        self._waiting = [*(each for each in self._waiting if not each.has_run), step]
+        if not self._guided.isdisjoint(output.batch.request_ids):  # their masks are filled before the step is read
+            self._run_waiting()
+        return step
+
+    def _run_waiting(self) -> None:
+        for step in self._waiting:
+            step.run()
+        self._waiting.clear()
+
+    def _launch_here(self, output: SchedulerOutput) -> StepHandle:
+        handle = self._runner.launch(output)
+        if handle.finish is not None:
+            handle.finish = partial(self._sample, handle, handle.finish)
+        return handle
+
+    def reset(self) -> None:
+        """Raise an error: after a failed step the ranks wait for each other forever, and only a restart helps.
+
+        If the step failed because a rank was lost, this process exits during the wait, and the log names the rank.
+        """
+        time.sleep(LOSS_SECONDS)
+        raise RuntimeError("a step failed on one of several ranks")
+
+    def _sample(self, handle: StepHandle, finish: Callable[[Sequence[int]], None], deferred: Sequence[int]) -> None:
+        self._tell(Sample(handle.masks.tobytes(), list(deferred)))
+        finish(deferred)
+
+    def _tell(self, message: Launch | Sample | OpenFile | FileCall | Close) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for follower in self.followers:
+            follower.send(data)
+
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
+        """Open rank 0's file, which calls the followers' files. Returns None if a rank's file cannot be used."""
+        self._tell(OpenFile(options))
+        followers = Followers(self._call_files, self._watch.answers)
+        return self._runner.open_block_file(self._build.own_file(options), followers)
+
+    def _call_files(self, call: FileCall) -> None:
+        self._run_waiting()  # so that the blocks are up to date, as on the other stages
+        self._tell(call)
+
+    def close(self) -> None:
+        """Stop the followers and release the devices' memory."""
+        self._run_waiting()  # steps that the other stages have started
+        self._watch.end()
+        for follower in self.followers:
+            follower.expect_end()
+        with contextlib.suppress(OSError):
+            self._tell(Close())
+        _leave(self._runner)
+        for follower in self.followers:
+            follower.end(kill=False)
+        self._launcher.close()
+
+
+def follow(connection: Connection, folder: Path | None = None) -> None:
+    """Run a follower: build its part, then execute rank 0's messages until `Close`.
+
+    `folder`: the model's, if it differs from rank 0's. Raises `ModelError` as `startup.build_runner` does.
+    """
+    build: Build = pickle.loads(connection.recv_bytes())
+    try:
+        runner = _build_part(build, folder or build.folder, silent)
+    except ModelError as error:
+        raise ModelError(f"rank {build.rank}: {error}") from None
+    gc.collect()
+    gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
+    leader = Leader(connection)
+    threading.Thread(target=_beat, args=[leader], name="signs of life", daemon=True).start()
+    file: BlockFile | None = None
+    handle: StepHandle | None = None
+    batch = NO_BATCH
+    while True:
+        match pickle.loads(connection.recv_bytes()):
+            case Launch(output, repeated, sampled):
+                batch = batch if repeated else output.batch
+                runner.learn(sampled)
+                launched = runner.launch(replace(output, batch=batch))
+                if handle is not None and handle.done is not None:
+                    handle.done.synchronize()  # like rank 0, queue at most two steps
+                handle = launched
+            case Sample(masks, deferred):
+                assert handle is not None
+                if build.stage.is_last:
+                    handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
+                handle.sample(deferred)
+            case OpenFile(file_options):
+                file = runner.open_block_file(build.own_file(file_options, folder), leader)
+            case FileCall(method, arguments):
+                getattr(file, method)(*arguments)
+            case Close():
+                break
+    _leave(runner)
+
+
+def _beat(leader: Leader) -> None:
+    with contextlib.suppress(OSError):  # rank 0 is gone
+        while True:
+            leader.beat()
+            time.sleep(BEAT_SECONDS)
+
+
+def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
+    """Connect to the other ranks, and build this rank's runner."""
+    return build_single(
+        folder, build.spec, build.options, progress=progress, shard=build.shard, stage=build.stage,
+        connect=partial(join, build),
+    )  # fmt: skip
+
+
+def _leave(runner: ModelRunner) -> None:
+    """Release the runner and disconnect from the other ranks. All ranks do so at the same time.
+
+    NCCL's connections must be closed together, and after the graphs that use them.
+    """
+    runner.device.synchronize()
+    runner.close()
+    dist.destroy_process_group()

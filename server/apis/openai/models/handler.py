@@ -1,0 +1,115 @@
+"""/v1/models, /tokenize and /detokenize: the served model and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeRequest
+from server.generation.served_model import ServedModel
+from server.http.callers import caller_of
+from server.http.errors import APIError, spelled
+from server.http.responses import json_response
+from server.http.warnings import Warnings
+
+
+def add_routes(app: FastAPI, model: ServedModel) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": _cards(model)}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        return _card(model, name)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer = model.tokenizer
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.special_tokens_map,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": model.engine.max_model_len,
+            "chat_template": model.template.source if model.template is not None else None,
+        }
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        warnings, asked = await model.read(request, body, lambda body: body.neutral())
+        with spelled(asked.names):
+            model.check_name(asked.model)
+            [prompt] = await model.encode(asked.of(caller_of(request)))
+        num_tokens = len(prompt.token_ids)
+        return await model.in_thread(
+            _tokens,
+            model,
+            prompt.token_ids,
+            bool(body.return_token_strs),
+            warnings,
+            owner=caller_of(request).owner(""),
+            num_chars=num_tokens,
+        )
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        warnings = Warnings(model.settings.strict).add_fields(body)
+        model.check_name(body.model)
+        return await model.in_thread(
+            _text, model, body.tokens, warnings, owner=caller_of(request).owner(""), num_chars=len(body.tokens)
+        )
+
+
+def _cards(model: ServedModel) -> list[dict[str, Any]]:
+    """Return one card for each served name. Clients read `max_model_len`."""
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.started,
+            "owned_by": "quire",
+            "root": model.names[0],
+            "parent": None,
+            "max_model_len": model.engine.max_model_len,
+            "permission": [
+                {
+                    "id": f"modelperm-{number}",
+                    "object": "model_permission",
+                    "created": model.started,
+                    "allow_create_engine": False,
+                    "allow_sampling": True,
+                    "allow_logprobs": True,
+                    "allow_search_indices": False,
+                    "allow_view": True,
+                    "allow_fine_tuning": False,
+                    "organization": "*",
+                    "group": None,
+                    "is_blocking": False,
+                }
+            ],
+        }
+        for number, name in enumerate(model.names)
+    ]
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    """Return the card of a served name. Raises `APIError` 404 for other names."""
+    model.check_name(name)
+    return _cards(model)[model.names.index(name)]
+
+
+def _tokens(model: ServedModel, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
+    members = {
+        "count": len(ids),
+        "max_model_len": model.engine.max_model_len,
+        "tokens": ids,
+        "token_strs": [model.tokenizer.id_to_token(i) for i in ids] if with_strs else None,
+    }
+    return json_response(members, warnings)
+
+
+def _text(model: ServedModel, ids: list[int], warnings: Warnings) -> Response:
+    size = model.tokenizer.vocab_size
+    if wrong := next((i for i in ids if not 0 <= i < size), None):
+        raise APIError(400, f"must be from 0 to {size - 1}, got {wrong}", "tokens")
+    return json_response({"prompt": model.tokenizer.decode(ids, False)}, warnings)

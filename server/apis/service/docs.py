@@ -1,0 +1,109 @@
+"""API reference of the endpoints about the server."""
+
+from __future__ import annotations
+
+from engine import __version__
+from server.apis.endpoint import Endpoint
+
+TAG = "Service"
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/requests/{request_id}/abort",
+        TAG,
+        "End a request",
+        "By the `id` of its answer; a request may choose the end of that itself, as `request_id`. Its client gets what "
+        "there is, with the `finish_reason` `abort`.",
+        answer={"id": "chatcmpl-2f1b", "aborted": True},
+        statuses=(404,),
+    ),
+    Endpoint(
+        "GET",
+        "/requests/{request_id}",
+        TAG,
+        "Where a request's time went",
+        "By the `id` of its answer, or its `X-Request-Id`, while it runs and some time after. `seconds` of a choice are those of "
+        "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: `not_seen`, "
+        "`evicted`, `disabled`, or `not_read` where each token of the prompt has a result of its own; null: all of it was.",
+        answer={
+            "id": "chatcmpl-2f1b",
+            "x_request_id": "5d0f",
+            "key": "alice",
+            "model": "MODEL",
+            "created": 1760000000.125,
+            "status": "finished",
+            "seconds": 1.307,
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "prompt_tokens": 812,
+                    "cached_tokens": 768,
+                    "prefix_miss": "not_seen",
+                    "completion_tokens": 120,
+                    "num_preemptions": 0,
+                    "seconds": {"preparation": 0.002, "queue": 0.013, "prefill": 0.041, "decode": 1.25},
+                }
+            ],
+        },
+        statuses=(404,),
+    ),
+    Endpoint(
+        "GET",
+        "/requests",
+        TAG,
+        "The newest requests of the key",
+        answer={"object": "list", "data": []},
+    ),
+    Endpoint(
+        "GET",
+        "/load",
+        TAG,
+        "How busy the server is",
+        "`server_load`: requests that are being answered. Also as `/v1/load`.",
+        answer={
+            "server_load": 3,
+            "num_requests_running": 2,
+            "num_requests_waiting": 1,
+            "kv_cache_usage": 0.25,
+            "num_blocks": 1000,
+            "num_free_blocks": 750,
+        },
+    ),
+    Endpoint("GET", "/v1/load", TAG, "How busy the server is", answer={"server_load": 3}),
+    Endpoint("GET", "/livez", TAG, "Whether the process answers", "The body is empty.", text=""),
+    Endpoint(
+        "GET",
+        "/readyz",
+        TAG,
+        "Whether requests are worked on",
+        "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server stops. "
+        "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `restarting`, "
+        "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate; "
+        "`last_loss`: why the engine process was lost last. With "
+        "`Accept: text/event-stream` an event for each change, until one that is final.",
+        answer={"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0, "last_loss": None},
+        statuses=(503,),
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        TAG,
+        "The same as vLLM has it",
+        "The body is empty, unless JSON is asked for (`Accept: application/json`).",
+        text="",
+        statuses=(503,),
+    ),
+    Endpoint("GET", "/ping", TAG, "The same", text="", statuses=(503,)),
+    Endpoint("POST", "/ping", TAG, "The same", text="", statuses=(503,)),
+    Endpoint("GET", "/version", TAG, "The server's version", answer={"version": __version__}),
+    Endpoint(
+        "GET",
+        "/metrics",
+        TAG,
+        "Counters for Prometheus",
+        "Under vLLM's names.",
+        text='vllm:num_requests_running{engine="0",model_name="MODEL"} 2.0\n',
+    ),
+)

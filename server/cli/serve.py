@@ -1,0 +1,404 @@
+"""`quire serve`: runs the engine process and the HTTP server, and handles signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError
+from engine.flags import add_flags
+from engine.utils.log import configure_logging, debugging, traceback_without_text
+from server.cli.common import load_with_model, model_argument
+from server.cli.exposure import exposure_warning, reachable_urls
+from server.cli.vllm_options import ADVICE
+from server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from engine.async_engine import AsyncEngine
+    from server.http.connections import Connections
+    from server.observability.readiness import Readiness
+
+_log = logging.getLogger(__name__)
+UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
+CLOSE_SECONDS = 2.0  # time for clients to read the rest of their responses when the server stops
+
+EPILOG = """examples:
+  quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B --port 9000
+  quire serve ./my-model --max-model-len 32k --api-key secret
+  quire serve --config serve.yaml                  "name: value" lines, with the names of the options above
+
+Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes precedence
+over the environment, and the environment over the file. The base URL for OpenAI clients is http://127.0.0.1:8000/v1.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API, with a chat page",
+        description="Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.",
+        epilog=EPILOG,
+    )
+    model_argument(parser)
+    add_flags(parser, EngineConfig, ServerConfig)
+    parser.advice = ADVICE
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; SIGHUP restarts the engine. The socket is bound before the model is loaded."""
+    config, settings = load_with_model(args, EngineConfig, ServerConfig)
+    from server.observability.logs import RequestFields
+
+    os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process logs in the same format
+    configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
+    with contextlib.closing(listen(settings)) as listener:
+        import uvloop
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(config, settings, listener))
+        finally:
+            if settings.uds:
+                Path(settings.uds).unlink(missing_ok=True)
+
+
+def listen(settings: ServerConfig) -> socket.socket:
+    """Return a bound socket that does not listen yet. `ConfigError` when the address is in use or invalid."""
+    if settings.uds:
+        return _listen_unix(settings.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror:
+        raise ConfigError(f"host must be an address of this machine, got {settings.host!r}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        where = f"{settings.host}:{settings.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {settings.port} is in use: stop the program on {where}, or choose another --port"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(
+                f"this user may not listen on port {settings.port}: choose a --port of 1024 or more"
+            ) from None
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
+    return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as other:
+                if other.connect_ex(path) == 0:
+                    raise ConfigError(f"uds {path} is in use by another server")
+            os.unlink(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}") from None
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.socket) -> int:
+    from engine.async_engine import AsyncEngine
+
+    service = _Service()
+    with service.signals():
+        engine = AsyncEngine.launch(config)
+        try:
+            await service.serve(engine, config, settings, listener)
+            return 1 if engine.state.phase == "dead" else 0
+        except asyncio.CancelledError:
+            if service.received:
+                return 128 + service.received[0]
+            raise
+        finally:
+            engine.close()
+
+
+def _tune_interpreter() -> None:
+    """Tune garbage collection and thread switching for short pauses.
+
+    Objects loaded by now are never collected. A collection looks at few objects, since it stops the event loop (2 ms for ten
+    thousand objects, more on a shared core), and runs rarely. The event loop waits less for threads that read large requests,
+    because a stream wakes it several times per token.
+    """
+    gc.freeze()
+    gc.set_threshold(2_000, 2, 600)
+    sys.setswitchinterval(0.0005)
+
+
+def connections_of(settings: ServerConfig) -> Connections:
+    """Return the connection limits and time-outs of `settings`. Raises the process's limit of open files."""
+    from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
+    from server.http.entrance import Entrance
+
+    max_connections = default_max_connections(raise_open_files())
+    limits = ConnectionLimits(
+        max_connections=settings.max_connections or max_connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout=settings.header_timeout,
+        send_timeout=settings.send_timeout,
+    )
+    keys = settings.read_keys()
+    return Connections(limits, Entrance(keys.find if keys is not None else None))
+
+
+def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:
+    import uvicorn
+
+    from server.http.browsers import HEADERS
+
+    logging.getLogger("uvicorn").setLevel(1)  # the filters below decide
+    logging.getLogger("uvicorn.error").addFilter(_is_notable)
+    logging.getLogger("uvicorn.error").addFilter(without_text)
+    config = uvicorn.Config(
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]  # a function that makes a protocol
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a float works: it is passed to `call_later`
+        log_config=None,
+        log_level=settings.uvicorn_log_level,
+        access_log=not settings.disable_uvicorn_access_log,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+        lifespan="off",  # the app's lifespan begins once the engine is ready
+        headers=list(HEADERS),
+    )
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # `_Service` handles signals
+
+    return Server(config)
+
+
+class _Service:
+    """Runs the server and handles signals before the engine is ready, while it serves and while it stops."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._main = asyncio.current_task()
+        self._server: Any = None
+        self._readiness: Readiness | None = None
+        self._engine: AsyncEngine | None = None  # set once the engine is ready
+        self._stopping: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._connections: Connections | None = None
+        self._deadline = 0.0  # when running requests are aborted; monotonic seconds
+        self._patience = 0.0
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, self._restart)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+    async def serve(
+        self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
+    ) -> None:
+        """Serve until a signal. Before the engine is ready, answer only that it starts. Raises the errors of
+        `AsyncEngine.ready`, and `ConfigError` when another process listens on the address by now.
+        """
+        from server.app import create_app, create_starting_app
+        from server.observability.readiness import Readiness
+        from server.observability.server_metrics import ServerMetrics
+        from server.starting import Switch
+
+        readiness, metrics = Readiness(engine), ServerMetrics(engine)
+        switch = Switch(create_starting_app(settings, readiness, metrics), readiness)
+        self._connections = connections_of(settings)
+        self._server = _uvicorn(switch, settings, self._connections)
+        self._readiness, self._patience = readiness, settings.shutdown_timeout
+        serving = asyncio.create_task(self._run(settings, listener))
+        ready = asyncio.create_task(engine.ready())
+        gc.collect()  # while the engine loads
+        try:
+            await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await serving  # raises: the server could not start
+            await ready
+            app = create_app(
+                engine,
+                settings,
+                served_model_names=engine_config.served_model_name,
+                log_stats=not engine_config.disable_log_stats,
+                kv_cache_dtype=engine_config.kv_cache_dtype,
+                readiness=readiness,
+                server_metrics=metrics,
+            )
+            _tune_interpreter()
+            async with app.router.lifespan_context(app):
+                switch.switch_to(app)
+                self._engine = engine
+                _say(engine.summary, settings)
+                _say(ready_lines(engine.model_name, settings, listener), settings)
+                await self._until_stopped(engine, serving)
+        finally:
+            ready.cancel()
+            self._server.should_exit = True
+            self._force()
+            self._connections.abort()
+            await asyncio.wait([serving])
+
+    async def _run(self, settings: ServerConfig, listener: socket.socket) -> None:
+        """Run the HTTP server until it stops."""
+        if (warning := exposure_warning(settings, listener)) is not None:
+            _log.warning("%s", warning)
+        try:
+            await self._server.serve(sockets=[listener])
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+        if not self._server.started:
+            raise EngineError("the HTTP server could not start; the log says why")
+
+    async def _until_stopped(self, engine: AsyncEngine, serving: asyncio.Task[None]) -> None:
+        watch = asyncio.create_task(self._end_with(engine))
+        try:
+            await serving
+        finally:
+            watch.cancel()
+            for task in (self._stopping, self._restarting):
+                if task is not None:
+                    task.cancel()
+
+    async def _end_with(self, engine: AsyncEngine) -> None:
+        """Stop the server once the engine is dead, so that the supervisor of the server can restart it."""
+        state = engine.state
+        while state.phase != "dead":
+            state = await engine.state_change(state)
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._close())
+
+    def _restart(self) -> None:
+        """Restart the replicas one after the other, unless a restart is in progress."""
+        if self._engine is None or self._stopping is not None:
+            return
+        if self._restarting is None or self._restarting.done():
+            _log.info("restarting the engine: each request may take up to %g s to finish", self._patience)
+            self._restarting = asyncio.create_task(self._engine.restart(self._patience))
+
+    def _signalled(self, number: int) -> None:
+        self.received.append(number)
+        if self._readiness is not None:
+            self._readiness.is_draining = True
+        if self._engine is None:
+            assert self._main is not None
+            self._main.cancel()
+        elif self._stopping is None:
+            self._deadline = time.monotonic() + self._patience
+            self._stopping = asyncio.create_task(self._stop())
+        elif len(self.received) == 2:
+            self._deadline = 0.0
+        else:
+            self._force()
+
+    def _force(self) -> None:
+        # Hides errors about cut-off requests, which are expected.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server.force_exit = True
+
+    async def _stop(self) -> None:
+        """Let running requests finish until the deadline while new requests are refused, then close.
+
+        Incomplete uploads and responses that clients do not read do not delay the stop.
+        """
+        assert self._connections is not None
+        if num_working := self._connections.num_working:
+            _log.info(
+                "stopping: %d requests may take up to %g s to finish; another signal aborts them",
+                num_working,
+                self._patience,
+            )
+        while self._connections.num_working and time.monotonic() < self._deadline:
+            await asyncio.sleep(0.05)
+        await self._close()
+
+    async def _close(self) -> None:
+        """Abort all requests, including ones that still arrive, until this task is cancelled."""
+        assert self._engine is not None
+        assert self._connections is not None
+        self._server.should_exit = True
+        close = time.monotonic() + CLOSE_SECONDS
+        while True:
+            self._engine.abort_all()
+            if time.monotonic() > close:
+                self._connections.abort()
+            await asyncio.sleep(0.05)
+
+
+def _say(text: str, settings: ServerConfig) -> None:
+    """Print `text` to the terminal, or log it when the log format is JSON."""
+    if settings.log_format == "json":
+        _log.info(text)
+    else:
+        print(text, flush=True)
+
+
+def _is_notable(record: logging.LogRecord) -> bool:
+    """Whether a log record of uvicorn is more than a routine message about start and stop."""
+    return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
+
+
+def without_text(record: logging.LogRecord) -> bool:
+    """Remove the exception's message, which may contain text of requests, from a log record of uvicorn; return True."""
+    if record.exc_info and (error := record.exc_info[1]) is not None and not debugging():
+        record.exc_info, record.exc_text = None, traceback_without_text(error)
+    return True
+
+
+def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:
+    """Return the lines about all addresses of the server."""
+    if settings.uds:
+        return f"Ready: {model_name} at the Unix socket {settings.uds}"
+    scheme = "https" if settings.ssl_certfile else "http"
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    elif ":" in host:
+        host = f"[{host}]"
+    url, root = f"{scheme}://{host}:{port}", settings.root_path.rstrip("/")
+    pages = {"API": "/v1", "chat page": "/", "reference": "/docs", "metrics": "/metrics"}
+    lines = [f"  {name:<11}{url}{root}{path}" for name, path in pages.items()]
+    others = [each for each in reachable_urls(listener, scheme) if each != url]
+    lines += [f"  {'network':<11}{each}{root}/" for each in others]
+    return "\n".join([f"Ready: {model_name}", *lines])
