@@ -16,23 +16,23 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kernels import reference
-from kernels.block_sparse import BlockSparse as BlockSparse
-from kernels.compressed_weight import CompressedWeight as CompressedWeight
-from kernels.compressed_weight import ExpertWeight as ExpertWeight
-from kernels.moe import ExpertActivation as ExpertActivation
-from kernels.moe import Router as Router
-from kernels.plan import FEW_SEQS as FEW_SEQS
-from kernels.plan import DecodePlan as DecodePlan
-from kernels.plan import latent_decode_plan as latent_decode_plan
-from kernels.plan import latent_tile_queries as latent_tile_queries
-from kernels.plan import make_prefill_tiles as make_prefill_tiles
-from kernels.plan import prefill_tile_queries as prefill_tile_queries
-from kernels.quantized_rows import NextNorm as NextNorm
-from kernels.quantized_rows import QuantizedRows as QuantizedRows
-from kernels.quantized_weight import Kind as Kind
-from kernels.quantized_weight import QuantizedWeight as QuantizedWeight
-from kernels.quantized_weight import Weight as Weight
-from kernels.quantized_weight import by_groups as by_groups
+from kernels.data.block_sparse import BlockSparse as BlockSparse
+from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
+from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
+from kernels.data.moe import ExpertActivation as ExpertActivation
+from kernels.data.moe import Router as Router
+from kernels.data.plan import FEW_SEQS as FEW_SEQS
+from kernels.data.plan import DecodePlan as DecodePlan
+from kernels.data.plan import latent_decode_plan as latent_decode_plan
+from kernels.data.plan import latent_tile_queries as latent_tile_queries
+from kernels.data.plan import make_prefill_tiles as make_prefill_tiles
+from kernels.data.plan import prefill_tile_queries as prefill_tile_queries
+from kernels.data.quantized_rows import NextNorm as NextNorm
+from kernels.data.quantized_rows import QuantizedRows as QuantizedRows
+from kernels.data.quantized_weight import Kind as Kind
+from kernels.data.quantized_weight import QuantizedWeight as QuantizedWeight
+from kernels.data.quantized_weight import Weight as Weight
+from kernels.data.quantized_weight import by_groups as by_groups
 from kernels.reference import KV_SCALES as KV_SCALES
 from kernels.reference import NOT_FINITE as NOT_FINITE
 from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
@@ -205,14 +205,16 @@ def num_threads(device: torch.device) -> int:
 
 
 def compile_processes(num: int) -> AbstractContextManager[Any]:
-    """See `kernels.triton.compile_processes.CompileProcesses`. Needs Triton."""
-    context: AbstractContextManager[Any] = importlib.import_module("kernels.triton.compile_processes").CompileProcesses(
+    """See `kernels.cuda.compile_processes.CompileProcesses`. Needs Triton."""
+    context: AbstractContextManager[Any] = importlib.import_module("kernels.cuda.compile_processes").CompileProcesses(
         num
     )
     return context
 
 
 def compiling_only(processes: Any = None) -> AbstractContextManager[None]:
-    """See `kernels.triton.launch.compiling_only`. Needs Triton."""
-    context: AbstractContextManager[None] = importlib.import_module("kernels.triton.launch").compiling_only(processes)
+    """See `kernels.cuda.compile_processes.compiling_only`. Needs Triton."""
+    context: AbstractContextManager[None] = importlib.import_module("kernels.cuda.compile_processes").compiling_only(
+        processes
+    )
     return context

@@ -170,7 +170,9 @@ LEGAL = {
     "engine/plan.py": "",
     "engine/core/batch.py": "from dataclasses import dataclass\nimport collections.abc",
     "engine/core/scheduler.py": "from engine.core import batch\nfrom .batch import Scheduled",
-    "engine/worker/runner.py": "import kernels.layout\nfrom engine.core import batch\nfrom engine.models.decoder import Decoder",
+    "engine/worker/runner.py": (
+        "import kernels.data.layout\nfrom engine.core import batch\nfrom engine.models.decoder import Decoder"
+    ),
     "engine/models/decoder.py": "import kernels\nfrom . import spec",
     "engine/models/spec.py": "",
     "engine/text/tokenizer.py": "import tokenizers",

@@ -3,7 +3,7 @@
     python -m benchmarks.micro.few_bits_variants --tokens 16 32 64 128 256
 
 Each product of a layer of Llama-3.1-8B in CUDA graphs, with more copies of its weight than L2 holds: by
-`kernels.hopper.quantized_dense` for each way to cut it up, with and without bringing x into its order, by what other GPUs
+`kernels.gluon.linear.weight_only` for each way to cut it up, with and without bringing x into its order, by what other GPUs
 use ("portable"), and by cuBLAS with bfloat16 weights. A result that is not that of "portable" is marked.
 """
 
@@ -24,9 +24,9 @@ import kernels
 from benchmarks.gpu import need_gpus
 from benchmarks.micro.products import SHAPES, _copies, _microseconds
 from kernels import QuantizedWeight
-from kernels.hopper import quantized_dense as dense
+from kernels.gluon.linear import weight_only as dense
+from kernels.gpu.launch import cdiv
 from kernels.triton import quantized
-from kernels.triton.launch import cdiv
 
 Call = Callable[[], Any]
 

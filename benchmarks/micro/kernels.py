@@ -30,7 +30,7 @@ from benchmarks.micro import experts
 from benchmarks.report.result_files import save
 from engine.machine import environment
 from engine.models.wide_pages import WidePages
-from kernels.widening import can_gain, seconds_saved
+from kernels.data.widening import can_gain, seconds_saved
 
 
 @dataclass(frozen=True, slots=True)

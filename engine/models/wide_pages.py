@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.widening import WIDE_DTYPE, WIDE_PAGE, first_needed
+from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE, first_needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
-from kernels import layout
-from kernels.layout import RowState, StepTensors
+from kernels.data import layout
+from kernels.data.layout import RowState, StepTensors
 
 RING = 3  # packed buffers: the step before the last has been read before its buffer is written again
 
@@ -45,7 +45,7 @@ class Members:
 
 @dataclass(slots=True)
 class PackedStep:
-    """A step in the packed buffer; see `kernels.layout`."""
+    """A step in the packed buffer; see `kernels.data.layout`."""
 
     packed: Tensor  # int32, on the CPU (pinned if the device is a GPU)
     segment: int

@@ -35,7 +35,7 @@ from engine.worker.parallel.communicator import StageLink
 from engine.worker.pooler import Embeddings, Pooler
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
-from kernels.layout import StepTensors
+from kernels.data.layout import StepTensors
 
 # Minimum number of host buffers for sampled tokens: one more than the number of unread steps when a step is launched.
 RING = 3

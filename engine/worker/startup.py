@@ -169,7 +169,7 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
 
 
 def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
-    """Return zeros of the size of a packed decode step of `num_seqs` sequences (see `kernels.layout`) with new blocks.
+    """Return zeros of the size of a packed decode step of `num_seqs` sequences (see `kernels.data.layout`) with new blocks.
 
     As a step, every sequence is row 0 and computes nothing.
     """

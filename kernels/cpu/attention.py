@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.block_sparse import BlockSparse
+from kernels.data.block_sparse import BlockSparse
 from kernels.reference.precision import to_wide, wide_dtype
 
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once

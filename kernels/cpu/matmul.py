@@ -13,8 +13,8 @@ from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.library import library, tile_rows
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import Gate, silu_and_mul
 
 _onednn = torch.ops.mkldnn

@@ -11,9 +11,9 @@ from kernels import reference
 from kernels.cpu.matmul import linear, swiglu
 from kernels.cpu.packed_weight import NativeWeight
 from kernels.cpu.rotary import rms_norm
-from kernels.moe import ExpertActivation
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import Weight
+from kernels.data.moe import ExpertActivation
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import Weight
 from kernels.reference.moe import activate
 
 

@@ -7,10 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.block_sparse import BlockSparse
 from kernels.cpu import attention
 from kernels.cpu.library import LANES, library
-from kernels.quantized_rows import QuantizedRows
+from kernels.data.block_sparse import BlockSparse
+from kernels.data.quantized_rows import QuantizedRows
 
 
 class _Struct(ctypes.Structure):

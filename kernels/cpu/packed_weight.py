@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import library, tile_rows
-from kernels.quantized_weight import QuantizedWeight
+from kernels.data.quantized_weight import QuantizedWeight
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 STEPS = (1, 2, 4, 8)  # by kind: channels that fill 64 bytes of a block

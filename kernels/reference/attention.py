@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.block_sparse import BlockSparse
-from kernels.quantized_rows import QuantizedRows
+from kernels.data.block_sparse import BlockSparse
+from kernels.data.quantized_rows import QuantizedRows
 from kernels.reference.precision import to_wide, wide_dtype
 from kernels.reference.quantized import quantize_rows
 

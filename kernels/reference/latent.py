@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.plan import DecodePlan
+from kernels.data.plan import DecodePlan
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 from kernels.reference.rotary import rotate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import Gate, gate_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantized import dequantize

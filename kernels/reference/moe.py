@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.compressed_weight import CompressedWeight, ExpertWeight
-from kernels.moe import CLAMP, SLOPE, ExpertActivation, Router
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.data.compressed_weight import CompressedWeight, ExpertWeight
+from kernels.data.moe import CLAMP, SLOPE, ExpertActivation, Router
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized_weight import QuantizedWeight, by_rows
+from kernels.data.quantized_weight import QuantizedWeight, by_rows
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes 0 to 7; from 8 on they are negative
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
-from kernels.plan import DecodePlan
+from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
+from kernels.data.plan import DecodePlan
 
 
 def prepare_step(
     packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
 ) -> None:
     """Unpack a step: append the block updates to block tables, advance each row by its tokens, and fill the first `num_seqs`
-    or `num_tokens` entries of `out`. See `kernels.layout`.
+    or `num_tokens` entries of `out`. See `kernels.data.layout`.
     """
     num_groups, num_rows = state.block_tables.shape[:2]
     tokens_at = (2 + 2 * num_groups) * segment

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_sparse import BlockSparse
-from kernels.plan import DecodePlan
-from kernels.quantized_rows import QuantizedRows
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.data.block_sparse import BlockSparse
+from kernels.data.plan import DecodePlan
+from kernels.data.quantized_rows import QuantizedRows
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.rounding import DTYPES, LARGEST, rounded
 from kernels.triton.paged_tile import (
     LOG2E,
     first_local_block,
@@ -33,10 +34,9 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
-from kernels.triton.rounding import DTYPES, LARGEST, rounded
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import attention_decode as hopper
+    from kernels.gluon.attention import decode as hopper
 else:
     hopper = None  # type: ignore[assignment]
 

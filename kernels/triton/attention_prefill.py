@@ -4,7 +4,7 @@ One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries tim
 that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
 which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without biases go to
-`kernels.hopper.attention_prefill` where it applies.
+`kernels.gluon.attention.prefill` where it applies.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_sparse import BlockSparse
-from kernels.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.data.block_sparse import BlockSparse
+from kernels.data.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
     first_local_block,
@@ -32,7 +32,7 @@ from kernels.triton.paged_tile import (
 )
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import attention_prefill as hopper
+    from kernels.gluon.attention import prefill as hopper
 else:
     hopper = None  # type: ignore[assignment]
 

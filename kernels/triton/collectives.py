@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.triton.norm import normed_row
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.rounding import normed_row
 
 WORDS = 512  # words of 32 bits that a program sums
 BLOCK = 4096  # elements of a larger tensor that a program writes at once, unless it writes rows

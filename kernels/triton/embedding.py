@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import next_power_of_2
+from kernels.gpu.launch import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])

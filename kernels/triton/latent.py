@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.plan import DecodePlan, latent_decode_plan, latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.data.plan import DecodePlan, latent_decode_plan, latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.attention_decode import plan_decode
-from kernels.triton.launch import cdiv, next_power_of_2
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import latent_decode as hopper
+    from kernels.gluon.attention import latent_decode as hopper
 else:
     hopper = None  # type: ignore[assignment]
 

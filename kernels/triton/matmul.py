@@ -1,10 +1,12 @@
-"""Matrix products fused with the norm, activation or residual sum around them, in Triton for few tokens, else in cuBLAS.
+"""Matrix products fused with the norm, activation or residual sum around them, in Triton for few tokens, else in
+cuBLAS.
 
 With few tokens a linear layer is bound by reading its weight, and a decode step by the number of kernels. So one kernel
-does the product, the RMSNorm before it, and the activation or the residual sum after it: `kernels.hopper.matmul_few` where it
-applies, else, up to `MAX_SMALL` tokens, the one here. A token's norm factor 1/rms is the same for all its channels, so it is
-applied to the sums, and one pass over x suffices. With programmatic dependent launch a kernel starts while the one before it
-still runs, and first loads weights, which no earlier kernel writes: its first chunk into registers, the rest into L2.
+does the product, the RMSNorm before it, and the activation or the residual sum after it:
+`kernels.gluon.linear.small_batch` where it applies, else, up to `MAX_SMALL` tokens, the one here. A token's norm factor
+1/rms is the same for all its channels, so it is applied to the sums, and one pass over x suffices. With programmatic
+dependent launch a kernel starts while the one before it still runs, and first loads weights, which no earlier kernel
+writes: its first chunk into registers, the rest into L2.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight, Weight
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.reference import Gate
 from kernels.triton import quantized, scaled
 from kernels.triton.activation import activate, gate_and_mul
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.norm import add_rms_norm, rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import matmul_few as few
+    from kernels.gluon.linear import small_batch as few
 else:
     few = None  # type: ignore[assignment]
 
@@ -51,7 +53,9 @@ def _small_linear_kernel(
     NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu" or "gelu_tanh"): gate rows, then up rows."""
+    """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu" or "gelu_tanh"): gate rows, then up
+    rows.
+    """
     GATED: tl.constexpr = GATE != ""
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -150,7 +154,9 @@ def _fused(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """x [M, K] -> [M, N] in one kernel, written to `residual` or `out` where that is given; None where cuBLAS does better."""
+    """x [M, K] -> [M, N] in one kernel, written to `residual` or `out` where that is given; None where cuBLAS does
+    better.
+    """
     num_tokens = x.shape[0]
     n = len(weight) // 2 if gate else len(weight)
     config = few.config(x, n, gate != "") if few is not None else None

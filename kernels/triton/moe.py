@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compressed_weight import CompressedWeight, ExpertWeight, compress
-from kernels.moe import ExpertActivation
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight, Weight, in_panels
-from kernels.triton.codes import decode
-from kernels.triton.launch import (
+from kernels.data.compressed_weight import CompressedWeight, ExpertWeight, compress
+from kernels.data.moe import ExpertActivation
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight, in_panels
+from kernels.gpu.codes import decode
+from kernels.gpu.launch import (
     EARLY,
     cdiv,
     is_hopper,
@@ -32,15 +32,17 @@ from kernels.triton.launch import (
     pdl_options,
     wait_for_inputs,
 )
+from kernels.gpu.rounding import norm_arguments, store_norm
 from kernels.triton.pairs import Tiles, sort_pairs
 from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
-from kernels.triton.rounding import norm_arguments, store_norm
 from kernels.triton.scaled import finish_norm, quantize_pairs
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import compressed_experts, compressed_few, decompress, quantized_experts
-    from kernels.hopper import experts_few as few
-    from kernels.hopper import scaled_experts as scaled
+    from kernels.gluon.moe import compressed as compressed_experts
+    from kernels.gluon.moe import compressed_small_batch as compressed_few
+    from kernels.gluon.moe import decompress, scaled
+    from kernels.gluon.moe import small_batch as few
+    from kernels.gluon.moe import weight_only as quantized_experts
 else:
     compressed_experts = compressed_few = decompress = few = quantized_experts = scaled = None  # type: ignore[assignment]
 
@@ -296,7 +298,7 @@ def _grouped(
     kind: str
     if isinstance(weight, QuantizedWeight):
         assert weight.order is None, "experts cannot have permuted channels"
-        assert not weight.panel, "only `kernels.hopper.scaled_experts` multiplies panels"
+        assert not weight.panel, "only `kernels.gluon.moe.scaled` multiplies panels"
         assert weight.lies_by_groups()
         codes, scale = _words(weight.codes, weight.kind), _bytes(weight.scale)
         zero, factor = _or(weight.zero, scale), _or(weight.factor, scale)
@@ -361,7 +363,7 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
 
 
 def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
-    """See `kernels.reference.pack_experts`. In panels, for `kernels.hopper.scaled_experts`."""
+    """See `kernels.reference.pack_experts`. In panels, for `kernels.gluon.moe.scaled`."""
     if scaled is None or not scaled.packs(gate_up, dtype) or not scaled.packs(down, dtype):
         return gate_up, down
     assert isinstance(gate_up, QuantizedWeight)
@@ -506,7 +508,7 @@ def _multiply_compressed(
 
 
 def _multiplies_quantized(x: Tensor, gate_up: Weight, down: Weight) -> bool:
-    """Whether `kernels.hopper.quantized_experts` applies to both products."""
+    """Whether `kernels.gluon.moe.weight_only` applies to both products."""
     return quantized_experts is not None and all(quantized_experts.applies(x, each) for each in (gate_up, down))
 
 
@@ -539,7 +541,7 @@ def _multiply_scaled(
 def _few_configs(
     x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
 ) -> tuple[few.Config, few.Config] | None:
-    """How `kernels.hopper.experts_few` cuts up both products, where it applies."""
+    """How `kernels.gluon.moe.small_batch` cuts up both products, where it applies."""
     if few is None:
         return None
     most = few.MAX_FEW

@@ -9,16 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, prefer_shared_memory, wait_for_inputs
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, prefer_shared_memory, wait_for_inputs
+from kernels.gpu.rounding import normed_row
 
 MAX_HIDDEN = 16384  # a row must fit in one program's registers
-
-
-@triton.jit
-def normed_row(values, w, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of a row, 0 beyond HIDDEN, rounded to `dtype` before the weight and after it; all float32."""
-    scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
-    return ((values * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
 
 
 @triton.jit

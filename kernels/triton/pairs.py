@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MANY = 16384  # pairs, from which on chunks are faster
 MIN_CHUNK, MAX_CHUNKS = 512, 512  # pairs of a chunk, at least, and chunks, at most: each reads the counts of all chunks

@@ -1,4 +1,4 @@
-"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in `kernels.layout`."""
+"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in `kernels.data.layout`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import layout
-from kernels.layout import RowState, StepTensors
-from kernels.triton.launch import launch_dependents, pdl_options, wait_for_inputs
+from kernels.data import layout
+from kernels.data.layout import RowState, StepTensors
+from kernels.gpu.launch import launch_dependents, pdl_options, wait_for_inputs
 
 NUM_COMPUTED, LAST_TOKEN = tl.constexpr(layout.NUM_COMPUTED), tl.constexpr(layout.LAST_TOKEN)
 SEED, TOP_K = tl.constexpr(layout.SEED), tl.constexpr(layout.TOP_K)

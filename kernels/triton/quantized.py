@@ -1,8 +1,9 @@
 """Products with matrices of few bits, in Triton.
 
-Few tokens are bound by reading the weight, whose codes become floats in registers: `kernels.hopper.quantized_few` where it
-applies, else the kernel here. Beyond `MAX_FEW` tokens, where the checkpoint allows it, x is rounded, too, see
-`kernels.triton.scaled`. Else, beyond `MAX_WEIGHT_ONLY` tokens, the matrix is written out as floats, for cuBLAS.
+Few tokens are bound by reading the weight, whose codes become floats in registers:
+`kernels.gluon.linear.quantized_small_batch` where it applies, else the kernel here. Beyond `MAX_FEW` tokens, where the
+checkpoint allows it, x is rounded, too, see `kernels.triton.scaled`. Else, beyond `MAX_WEIGHT_ONLY` tokens, the matrix
+is written out as floats, for cuBLAS.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -18,18 +19,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight
+from kernels.gpu.codes import values
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.reference import Gate
 from kernels.triton import scaled
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.codes import values
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import quantized_dense as dense
-    from kernels.hopper import quantized_few as few
+    from kernels.gluon.linear import quantized_small_batch as few
+    from kernels.gluon.linear import weight_only as dense
 else:
     dense = few = None  # type: ignore[assignment]
 
@@ -206,7 +207,9 @@ def _multiply(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in `out`."""
+    """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in
+    `out`.
+    """
     if isinstance(x, QuantizedRows):
         assert norm_weight is None
         assert out is None

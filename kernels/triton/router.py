@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.moe import Router
-from kernels.triton.launch import (
+from kernels.data.moe import Router
+from kernels.gpu.launch import (
     cdiv,
     launch_dependents,
     next_power_of_2,

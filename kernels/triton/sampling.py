@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from kernels import reference
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.reference import Part
-from kernels.triton.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.thresholds import is_filtered, sampling_thresholds, to_key
 
 NEG_INF, INF = tl.constexpr(float("-inf")), tl.constexpr(float("inf"))

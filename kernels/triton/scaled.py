@@ -1,7 +1,7 @@
 """Products of x, rounded to codes, with matrices of the same codes, e4m3 or int8: the matrix unit multiplies codes by codes.
 
 x gets a scale for each token, or for each group of channels if the weight has them. Where they apply,
-`kernels.hopper.scaled_dense` or cuBLAS multiplies, else the kernel here.
+`kernels.gluon.linear.scaled` or cuBLAS multiplies, else the kernel here.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantized_rows import NextNorm, QuantizedRows
-from kernels.quantized_weight import QuantizedWeight
-from kernels.triton.activation import gate_and_mul
-from kernels.triton.launch import (
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight
+from kernels.gpu.launch import (
     EARLY,
     cdiv,
     is_hopper,
@@ -29,12 +28,13 @@ from kernels.triton.launch import (
     pdl_options,
     wait_for_inputs,
 )
-from kernels.triton.norm import normed_row, rms_norm
-from kernels.triton.parts import sum_parts, sum_parts_norm
-from kernels.triton.rounding import LARGEST, group_of, rounded, store_rounded
+from kernels.gpu.parts import sum_parts, sum_parts_norm
+from kernels.gpu.rounding import LARGEST, group_of, normed_row, rounded, store_rounded
+from kernels.triton.activation import gate_and_mul
+from kernels.triton.norm import rms_norm
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.hopper import scaled_dense as dense
+    from kernels.gluon.linear import scaled as dense
 else:
     dense = None  # type: ignore[assignment]
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lens", "pages"])

@@ -10,7 +10,7 @@ from torch import Tensor
 import kernels
 from engine.models.expansion import LatentExpansion
 from kernels import reference
-from kernels.plan import latent_tile_queries, make_prefill_tiles, prefill_tile_queries
+from kernels.data.plan import latent_tile_queries, make_prefill_tiles, prefill_tile_queries
 from tests.gpu.checks import BF16, F32, LIMITS, Checks, relative_error
 
 L, R, PAGE = 512, 64, 16

@@ -2,7 +2,7 @@
 
 Times are of a layer: keys and values are stored, older ones widened, and attention is computed.
 
-A name that ends with a star is of what the engine does with such a step on Hopper (`kernels.widening`).
+A name that ends with a star is of what the engine does with such a step on Hopper (`kernels.data.widening`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernels
 from engine.models.wide_pages import WidePages
-from kernels.widening import WIDE_PAGE, can_gain, num_pairs, seconds_saved
+from kernels.data.widening import WIDE_PAGE, can_gain, num_pairs, seconds_saved
 from tests.gpu.checks import BF16, E4M3, F16, LIMITS, Checks, relative_error
 from tests.oracles.attention import Paged, exact_attention
 

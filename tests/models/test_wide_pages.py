@@ -14,7 +14,7 @@ from engine.models.layers import Residual, Scope, Stream
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
 from kernels import BlockSparse
-from kernels.widening import WIDE_PAGE
+from kernels.data.widening import WIDE_PAGE
 from tests.oracles.attention import Paged
 from tests.support.unwritten import unwritten_is_nan
 

@@ -21,12 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kernels
-from kernels.compressed_weight import CompressedWeight
-from kernels.layout import RowState, StepTensors
-from kernels.moe import ExpertActivation
-from kernels.plan import DecodePlan
-from kernels.quantized_weight import QuantizedWeight, Weight
-from kernels.widening import WIDE_DTYPE, WIDE_PAGE
+from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.layout import RowState, StepTensors
+from kernels.data.moe import ExpertActivation
+from kernels.data.plan import DecodePlan
+from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE
 from tests.oracles.random_weights import random_weight
 
 META = torch.device("meta")
@@ -213,7 +213,7 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
 
 
 def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
-    from kernels.moe import Router
+    from kernels.data.moe import Router
     from kernels.triton.router import norm_route, route
 
     x, weight, bias = tensor(tokens, 2048), tensor(128, 2048, dtype=dtype), tensor(128, dtype=dtype)
@@ -262,7 +262,7 @@ def compressed_experts(tokens: int) -> None:
 
 def parts_of_channels() -> None:
     """A product whose channels are divided among programs, and the sum of these parts."""
-    from kernels.hopper import quantized_dense as dense
+    from kernels.gluon.linear import weight_only as dense
 
     weight = QuantizedWeight("int4", tensor(512, 512, dtype=torch.uint8), tensor(512, 8, dtype=F16), 128)
     x, out = tensor(60, 1024), tensor(60, 512)
@@ -276,7 +276,7 @@ def embedding() -> None:
 
 
 def parts() -> None:
-    from kernels.triton.parts import sum_parts, sum_parts_norm
+    from kernels.gpu.parts import sum_parts, sum_parts_norm
 
     out, bias = tensor(60, 512), tensor(512)
     sum_parts(tensor(3, 64, 512), out)
@@ -396,10 +396,10 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 ]
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
-    "attention_decode", "attention_prefill", "compressed_experts", "compressed_few", "decompress", "latent_decode",
-    "quantized_dense", "quantized_experts", "scaled_experts", "scaled_dense",
+    "attention.decode", "attention.prefill", "attention.latent_decode", "linear.weight_only", "linear.scaled",
+    "moe.compressed", "moe.compressed_small_batch", "moe.decompress", "moe.weight_only", "moe.scaled",
 )  # fmt: skip
-HOPPER = (*(f"kernels.hopper.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
+HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 
 
 class Driver:

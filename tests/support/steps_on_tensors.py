@@ -1,4 +1,4 @@
-"""`kernels.hopper.quantized_steps` on torch tensors, for the kernels that use it; see `gluon_on_tensors`."""
+"""`kernels.gluon.common.weight_only` on torch tensors, for the kernels that use it; see `gluon_on_tensors`."""
 
 import itertools
 from types import ModuleType
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hopper import quantized_steps
-from tests.kernels.hopper.test_quantized_few import scale_of, values_of
+from kernels.gluon.common import weight_only as quantized_steps
+from tests.kernels.gluon.linear.test_quantized_small_batch import scale_of, values_of
 from tests.support.gluon_on_tensors import run_on_tensors
 
 HELPERS = (

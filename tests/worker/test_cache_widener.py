@@ -16,7 +16,7 @@ from engine.worker.attention.fp8_prefill import MOST_BYTES, CacheWidener
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
-from kernels.widening import WIDE_PAGE
+from kernels.data.widening import WIDE_PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from engine.core.scheduler import Scheduler
 from engine.worker.device import CpuDevice
 from engine.worker.input_batch import InputBatch
 from kernels import reference
-from kernels.layout import StepTensors
+from kernels.data.layout import StepTensors
 
 CPU = CpuDevice()
 BLOCK, MAX_LEN, ROWS, BUDGET = 4, 48, 5, 20

@@ -12,7 +12,7 @@ from engine.models.spec import AttentionSpec, ModelSpec
 from engine.models.wide_pages import WidePages
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
-from kernels.widening import WIDE_DTYPE, WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
+from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
 
 # Scratch memory, for one layer at a time: 131,072 positions of 8 KV heads of 128 channels. Steps that need more read the cache.
 MOST_BYTES = 512 << 20

@@ -25,7 +25,7 @@ from engine.worker.sampling.processors import (
     RowGroup,
 )
 from engine.worker.sampling.token_history import TokenHistory
-from kernels.layout import StepTensors
+from kernels.data.layout import StepTensors
 
 MAX_ELEMENTS = 1 << 24  # most logits processed at a time
 

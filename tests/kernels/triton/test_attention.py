@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import BlockSparse, QuantizedRows, reference
-from kernels.plan import DecodePlan, make_prefill_tiles
+from kernels.data.plan import DecodePlan, make_prefill_tiles
 from kernels.triton import attention_decode, attention_prefill
 from kernels.triton.scaled import quantize_rows
 from tests.support.paged import as_a_layer_of_one_tensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.plan import latent_tile_queries, make_prefill_tiles
+from kernels.data.plan import latent_tile_queries, make_prefill_tiles
 from kernels.triton import latent
 
 NAN = float("nan")

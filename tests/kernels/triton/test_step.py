@@ -6,16 +6,17 @@ import pytest
 import torch
 
 import kernels
-from kernels import layout, reference
+from kernels import reference
 from kernels.cpu import step
-from kernels.layout import RowState, StepTensors
+from kernels.data import layout
+from kernels.data.layout import RowState, StepTensors
 from kernels.triton import prepare
 
 BLOCK = 4
 
 
 def packed_step(rows: Any, query_lens: Any, updates: Any, token_ids: Any) -> Any:
-    """Build the packed buffer of `kernels.layout` by hand; returns (packed, segment).
+    """Build the packed buffer of `kernels.data.layout` by hand; returns (packed, segment).
 
     updates: for each cache group, for each sequence, where its new blocks go and their ids.
     """

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from engine.models.wide_pages import WidePages
 from kernels import reference
+from kernels.data.widening import WIDE_PAGE
 from kernels.triton import attention_prefill, wide_pages
-from kernels.widening import WIDE_PAGE
 from tests.oracles.attention import Paged, exact_attention
 from tests.support.paged import as_a_layer_of_one_tensor
 

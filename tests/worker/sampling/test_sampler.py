@@ -19,7 +19,7 @@ from engine.worker.input_batch import InputBatch
 from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
 from kernels import reference
-from kernels.layout import StepTensors
+from kernels.data.layout import StepTensors
 from tests.support.slow_sampler import next_token
 
 VOCAB, EOS, BLOCK, MAX_LEN, ROWS = 60, (58, 59), 16, 128, 8

@@ -1,0 +1,1 @@
+"""Data types and arithmetic that all backends share: step layout, plans, weights. No kernel."""

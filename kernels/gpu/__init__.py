@@ -1,0 +1,1 @@
+"""What Triton and Gluon kernels share: launch, dequantisation, quantised rows, split-K sums."""
