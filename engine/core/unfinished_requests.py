@@ -93,7 +93,7 @@ class UnfinishedRequests:
         return request.output([])
 
     def _fail(self, request: Request) -> None:
-        """Handle a request that fails. Its KV may hold NaN, so no other request may find its blocks."""
+        """Handle a request that fails. The KV that it computed may hold NaN, so no other request may find it."""
         if request.error == FAULTS[NOT_FINITE]:
             self.num_corrupted += 1
             self.blocks.unpublish(request)
