@@ -23,7 +23,7 @@ from server.generation.request import EmbeddingRequest, GenerationRequest, Promp
 from server.generation.served_model import ServedModel
 from server.generation.usage import Usage
 from server.http.callers import Caller
-from server.http.errors import APIError, engine_error, spelled
+from server.http.errors import APIError, invalid, spelled
 from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
 from server.observability.recorder import Ended
@@ -37,15 +37,6 @@ _log = logging.getLogger(__name__)
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000  # characters
 _BEGUN_AT_ONCE = 8  # samples started before yielding to the event loop: about a millisecond
-# Parameter names that an engine error may begin with, each with its path in the request.
-_FIELDS = {
-    name: (name,)
-    for name in (
-        "prompt",
-        *(field.name for field in dataclasses.fields(SamplingParams)),
-        *(field.name for field in dataclasses.fields(PoolingParams)),
-    )
-}
 
 
 async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings, caller: Caller) -> Generation:
@@ -104,7 +95,7 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
         try:
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
-            raise engine_error(error, _FIELDS) from None
+            raise invalid(error) from None
         _check_num_answers(request, 1)
         with model.queue.entering(request.num_prompts, request.owner):
             prompts = await model.encode(request, is_to_fit=True)
@@ -202,7 +193,7 @@ def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
     try:
         return SamplingParams(**{**defaults, **request.sampling})
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 async def _prepared(model: ServedModel, request: PromptRequest, sampling: SamplingParams) -> SamplingParams:
@@ -210,7 +201,7 @@ async def _prepared(model: ServedModel, request: PromptRequest, sampling: Sampli
     try:
         return await model.engine.prepare(sampling, request.owner)
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
@@ -252,7 +243,7 @@ def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) ->
     try:
         return sampling.clone(max_tokens=max_tokens)
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 # ---- to the engine ----
@@ -294,7 +285,7 @@ async def _begin(
             updates = begin_one(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
     except EngineDeadError as error:
         raise APIError(503, f"the engine is not running: {error}") from None
     if model.settings.enable_log_requests:

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from engine.core.params.structured import StructuredOutputs, Tag, Tags
-from engine.errors import TagsError
-from engine.processing import grammar_cache as remembered
-from engine.processing.grammar_cache import Remembered, TooSlowError
+from engine.errors import ParameterError, TagsError
+from engine.processing import grammar_cache
+from engine.processing.grammar_cache import GrammarCache, TooSlowError
 
 
 def tools(*schemas: object) -> StructuredOutputs:
@@ -21,7 +21,7 @@ class Maker:
 
     def __init__(self, error: ValueError | None = None) -> None:
         self.num_calls, self.error = 0, error
-        self.remembered = Remembered(self)
+        self.cache = GrammarCache(self)
 
     def __call__(self, asked: StructuredOutputs) -> StructuredOutputs:
         self.num_calls += 1
@@ -32,47 +32,49 @@ class Maker:
 
 def test_the_same_is_made_once() -> None:
     maker = Maker()
-    first = maker.remembered(tools(1, 2))
-    assert maker.remembered(tools(1, 2)) == first
+    first = maker.cache(tools(1, 2))
+    assert maker.cache(tools(1, 2)) == first
     assert maker.num_calls == 1
     for other in (tools(2, 1), tools(1, 2.0), tools(1, "2"), tools(1, None), tools(1, math.nan)):
-        assert maker.remembered(other) != first
+        assert maker.cache(other) != first
     assert maker.num_calls == 6
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), TagsError({1: "no"})])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), ParameterError("structured_outputs.json", "no", ": "), TagsError({1: "no"})]
+)
 def test_so_are_refusals(error: ValueError) -> None:
     maker = Maker(error)
     for _ in range(2):
         with pytest.raises(type(error)) as found:
-            maker.remembered(tools(1))
+            maker.cache(tools(1))
         assert str(found.value) == str(error)
-        assert getattr(found.value, "reasons", None) == getattr(error, "reasons", None)
+        assert vars(found.value) == vars(error)
     assert maker.num_calls == 1
 
 
 def test_but_not_those_for_want_of_time() -> None:
-    maker = Maker(TooSlowError("no"))
+    maker = Maker(TooSlowError("structured_outputs.tags", "no"))
     for _ in range(2):
         with pytest.raises(TooSlowError):
-            maker.remembered(tools(1))
+            maker.cache(tools(1))
     assert maker.num_calls == 2
 
 
 def test_values_that_are_not_of_json() -> None:
     maker = Maker()
     for _ in range(2):
-        maker.remembered(tools(1 << 80))
-        maker.remembered(tools("\ud800"))
+        maker.cache(tools(1 << 80))
+        maker.cache(tools("\ud800"))
     assert maker.num_calls == 4
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MAX_CHARACTERS", 5000)
+    monkeypatch.setattr(grammar_cache, "MAX_CHARACTERS", 5000)
     maker = Maker()
     for number in range(50):
-        maker.remembered(tools(number))
-        maker.remembered(tools(0))
+        maker.cache(tools(number))
+        maker.cache(tools(0))
     assert maker.num_calls == 50
-    maker.remembered(tools(1))
+    maker.cache(tools(1))
     assert maker.num_calls == 51
