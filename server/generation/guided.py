@@ -14,7 +14,8 @@ from server.generation.request import GenerationRequest, Tool
 from server.generation.served_model import ServedModel
 from server.http.errors import APIError
 from server.http.warnings import Warnings
-from server.parsing.tools import ToolFormat, call_tags
+from server.parsing.formats import ToolFormat
+from server.parsing.tools import call_tags
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -31,7 +32,9 @@ async def guided(
     the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.
     """
     mode = request.tool_mode
-    format = model.tool_format if mode != "none" else None
+    format = model.format_for(request)
+    if format is not None and format.arguments is not None:
+        format = None  # no grammar yet
     content = request.structured_outputs if mode != "required" else {}
     if format is None and not content:
         return sampling

@@ -61,7 +61,7 @@ async def _generate(
 ) -> Generation:
     if request.conversation is not None:
         request.conversation.check()
-    _check_tools(model, request)
+    _check_tools(model, request, warnings)
     _warn_of_unused_variables(model, request, warnings)
     prompts = await model.encode(request, is_to_fit=True)
     if prompts[0].is_merged:
@@ -113,7 +113,7 @@ def _check_priority(request: PromptRequest, caller: Caller) -> None:
         raise APIError(403, "values below 0 require a key with `priority: true` in the key file", "priority")
 
 
-def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
+def _check_tools(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
     choice, names = request.tool_choice, {tool.name for tool in request.tools}
     if not names and (choice.names or choice.mode == "required"):
         raise APIError(400, "requires tools", "tool_choice")
@@ -124,8 +124,9 @@ def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
         raise APIError(400, '"auto" is disabled on this server: use "none", "required" or a function', "tool_choice")
     if model.tool_format is None and model.template is not None:
-        reason = "the chat template has no known tool call format: start the server with --tool-call-parser NAME"
-        raise APIError(400, reason, "tools")
+        forced = "calls are written as a list of JSON objects" if request.tool_mode == "required" else "no call is read"
+        reason = f"the chat template has no known tool call format: {forced}; --tool-call-parser NAME sets one"
+        warnings.add(reason, "tools", names=request.names)
 
 
 def _check_stop(request: GenerationRequest) -> None:
@@ -209,8 +210,8 @@ def _with_marks(model: ServedModel, request: GenerationRequest, sampling: Sampli
     if request.conversation is None:
         return sampling
     marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
-    if model.tool_format is not None and request.tool_mode != "none":
-        marks.append(model.tool_format.begin)
+    if (format := model.format_for(request)) is not None:
+        marks += format.special_marks
     if any(model.tokenizer.token_to_id(mark) in model.tokenizer.special_ids for mark in marks):
         sampling = sampling.clone(skip_special_tokens=False)
     if model.writes_harmony:
@@ -330,12 +331,11 @@ def _numbers(params: SamplingParams | PoolingParams) -> str:
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
     """Return a new parser for one answer to a conversation."""
-    names: list[str] = []
-    if model.tool_format is not None and request.tool_mode != "none":
-        names = request.tool_choice.names or [tool.name for tool in request.tools]
+    format = model.format_for(request)
+    callable = [tool for _, tool in request.callable_tools] if format is not None else []
     if model.writes_harmony:
         return HarmonyReader(
-            names,
+            [tool.name for tool in callable],
             model.tokenizer.token_text,
             continued=prompt.past_reasoning,
             shows_reasoning=request.include_reasoning,
@@ -344,7 +344,8 @@ def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> A
     if (marks := model.reasoning_format) is not None:
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
         counter = TokenCounter(marks.end, model.tokenizer.token_text)
-    if model.tool_format is not None and names:
+    if format is not None and callable:
         max_calls = None if model.takes_several_calls(request) else 1
-        tools = ToolReader(model.tool_format, names, max_calls, required=request.tool_mode == "required")
+        schemas = {tool.name: tool.parameters for tool in callable}
+        tools = ToolReader(format, schemas, max_calls, required=request.tool_mode == "required")
     return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

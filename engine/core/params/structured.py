@@ -20,6 +20,32 @@ class Thoughts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Syntax of an object whose properties stand between marks: `key`, a name, `value`, a value, `end`, for each of them.
+
+    Strings are written as they are, without quotes and escapes; other values as JSON.
+    """
+
+    key: str
+    value: str  # `{kind}` stands for the text in `kinds` of the value's JSON type
+    end: str
+    kinds: tuple[tuple[str, str], ...] = ()
+
+    def value_mark(self, kind: str) -> str:
+        """Return the mark before a value of this JSON type."""
+        return self.value.replace("{kind}", dict(self.kinds).get(kind, "")) if self.kinds else self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literals:
+    """Syntax of an object as `name=value, name=value`, with literals of Python, JSON or a relative of theirs as values."""
+
+    assign: str = "="  # between a name and its value
+    separator: str = ", "
+    quote: str = '"'  # around a string; strings have escapes only if it is `"`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
     """A part of an answer: `begin`, an instance of a JSON Schema, `end`.
 
@@ -30,6 +56,7 @@ class Tag:
     schema: dict[str, Any]
     end: str
     grammar: tuple[str, str] | None = None
+    syntax: Parameters | Literals | None = None  # of the instance, which is an object; None: JSON
     lenient: bool = False  # ignore the parts of schema or grammar that cannot be enforced; else they are an error
     head: str | None = None  # a regular expression: an alternative to `begin` at the start of an answer
 
