@@ -124,9 +124,10 @@ def _check_tools(model: ServedModel, request: GenerationRequest, warnings: Warni
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
         raise APIError(400, '"auto" is disabled on this server: use "none", "required" or a function', "tool_choice")
     if model.tool_format is None and model.template is not None:
-        forced = "calls are written as a list of JSON objects" if request.tool_mode == "required" else "no call is read"
-        reason = f"the chat template has no known tool call format: {forced}; --tool-call-parser NAME sets one"
-        warnings.add(reason, "tools", names=request.names)
+        is_off = model.settings.tool_call_parser == "none"
+        why = "the server parses no tool calls" if is_off else "the chat template has no known tool call format"
+        forced = "the answer is a list of JSON objects" if request.tool_mode == "required" else "the answer is text"
+        warnings.add(f"{why}, so {forced}: --tool-call-parser NAME sets a format", "tools", names=request.names)
 
 
 def _check_stop(request: GenerationRequest) -> None:

@@ -247,7 +247,7 @@ class ParametersCall(_Arguments):
 
     @property
     def _streams(self) -> bool:
-        return self._value == {"string"}
+        return self._value == frozenset({"string"})
 
     def _read_value(self, text: str, finished: bool) -> int:
         if self._is_first and self._leads:

@@ -197,7 +197,7 @@ def _unescaped(text: str, quote: str) -> str:
         return text
     if quote == '"':
         try:
-            return json.loads(f'"{text}"', strict=False)
+            return str(json.loads(f'"{text}"', strict=False))
         except ValueError:
             pass
     out: list[str] = []

@@ -223,8 +223,8 @@ def _inferred(turn: _Turn) -> ToolFormat | None:
     if second is None or is_single:
         after, closing = (ended if ended is not None else "").rstrip(), ""
     else:
-        rest = _CLOSING.match(tail[len(after) :])
-        closing = ended[len(after) :].rstrip() if ended is not None else rest[0] if rest else ""
+        closed = _CLOSING.match(tail[len(after) :])
+        closing = ended[len(after) :].rstrip() if ended is not None else closed[0] if closed else ""
     syntax, between = first.syntax, text[first.name + len(_NAMES[0]) : first.start]
     format = ToolFormat(
         name=PROBED,

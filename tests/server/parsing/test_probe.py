@@ -92,7 +92,8 @@ def test_the_names_of_vllms_parsers() -> None:
 
 @pytest.mark.skipif(PUBLISHED is None, reason="QUIRE_TEST_TEMPLATES names no folder")
 def test_published_templates() -> None:
-    known, unknown = [], []
+    known: list[str] = []
+    unknown: list[str] = []
     for path in sorted(Path(PUBLISHED or "").glob("*.jinja")):
         source = path.read_text()
         if "tools" not in source:
