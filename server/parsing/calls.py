@@ -14,10 +14,11 @@ from typing import Protocol
 import pydantic_core
 
 from engine.core.params.structured import Literals, Parameters
+from engine.structured.kinds import Schema, property_kinds
 from server.parsing.literals import LiteralScanner, parse_literals
 from server.parsing.patterns import slotted
 from server.parsing.pieces import begun
-from server.parsing.typed import Schema, as_json, dumped, property_kinds
+from server.parsing.typed import as_json, dumped
 
 MAX_HEAD = 2000  # characters before the arguments; bounds repeated matching
 _SPACE = r"[ \t\r\n]*"

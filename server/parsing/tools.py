@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.params.structured import Literals, Parameters, Tag, Tags
+from engine.structured.kinds import Schema
 from server.parsing.calls import MAX_HEAD, Call, LiteralsCall, ObjectCall, ParametersCall, head
 from server.parsing.formats import ToolFormat
 from server.parsing.patterns import NAME, Pattern, slotted
 from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begun
-from server.parsing.typed import Schema
 
 _HEADED = re.compile(rf"({NAME}+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
 

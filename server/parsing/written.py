@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.params.structured import Literals, Parameters
+from engine.structured.kinds import Schema, kind_of
 from server.parsing.formats import ToolFormat
 from server.parsing.pieces import Blocks, CallStart, Content
 from server.parsing.tools import ToolReader
-from server.parsing.typed import Schema, dumped, kind_of
+from server.parsing.typed import dumped
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
