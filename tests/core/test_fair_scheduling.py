@@ -11,9 +11,10 @@ from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
 from engine.core.fairness.arrivals import AWAY_SECONDS
 from engine.core.fairness.request_queues import FAVOURED_REQUESTS, FAVOURED_STEPS
+from engine.core.fairness.step_budget import EXPECTED_STEPS, SHARED_STEPS
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.scheduler import EXPECTED_STEPS, PAUSED_STEPS, SHARED_STEPS, Scheduler
+from engine.core.scheduler import PAUSED_STEPS, Scheduler
 
 
 def make(

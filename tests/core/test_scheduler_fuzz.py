@@ -17,7 +17,7 @@ import pytest
 from engine.core import scheduler
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
-from engine.core.fairness import deadlines, request_queues
+from engine.core.fairness import deadlines, request_queues, step_budget
 from engine.core.fairness import step_time as pace
 from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.block_pool import Name
@@ -163,7 +163,7 @@ class Workload:
         with (
             patch.object(deadlines, "MIN_PACED", 1),
             patch.object(pace, "SHORT_TOKENS", 2),
-            patch.object(scheduler, "SHARED_STEPS", 4),
+            patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
@@ -418,7 +418,7 @@ class Workload:
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks, "blocks are lost"
         assert stats.kv_cache_usage == 0
-        assert sorted(self.runner.rows) == sorted(scheduler._removed), "rows are lost"
+        assert sorted(self.runner.rows) == sorted(scheduler.requests.removed), "rows are lost"
         assert stats.generation_tokens >= sum(len(client.received) for client in self.finished)
         self.events["preemptions"] += stats.num_preemptions
         self.events["prefix-cache hits"] += stats.prefix_hits > 0

@@ -25,6 +25,7 @@ class BlockPool:
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
         self.num_publications = 0  # since the start
+        self.version = 0  # changes with every change of the published blocks
         self.num_releases = 0  # calls of `release`
         self._suspect: set[int] = set()  # held blocks that were unpublished
         # Hashes: the recent ones, and the ones before those.
@@ -61,6 +62,7 @@ class BlockPool:
                 del self._published[group][block_hash]
                 self._names[block_id] = None
                 evicted.add(block_hash)
+                self.version += 1
             self._num_holders[block_id] = 1
             taken.append(block_id)
         if len(evicted) > MAX_EVICTED:
@@ -85,6 +87,7 @@ class BlockPool:
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
+            self.version += 1
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Forget the names of these held blocks. They are suspect until their last holder releases them."""
@@ -94,6 +97,7 @@ class BlockPool:
                 del self._published[group][block_hash]
                 self._names[block_id] = None
                 self._suspect.add(block_id)
+                self.version += 1
 
     def published(self) -> Iterator[tuple[int, Name]]:
         """Yield the published blocks and their names as of the first call, the one to be evicted last first."""
@@ -109,6 +113,7 @@ class BlockPool:
         for block_id, (group, block_hash) in reversed(blocks):
             self._published[group][block_hash], self._names[block_id] = block_id, (group, block_hash)
             self._free.move_to_end(block_id)
+        self.version += 1
 
     def reset(self) -> bool:
         """Evict everything. Returns False, without any change, while a block is held."""
@@ -118,6 +123,7 @@ class BlockPool:
         self._evicted = set(), set()
         for published in self._published:
             published.clear()
+        self.version += 1
         return True
 
     def was_cached(self, block_hash: bytes) -> bool:

@@ -14,37 +14,49 @@ from engine.core.batch import (
     StepResult,
     TokenLogprobs,
 )
-from engine.core.fairness.step_time import StepPace
+from engine.core.fairness.step_budget import StepBudget
 from engine.core.kv.block_manager import BlockManager
 from engine.core.request import Request
-from engine.core.unfinished_requests import UnfinishedRequests
 
 
-class LaunchedSteps(UnfinishedRequests):
+class InFlightSteps:
     """Applies the results of steps, in the order in which the steps were launched. A result may finish requests."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        clock: Callable[[], float],
+        budget: StepBudget,
+        begun: Callable[[Request], None],
+        finish: Callable[[Request], None],
     ) -> None:
-        super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
+        """`budget`: gets the times of steps. `begun`: called with each request that gets its first token. `finish`:
+        called with each request that has a finish reason.
+        """
+        self._blocks, self._budget, self._begun, self._finish = blocks, budget, begun, finish
         # Step number, launch time, and the requests of the batch.
-        self._in_flight: deque[tuple[int, float, list[Request]]] = deque()
-        self._pace = StepPace()
-        self._last_read = 0.0  # when the previous step was read
-        self._generation_tokens = 0
+        self._steps: deque[tuple[int, float, list[Request]]] = deque()
+        self.generation_tokens = 0
 
-    def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
-        """Apply the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
-        step, launched_time, requests = self._in_flight.popleft()
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, launched_time: float, requests: list[Request]) -> None:
+        """Append a step that is launched at `launched_time`, in monotonic seconds."""
+        self._steps.append((step, launched_time, requests))
+
+    def requests(self) -> list[Request]:
+        """Return the requests of all steps, once for each step that they are in."""
+        return [request for *_, requests in self._steps for request in requests]
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+    def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepOutputs:
+        """Apply the result of the oldest step, read `now`. Returns the outputs of its unfinished requests."""
+        step, launched_time, requests = self._steps.popleft()
         assert step == output.step, "steps are read in the order they were launched"
-        now = self._clock()
-        self._pace.learn(output.batch.total_num_tokens, now - max(launched_time, self._last_read), requests)
-        self._last_read = now
+        self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
         request_ids, token_ids = output.batch.request_ids, result.token_ids
         outputs: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
@@ -74,7 +86,7 @@ class LaunchedSteps(UnfinishedRequests):
             request_ids, token_ids = request_ids.copy(), token_ids.copy()
             for index, position, count in reversed(apart):
                 del request_ids[index], token_ids[position : position + count]
-        self._generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
+        self.generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
         if result.embeddings:
             outputs += self._finish_pooled(requests, result.embeddings)
         return StepOutputs(request_ids, token_ids, outputs)
@@ -84,7 +96,7 @@ class LaunchedSteps(UnfinishedRequests):
 
         Their requests compute their newest token again in the next step.
         """
-        *_, requests = self._in_flight[-1]
+        *_, requests = self._steps[-1]
         for index in indices:
             if requests[index].finish_reason is None:
                 self._retract(requests[index], 1)
@@ -104,15 +116,13 @@ class LaunchedSteps(UnfinishedRequests):
         """
         num_known = len(request.token_ids)
         if num_known == request.num_prompt_tokens:
-            self._deadlines.learn(request)
+            self._begun(request)
         new_token_ids = request.append(token_ids)
         num_tokens = len(request.token_ids)
-        if request.finish_reason == "error":
-            self._fail(request)
-        elif num_tokens >= request.next_commit:
-            self.blocks.commit(request)
+        if request.finish_reason != "error" and num_tokens >= request.next_commit:
+            self._blocks.commit(request)
         if request.finish_reason is not None:
-            self._forget(request)
+            self._finish(request)
         elif not request.needs_full_output:
             request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
             if num_tokens == num_known + 1 and num_known > request.num_prompt_tokens:
@@ -128,32 +138,12 @@ class LaunchedSteps(UnfinishedRequests):
                     outputs.append(self._finish_corrupted(request))
                     continue
                 request.finish_reason = "stop"
-                self._forget(request)
+                self._finish(request)
                 outputs.append(request.output([], embedding=embedding))
         return outputs
 
     def _finish_corrupted(self, request: Request) -> EngineOutput:
         """Fail a request because the model computed NaN or infinity for its prompt."""
         request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
-        self._fail(request)
-        self._forget(request)
+        self._finish(request)
         return request.output([])
-
-    def drain(self) -> tuple[list[Request], list[Request]]:
-        """Remove all requests and reset them as if none had run. Forget the steps in flight and all cached KV, since
-        those steps may not have written it. The worker must forget its rows.
-
-        Returns the unfinished requests of the steps in flight, and all others, each in queue order.
-        """
-        in_flight = {request.request_id for *_, requests in self._in_flight for request in requests}
-        self._in_flight.clear()
-        self._removed.clear()
-        taken: tuple[list[Request], list[Request]] = [], []
-        for request in sorted(self.queues, key=lambda each: each.order):
-            if request.block_tables:
-                self.blocks.release(request)
-            self.queues.remove(request)
-            request.num_tokens, request.num_computed_tokens, request.steady_until = len(request.token_ids), 0, 0
-            taken[request.request_id not in in_flight].append(request)
-        self.blocks.reset()
-        return taken
