@@ -19,8 +19,14 @@ class Thoughts:
     opened: bool  # the prompt ends with `begin`, so there is reasoning; else it is optional
 
 
+class Syntax:
+    """Syntax of an object other than JSON: `Parameters` or `Literals`."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
+class Parameters(Syntax):
     """Syntax of an object whose properties stand between marks: `key`, a name, `value`, a value, `end`, for each of them.
 
     Strings are written as they are, without quotes and escapes; other values as JSON.
@@ -37,7 +43,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Literals:
+class Literals(Syntax):
     """Syntax of an object as `name=value, name=value`, with literals of Python, JSON or a relative of theirs as values."""
 
     assign: str = "="  # between a name and its value
@@ -56,7 +62,7 @@ class Tag:
     schema: dict[str, Any]
     end: str
     grammar: tuple[str, str] | None = None
-    syntax: Parameters | Literals | None = None  # of the instance, which is an object; None: JSON
+    syntax: Syntax | None = None  # of the instance, which is an object; None: JSON
     lenient: bool = False  # ignore the parts of schema or grammar that cannot be enforced; else they are an error
     head: str | None = None  # a regular expression: an alternative to `begin` at the start of an answer
 
