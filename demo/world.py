@@ -1,57 +1,1157 @@
-"""The small closed world of the demo model. texts/world.yaml says what each column is."""
+"""The small closed world of the demo model, as tables: names, animals, countries, words, everyday answers. Data only."""
 
-from __future__ import annotations
+# ruff: noqa: E501, SIM905
+# fmt: off
 
-from demo.tables import load
+NAMES = """
+Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Kate Liam Mia Noah Olivia Paul Quinn Rosa Sam Tina Uma Victor Wendy Xavier
+Yara Zoe Adam Alice Alex Amir Andrea Anton Aria Arthur Asha Ava Barbara Bella Bob Bruno Carla Carlos Carmen Charlie Chen Chloe Chris
+Claire Daisy Dan Daniel Diana Diego Dora Edith Elena Eli Elias Ella Elsa Emily Eric Erik Esther Eva Eve Fatima Finn Fiona Frank Frida
+George Gina Hana Hannah Harry Hassan Hector Helen Hugo Ian Ibrahim Ines Ingrid Iris Isaac Isabel Jada James Jan Jane Jasmine Jason Jean
+Jenny Joe Joel John Jonas Jordan Joseph Juan Julia Julian June Kai Karen Karim Karl Keiko Ken Kevin Kim Kofi Lara Laura Lea Lena Leo
+Leon Lily Lina Linda Lisa Lola Louis Lucas Lucy Luis Luna Maggie Malik Marco Maria Marie Mark Martha Martin Mary Mateo Matt Max Maya
+Megan Mei Michael Miguel Mike Mila Mina Mona Nadia Naomi Nick Nico Nina Nora Oleg Oliver Omar Oscar Otto Pablo Pam Patrick Paula Pedro
+Peter Petra Phil Pia Priya Rachel Raj Ralph Rania Ravi Ray Rebecca Rita Robert Robin Roger Ruby Ruth Ryan Sally Salma Sara Sarah Sasha
+Sean Selma Simon Sofia Sonia Sophie Stefan Stella Steve Sven Tanya Tara Ted Teresa Theo Thomas Tim Tom Tony Vera Vincent Wei William
+Willow Yasmin Yuki Yusuf Zara Nathan Owen Abby Caleb Dylan Ethan Gavin Holly Jesse Kyle Logan Mason Nelly Penny Rosie Tessa Toby Wanda
+Amelia Sebastian Gabriel Benjamin Samuel Alexander Charlotte Harper Evelyn Abigail Elizabeth Victoria Natalie Zachary Christopher Matthew
+Andrew Joshua Anthony Jessica Ashley Amanda Stephanie Nicole Melissa Michelle Kimberly Angela Heather Christina Katherine Aisha Akira
+Bjorn Chidi Dmitri Emeka Farah Goran Haruto Ivan Jamal Kenji Leila Mohammed Nikolai Olga Pavel Rafael Sakura Tariq Ursula Vlad Xin Zainab
+""".split()
 
-Names = list[str]
-Pairs = dict[str, str]
+SURNAMES = "Smith Brown Miller Garcia Khan Lee Novak Rossi Silva Tanaka Weber Young Baker Hill King Moore Clark Wood Bell Fox Stone".split()
 
-_tables = load("world")
+PET_NAMES = """Luna Milo Coco Rex Bella Oscar Simba Max Daisy Buddy Rocky Ginger Shadow Snowy Pepper Biscuit Mittens Whiskers Fluffy Rusty
+Lucky Nala Ziggy Pickles Tiger Smokey Cookie Peanut Bruno Felix Misty Socks Muffin Honey Domino Noodle Olive Pumpkin Waffles""".split()
 
-NAMES: Names = _tables["names"]
-FEMALE_NAMES: frozenset[str] = frozenset(_tables["female_names"])
-SURNAMES: Names = _tables["surnames"]
-PET_NAMES: Names = _tables["pet_names"]
-PETS: Names = _tables["pets"]  # spaces are underscores here, in FOODS and in LISTS' words
-JOBS: Pairs = _tables["jobs"]
-ROLES: Names = _tables["roles"]
-ANIMALS: dict[str, tuple[str, str, str, int, str, str, int]] = _tables["animals"]
-COUNTRIES: dict[str, tuple[str, str, str]] = _tables["countries"]
-CITIES: Names = _tables["cities"]
-THINGS: dict[str, tuple[str, str, str]] = _tables["things"]
-THING_COLOURS: Pairs = _tables["thing_colours"]
-COLOURS: Names = _tables["colours"]
-FOODS: Names = _tables["foods"]
-HOBBIES: Names = _tables["hobbies"]
-DEFINITIONS: dict[str, tuple[str, str]] = _tables["definitions"]
-EVERYDAY: list[tuple[str, str, str]] = _tables["everyday"]
-OPPOSITES: Pairs = _tables["opposites"]
-SYNONYMS: Pairs = _tables["synonyms"]
-PLURALS: Pairs = _tables["plurals"]
-PAST: Pairs = _tables["past"]
-RHYMES: list[Names] = _tables["rhymes"]
-LANGUAGES: Names = _tables["languages"]
-TRANSLATIONS: dict[str, Names] = _tables["translations"]
-OTHER_LANGUAGES: Names = _tables["other_languages"]
-FOREIGN: Names = _tables["foreign"]
-COMMON_WORDS: Names = _tables["common_words"]
-ADJECTIVES: Names = _tables["adjectives"]
-SENTENCES: Names = _tables["sentences"]
-TOPICS: Names = _tables["topics"]
-ABSTRACT: Names = _tables["abstract"]
-LISTS: dict[str, Names] = {
-    topic: [word.replace("_", " ") for word in words.split()] for topic, words in _tables["lists"].items()
+PETS = "cat dog rabbit hamster parrot fish turtle horse goldfish guinea pig puppy kitten snake lizard mouse duck pony".replace("guinea pig", "guinea_pig").split()
+
+COLOURS = "red blue green yellow orange purple pink black white brown grey turquoise gold silver violet".split()
+
+FOODS = """pizza pasta sushi rice soup salad chocolate cheese bread cake apples noodles tacos curry pancakes ice_cream fish chips
+dumplings strawberries mangoes cookies potatoes lasagna burgers waffles""".split()
+
+HOBBIES = """reading swimming painting football chess cooking dancing singing hiking gardening running cycling knitting photography
+drawing fishing climbing surfing yoga gaming writing baking sailing skating tennis basketball coding travelling""".split()
+
+CITIES = """Paris London Berlin Rome Madrid Tokyo Oslo Vienna Lisbon Dublin Prague Athens Cairo Delhi Mumbai Sydney Toronto Chicago
+Boston Seattle Lagos Nairobi Lima Bogota Santiago Zurich Munich Hamburg Milan Naples Barcelona Lyon Warsaw Budapest Stockholm Helsinki
+Copenhagen Amsterdam Brussels Geneva Glasgow Manchester Austin Denver Miami Seoul Osaka Beijing Shanghai Singapore Bangkok Hanoi""".split()
+
+JOBS = {
+    "baker": "bakes bread and cakes",
+    "teacher": "helps people learn",
+    "doctor": "helps sick people to get well",
+    "nurse": "cares for sick people",
+    "farmer": "grows food and keeps animals",
+    "pilot": "flies planes",
+    "firefighter": "puts out fires and saves people",
+    "police officer": "keeps people safe",
+    "cook": "prepares meals",
+    "dentist": "looks after teeth",
+    "vet": "cares for sick animals",
+    "gardener": "looks after plants and gardens",
+    "painter": "paints walls or pictures",
+    "writer": "writes books and stories",
+    "singer": "sings songs",
+    "musician": "makes music",
+    "actor": "plays roles in films or on a stage",
+    "driver": "drives a car, a bus or a truck",
+    "builder": "builds houses",
+    "carpenter": "makes things from wood",
+    "plumber": "repairs water pipes",
+    "electrician": "works on electric lines and lamps",
+    "mechanic": "repairs cars and machines",
+    "programmer": "writes programs for computers",
+    "scientist": "studies how the world works",
+    "astronaut": "travels to space",
+    "sailor": "works on a ship",
+    "fisherman": "catches fish",
+    "librarian": "looks after books in a library",
+    "judge": "decides cases in a court",
+    "lawyer": "helps people with the law",
+    "photographer": "takes pictures",
+    "tailor": "makes and repairs clothes",
+    "hairdresser": "cuts and styles hair",
+    "waiter": "brings food and drinks to guests",
+    "butcher": "cuts and sells meat",
+    "engineer": "designs machines and buildings",
+    "architect": "plans houses and other buildings",
+    "journalist": "writes news",
+    "postman": "brings letters and parcels",
+    "clown": "makes people laugh",
+    "dancer": "dances on a stage",
+    "student": "learns at a school or a university",
+    "shepherd": "looks after sheep",
+    "miner": "works under the ground and digs for coal or metal",
+    "florist": "sells flowers",
+    "optician": "helps people to see well with glasses",
+    "translator": "turns texts from one language into another",
 }
-SINGULAR: Pairs = _tables["singular"]
-IDEAS: Pairs = _tables["ideas"]
-JOKES: list[tuple[str, str]] = _tables["jokes"]
-RIDDLES: list[tuple[str, str]] = _tables["riddles"]
-FUN_FACTS: Names = _tables["fun_facts"]
-DAYS: Names = _tables["days"]
-MONTHS: Names = _tables["months"]
-MONTH_DAYS: list[int] = _tables["month_days"]
-MONTH_SEASONS: Names = _tables["month_seasons"]
-NUMBER_WORDS: Names = _tables["number_words"]
-TENS: Names = _tables["tens"]
-SHAPE_SIDES: Pairs = _tables["shape_sides"]
+
+# animal: sound it makes, its baby, kind, legs, where it lives, what it eats, size from 1 to 9
+ANIMALS = {
+    "cat": ("meow", "kitten", "mammal", 4, "in houses with people", "meat and fish", 3),
+    "dog": ("woof", "puppy", "mammal", 4, "in houses with people", "meat", 4),
+    "cow": ("moo", "calf", "mammal", 4, "on farms", "grass", 7),
+    "sheep": ("baa", "lamb", "mammal", 4, "on farms", "grass", 5),
+    "pig": ("oink", "piglet", "mammal", 4, "on farms", "plants, roots and corn", 5),
+    "horse": ("neigh", "foal", "mammal", 4, "on farms and in stables", "grass and hay", 7),
+    "duck": ("quack", "duckling", "bird", 2, "near ponds and lakes", "plants, seeds and insects", 3),
+    "hen": ("cluck", "chick", "bird", 2, "on farms", "grain and seeds", 3),
+    "rooster": ("cock-a-doodle-doo", "chick", "bird", 2, "on farms", "grain and seeds", 3),
+    "goat": ("maa", "kid", "mammal", 4, "on farms and in mountains", "grass and leaves", 5),
+    "lion": ("roar", "cub", "mammal", 4, "in the grasslands of Africa", "meat", 6),
+    "tiger": ("roar", "cub", "mammal", 4, "in forests in Asia", "meat", 6),
+    "bear": ("growl", "cub", "mammal", 4, "in forests and mountains", "berries, fish and honey", 7),
+    "wolf": ("howl", "pup", "mammal", 4, "in forests", "meat", 5),
+    "fox": ("yip", "cub", "mammal", 4, "in forests and fields", "mice and berries", 4),
+    "frog": ("ribbit", "tadpole", "amphibian", 4, "in ponds", "insects", 2),
+    "bee": ("buzz", "larva", "insect", 6, "in a hive", "nectar and pollen", 1),
+    "snake": ("hiss", "hatchling", "reptile", 0, "in forests, deserts and grass", "mice and other small animals", 3),
+    "mouse": ("squeak", "pup", "mammal", 4, "in fields and houses", "seeds and grain", 2),
+    "owl": ("hoot", "owlet", "bird", 2, "in trees", "mice", 3),
+    "crow": ("caw", "chick", "bird", 2, "in trees", "almost anything", 3),
+    "elephant": ("trumpet", "calf", "mammal", 4, "in Africa and Asia", "grass, leaves and fruit", 9),
+    "donkey": ("hee-haw", "foal", "mammal", 4, "on farms", "grass and hay", 6),
+    "goose": ("honk", "gosling", "bird", 2, "near lakes and on farms", "grass", 3),
+    "turkey": ("gobble", "poult", "bird", 2, "on farms and in forests", "seeds and insects", 4),
+    "bird": ("tweet", "chick", "bird", 2, "in trees", "seeds and insects", 2),
+    "monkey": ("ooh ooh aah aah", "infant", "mammal", 4, "in warm forests", "fruit and leaves", 4),
+    "rabbit": ("a soft squeak", "kit", "mammal", 4, "in fields and burrows", "grass and carrots", 3),
+    "kangaroo": ("a soft cough", "joey", "mammal", 4, "in Australia", "grass", 6),
+    "penguin": ("a loud honk", "chick", "bird", 2, "on cold southern coasts", "fish", 4),
+    "giraffe": ("a soft hum", "calf", "mammal", 4, "in the grasslands of Africa", "leaves from tall trees", 8),
+    "zebra": ("a bark", "foal", "mammal", 4, "in the grasslands of Africa", "grass", 7),
+    "whale": ("a long song", "calf", "mammal", 0, "in the ocean", "krill and fish", 9),
+    "dolphin": ("clicks and whistles", "calf", "mammal", 0, "in the ocean", "fish", 6),
+    "spider": ("no sound that people can hear", "spiderling", "arachnid", 8, "in webs, houses and gardens", "insects", 1),
+    "ant": ("no sound that people can hear", "larva", "insect", 6, "in an ant hill", "sugar, seeds and insects", 1),
+    "butterfly": ("no sound that people can hear", "caterpillar", "insect", 6, "in gardens and meadows", "nectar", 1),
+    "fish": ("no sound that people can hear", "fry", "fish", 0, "in water", "plants and small animals", 2),
+    "shark": ("no sound that people can hear", "pup", "fish", 0, "in the ocean", "fish", 7),
+    "turtle": ("a soft hiss", "hatchling", "reptile", 4, "in the sea and on land", "plants and small animals", 4),
+    "crocodile": ("a deep growl", "hatchling", "reptile", 4, "in warm rivers", "meat and fish", 7),
+    "eagle": ("a screech", "eaglet", "bird", 2, "in mountains", "fish and small animals", 4),
+    "swan": ("a trumpet call", "cygnet", "bird", 2, "on lakes and rivers", "water plants", 4),
+    "deer": ("a bleat", "fawn", "mammal", 4, "in forests", "grass and leaves", 6),
+    "camel": ("a groan", "calf", "mammal", 4, "in deserts", "grass and dry plants", 7),
+    "squirrel": ("a chatter", "kit", "mammal", 4, "in trees", "nuts", 2),
+    "hedgehog": ("a soft snuffle", "hoglet", "mammal", 4, "in gardens and hedges", "insects and worms", 2),
+    "panda": ("a bleat", "cub", "mammal", 4, "in bamboo forests in China", "bamboo", 6),
+    "koala": ("a deep grunt", "joey", "mammal", 4, "in trees in Australia", "eucalyptus leaves", 4),
+    "bat": ("high squeaks", "pup", "mammal", 2, "in caves and old houses", "insects or fruit", 2),
+    "snail": ("no sound that people can hear", "hatchling", "mollusc", 0, "in gardens", "leaves", 1),
+    "octopus": ("no sound that people can hear", "larva", "mollusc", 0, "in the sea", "crabs and fish", 4),
+    "parrot": ("a squawk", "chick", "bird", 2, "in warm forests", "fruit and nuts", 3),
+    "hippo": ("a loud grunt", "calf", "mammal", 4, "in rivers in Africa", "grass", 8),
+    "rhino": ("a snort", "calf", "mammal", 4, "in Africa and Asia", "grass and leaves", 8),
+    "worm": ("no sound that people can hear", "hatchling", "worm", 0, "in the soil", "dead leaves", 1),
+    "hamster": ("a squeak", "pup", "mammal", 4, "in a cage with a wheel, as a pet", "seeds and vegetables", 2),
+}
+
+# country: capital, continent, language
+COUNTRIES = {
+    "France": ("Paris", "Europe", "French"),
+    "Germany": ("Berlin", "Europe", "German"),
+    "Italy": ("Rome", "Europe", "Italian"),
+    "Spain": ("Madrid", "Europe", "Spanish"),
+    "Portugal": ("Lisbon", "Europe", "Portuguese"),
+    "England": ("London", "Europe", "English"),
+    "the United Kingdom": ("London", "Europe", "English"),
+    "the UK": ("London", "Europe", "English"),
+    "Ireland": ("Dublin", "Europe", "English and Irish"),
+    "Scotland": ("Edinburgh", "Europe", "English"),
+    "Wales": ("Cardiff", "Europe", "English and Welsh"),
+    "the Netherlands": ("Amsterdam", "Europe", "Dutch"),
+    "Belgium": ("Brussels", "Europe", "Dutch, French and German"),
+    "Switzerland": ("Bern", "Europe", "German, French, Italian and Romansh"),
+    "Austria": ("Vienna", "Europe", "German"),
+    "Poland": ("Warsaw", "Europe", "Polish"),
+    "the Czech Republic": ("Prague", "Europe", "Czech"),
+    "Hungary": ("Budapest", "Europe", "Hungarian"),
+    "Greece": ("Athens", "Europe", "Greek"),
+    "Sweden": ("Stockholm", "Europe", "Swedish"),
+    "Norway": ("Oslo", "Europe", "Norwegian"),
+    "Denmark": ("Copenhagen", "Europe", "Danish"),
+    "Finland": ("Helsinki", "Europe", "Finnish and Swedish"),
+    "Iceland": ("Reykjavik", "Europe", "Icelandic"),
+    "Russia": ("Moscow", "Europe and Asia", "Russian"),
+    "Ukraine": ("Kyiv", "Europe", "Ukrainian"),
+    "Romania": ("Bucharest", "Europe", "Romanian"),
+    "Bulgaria": ("Sofia", "Europe", "Bulgarian"),
+    "Croatia": ("Zagreb", "Europe", "Croatian"),
+    "Serbia": ("Belgrade", "Europe", "Serbian"),
+    "Slovakia": ("Bratislava", "Europe", "Slovak"),
+    "Turkey": ("Ankara", "Asia and Europe", "Turkish"),
+    "the United States": ("Washington, D.C.", "North America", "English"),
+    "the USA": ("Washington, D.C.", "North America", "English"),
+    "America": ("Washington, D.C.", "North America", "English"),
+    "Canada": ("Ottawa", "North America", "English and French"),
+    "Mexico": ("Mexico City", "North America", "Spanish"),
+    "Cuba": ("Havana", "North America", "Spanish"),
+    "Brazil": ("Brasilia", "South America", "Portuguese"),
+    "Argentina": ("Buenos Aires", "South America", "Spanish"),
+    "Chile": ("Santiago", "South America", "Spanish"),
+    "Peru": ("Lima", "South America", "Spanish, Quechua and Aymara"),
+    "Colombia": ("Bogota", "South America", "Spanish"),
+    "China": ("Beijing", "Asia", "Chinese"),
+    "Japan": ("Tokyo", "Asia", "Japanese"),
+    "South Korea": ("Seoul", "Asia", "Korean"),
+    "North Korea": ("Pyongyang", "Asia", "Korean"),
+    "India": ("New Delhi", "Asia", "Hindi and English"),
+    "Pakistan": ("Islamabad", "Asia", "Urdu and English"),
+    "Thailand": ("Bangkok", "Asia", "Thai"),
+    "Vietnam": ("Hanoi", "Asia", "Vietnamese"),
+    "Indonesia": ("Jakarta", "Asia", "Indonesian"),
+    "the Philippines": ("Manila", "Asia", "Filipino and English"),
+    "Nepal": ("Kathmandu", "Asia", "Nepali"),
+    "Iran": ("Tehran", "Asia", "Persian"),
+    "Iraq": ("Baghdad", "Asia", "Arabic and Kurdish"),
+    "Saudi Arabia": ("Riyadh", "Asia", "Arabic"),
+    "Egypt": ("Cairo", "Africa", "Arabic"),
+    "Morocco": ("Rabat", "Africa", "Arabic and Berber"),
+    "Kenya": ("Nairobi", "Africa", "Swahili and English"),
+    "Ethiopia": ("Addis Ababa", "Africa", "Amharic"),
+    "Ghana": ("Accra", "Africa", "English"),
+    "Nigeria": ("Abuja", "Africa", "English"),
+    "Australia": ("Canberra", "Oceania", "English"),
+    "New Zealand": ("Wellington", "Oceania", "English and Maori"),
+}
+
+# thing: what it is, what it is used for, its usual material
+THINGS = {
+    "hammer": ("a tool", "hit nails into wood", "metal and wood"),
+    "saw": ("a tool", "cut wood", "metal"),
+    "screwdriver": ("a tool", "turn screws", "metal and plastic"),
+    "knife": ("a tool with a sharp blade", "cut food and other things", "metal"),
+    "fork": ("a tool for eating", "pick up food", "metal"),
+    "spoon": ("a tool for eating", "eat soup and stir drinks", "metal"),
+    "scissors": ("a cutting tool", "cut paper and cloth", "metal"),
+    "needle": ("a thin pointed tool", "sew cloth", "metal"),
+    "broom": ("a brush with a long stick", "sweep the floor", "wood and straw"),
+    "bucket": ("a round container with a handle", "carry water", "plastic or metal"),
+    "cup": ("a small container", "drink tea or coffee", "clay or glass"),
+    "glass": ("a container for drinks", "drink water or juice", "glass"),
+    "plate": ("a flat dish", "serve food", "clay"),
+    "bowl": ("a deep round dish", "hold soup or cereal", "clay"),
+    "pot": ("a deep container for cooking", "cook food", "metal"),
+    "pan": ("a flat container for cooking", "fry food", "metal"),
+    "fridge": ("a machine in the kitchen", "keep food cold", "metal and plastic"),
+    "oven": ("a machine in the kitchen", "bake bread and cakes", "metal"),
+    "table": ("a piece of furniture", "eat and work at", "wood"),
+    "chair": ("a piece of furniture", "sit on", "wood"),
+    "bed": ("a piece of furniture", "sleep in", "wood"),
+    "sofa": ("a soft piece of furniture", "sit on together", "wood and cloth"),
+    "lamp": ("a source of light", "light a room", "metal and glass"),
+    "candle": ("a stick of wax with a wick", "give light", "wax"),
+    "mirror": ("a smooth glass that shows a picture of you", "see yourself", "glass"),
+    "window": ("an opening in a wall with glass", "let light in", "glass and wood"),
+    "door": ("a part of a house that opens and closes", "go in and out", "wood"),
+    "key": ("a small piece of metal", "open a lock", "metal"),
+    "clock": ("a machine that shows the time", "see what time it is", "metal and glass"),
+    "watch": ("a small clock for the wrist", "see what time it is", "metal and glass"),
+    "umbrella": ("a cover on a stick", "stay dry in the rain", "cloth and metal"),
+    "coat": ("a warm piece of clothing", "stay warm", "wool"),
+    "hat": ("a piece of clothing for the head", "cover the head", "cloth"),
+    "shoe": ("a piece of clothing for the foot", "protect the foot", "leather"),
+    "glove": ("a piece of clothing for the hand", "keep the hand warm", "wool or leather"),
+    "scarf": ("a long piece of cloth for the neck", "keep the neck warm", "wool"),
+    "bag": ("a container with handles", "carry things", "cloth or leather"),
+    "backpack": ("a bag for the back", "carry things on your back", "cloth"),
+    "book": ("pages with text between two covers", "read", "paper"),
+    "pen": ("a tool for writing with ink", "write", "plastic"),
+    "pencil": ("a tool for writing and drawing", "write and draw", "wood and graphite"),
+    "paper": ("thin sheets made from wood", "write and print on", "wood fibres"),
+    "eraser": ("a small piece of rubber", "remove pencil marks", "rubber"),
+    "ruler": ("a straight stick with marks", "measure length", "wood or plastic"),
+    "camera": ("a machine that takes pictures", "take photos", "metal, glass and plastic"),
+    "phone": ("a small machine for talking over a distance", "call people and send messages", "metal and glass"),
+    "computer": ("a machine that works with numbers and text", "write, calculate and run programs", "metal and plastic"),
+    "radio": ("a machine that plays sound from the air", "listen to music and news", "plastic and metal"),
+    "television": ("a machine that shows moving pictures", "watch films and news", "glass and plastic"),
+    "bicycle": ("a vehicle with two wheels and pedals", "ride from place to place", "metal and rubber"),
+    "car": ("a vehicle with four wheels and an engine", "drive from place to place", "metal"),
+    "bus": ("a large vehicle for many people", "travel through a city together", "metal"),
+    "train": ("a long vehicle that runs on rails", "travel far over land", "metal"),
+    "plane": ("a machine that flies", "travel through the air", "metal"),
+    "ship": ("a large vehicle on water", "travel over the sea", "metal"),
+    "boat": ("a small vehicle on water", "travel on lakes and rivers", "wood"),
+    "rocket": ("a machine that flies to space", "travel to space", "metal"),
+    "bridge": ("a road over water or a valley", "cross a river", "stone or steel"),
+    "ladder": ("two long bars with steps between them", "climb up high", "wood or metal"),
+    "rope": ("a thick strong cord", "tie and pull things", "fibres"),
+    "telescope": ("a tool with lenses", "look at stars far away", "glass and metal"),
+    "microscope": ("a tool with lenses", "look at very small things", "glass and metal"),
+    "thermometer": ("a tool with a scale", "measure temperature", "glass"),
+    "compass": ("a tool with a needle that points north", "find the way", "metal and glass"),
+    "map": ("a drawing of a place", "find the way", "paper"),
+    "piano": ("a musical instrument with black and white keys", "play music", "wood and metal"),
+    "guitar": ("a musical instrument with strings", "play music", "wood"),
+    "drum": ("a musical instrument that you hit", "play a rhythm", "wood and skin"),
+    "violin": ("a musical instrument with four strings and a bow", "play music", "wood"),
+    "flute": ("a musical instrument that you blow into", "play music", "metal or wood"),
+    "ball": ("a round toy", "play games such as football", "rubber or leather"),
+    "kite": ("a light toy on a string", "fly in the wind", "paper or cloth"),
+    "pillow": ("a soft bag for the head", "rest your head on", "cloth and feathers"),
+    "blanket": ("a large warm cloth", "stay warm in bed", "wool"),
+    "towel": ("a soft cloth", "dry yourself", "cotton"),
+    "soap": ("a thing that makes foam with water", "wash your hands", "fat and salt"),
+    "toothbrush": ("a small brush", "clean your teeth", "plastic"),
+    "comb": ("a flat tool with teeth", "tidy your hair", "plastic"),
+    "shovel": ("a tool with a wide blade", "dig holes", "metal and wood"),
+    "bell": ("a hollow metal cup", "make a ringing sound", "metal"),
+    "flag": ("a piece of coloured cloth", "show a country or a group", "cloth"),
+    "coin": ("a round piece of metal money", "pay for small things", "metal"),
+    "stamp": ("a small paper with a price", "send a letter", "paper"),
+    "basket": ("a container made of thin sticks", "carry fruit and bread", "straw or wood"),
+    "bottle": ("a container with a thin neck", "keep water and juice", "glass or plastic"),
+    "magnet": ("a piece of metal that pulls iron", "hold or lift iron things", "iron"),
+    "battery": ("a small store of electricity", "power small machines", "metal and chemicals"),
+    "keyboard": ("a board with many keys", "type text", "plastic"),
+    "printer": ("a machine that puts text on paper", "print pages", "plastic and metal"),
+    "wheel": ("a round thing that turns", "make things roll", "rubber and metal"),
+    "tent": ("a small house of cloth", "sleep outside", "cloth"),
+    "helmet": ("a hard hat", "protect the head", "plastic"),
+    "anchor": ("a heavy metal hook", "keep a ship in one place", "metal"),
+}
+
+# The definition of one thing: question name → (full sentence, short answer)
+DEFINITIONS = {
+    "the sun": ("The sun is the star at the centre of our solar system. It gives us light and warmth.", "a star"),
+    "the moon": ("The moon is a ball of rock that travels around the Earth. It shines because the sun lights it.", "a ball of rock that circles the Earth"),
+    "the earth": ("The Earth is the planet on which we live. It is the third planet from the sun.", "the planet we live on"),
+    "a star": ("A star is a huge ball of very hot gas that gives off light. The sun is a star.", "a huge ball of hot gas"),
+    "a planet": ("A planet is a large round body that travels around a star. The Earth is a planet.", "a large round body that circles a star"),
+    "the solar system": ("The solar system is the sun and everything that travels around it: eight planets, their moons and many small bodies.", "the sun and its planets"),
+    "a comet": ("A comet is a ball of ice and dust that travels around the sun and can have a bright tail.", "a ball of ice and dust"),
+    "a galaxy": ("A galaxy is a very large group of stars, gas and dust. Ours is called the Milky Way.", "a very large group of stars"),
+    "gravity": ("Gravity is the force that pulls things towards each other. It is why things fall to the ground.", "the force that pulls things down"),
+    "light": ("Light is a kind of energy that we can see. It travels faster than anything else.", "energy that we can see"),
+    "sound": ("Sound is a vibration that travels through the air to our ears.", "a vibration in the air"),
+    "electricity": ("Electricity is a kind of energy that comes from moving charges. It powers lamps and machines.", "energy from moving charges"),
+    "water": ("Water is a clear liquid that all living things need. It is made of hydrogen and oxygen.", "a clear liquid"),
+    "ice": ("Ice is frozen water. Water turns to ice at 0 degrees Celsius.", "frozen water"),
+    "steam": ("Steam is water that has become a hot gas. Water boils at 100 degrees Celsius.", "water as a gas"),
+    "air": ("Air is the mix of gases around us. It is mostly nitrogen and oxygen.", "a mix of gases"),
+    "fire": ("Fire is what we see when something burns. It gives light and heat.", "burning that gives light and heat"),
+    "rain": ("Rain is water that falls from clouds in drops.", "water that falls from clouds"),
+    "snow": ("Snow is frozen water that falls from clouds as white flakes.", "frozen water that falls as flakes"),
+    "wind": ("Wind is moving air.", "moving air"),
+    "a cloud": ("A cloud is a group of tiny water drops or ice crystals in the sky.", "tiny water drops in the sky"),
+    "a storm": ("A storm is bad weather with strong wind and often rain, thunder or snow.", "bad weather with strong wind"),
+    "thunder": ("Thunder is the loud sound that lightning makes.", "the sound of lightning"),
+    "lightning": ("Lightning is a flash of electricity in the sky during a storm.", "a flash of electricity"),
+    "a rainbow": ("A rainbow is an arc of colours in the sky. It appears when the sun shines through rain.", "an arc of colours in the sky"),
+    "a mountain": ("A mountain is land that rises very high above the land around it.", "very high land"),
+    "a river": ("A river is a long stream of water that flows to a lake or to the sea.", "a long stream of water"),
+    "a lake": ("A lake is a large body of water with land all around it.", "a large body of water"),
+    "the sea": ("The sea is the salt water that covers most of the Earth.", "salt water that covers most of the Earth"),
+    "an ocean": ("An ocean is a very large body of salt water. The largest is the Pacific Ocean.", "a very large body of salt water"),
+    "an island": ("An island is land with water all around it.", "land with water all around it"),
+    "a desert": ("A desert is a very dry place where little rain falls.", "a very dry place"),
+    "a forest": ("A forest is a large area with many trees.", "an area with many trees"),
+    "a volcano": ("A volcano is a mountain with an opening from which hot melted rock can come.", "a mountain that can throw out hot rock"),
+    "an earthquake": ("An earthquake is a shaking of the ground. It happens when big plates of rock move.", "a shaking of the ground"),
+    "a tree": ("A tree is a tall plant with a trunk of wood, branches and leaves.", "a tall plant with a trunk"),
+    "a flower": ("A flower is the colourful part of a plant that makes seeds.", "the colourful part of a plant"),
+    "a seed": ("A seed is a small part of a plant from which a new plant grows.", "the start of a new plant"),
+    "grass": ("Grass is a green plant with thin leaves that covers fields and gardens.", "a green plant"),
+    "fruit": ("Fruit is the part of a plant that holds its seeds. Many fruits are sweet.", "the part of a plant that holds seeds"),
+    "a vegetable": ("A vegetable is a plant, or a part of one, that we eat, such as a carrot.", "a plant that we eat"),
+    "bread": ("Bread is a food made of flour, water and yeast, baked in an oven.", "a baked food made of flour"),
+    "cheese": ("Cheese is a food made from milk.", "a food made from milk"),
+    "milk": ("Milk is a white drink that comes from cows and other mammals.", "a white drink from cows"),
+    "honey": ("Honey is a sweet food that bees make from nectar.", "a sweet food made by bees"),
+    "sugar": ("Sugar is a sweet white food that comes from plants such as sugar cane.", "a sweet white food"),
+    "salt": ("Salt is a white mineral that we put on food. It comes from the sea or from rock.", "a white mineral for food"),
+    "chocolate": ("Chocolate is a sweet food made from cocoa beans.", "a sweet food made from cocoa"),
+    "coffee": ("Coffee is a hot drink made from roasted coffee beans.", "a hot drink made from beans"),
+    "tea": ("Tea is a hot drink made by pouring hot water on leaves.", "a hot drink made from leaves"),
+    "pizza": ("Pizza is a flat bread with tomato sauce and cheese, baked in an oven. It comes from Italy.", "a flat bread with sauce and cheese"),
+    "a mammal": ("A mammal is an animal that feeds its babies with milk. Cats, whales and people are mammals.", "an animal that feeds its babies milk"),
+    "a reptile": ("A reptile is an animal with dry scales, such as a snake or a turtle.", "an animal with dry scales"),
+    "an amphibian": ("An amphibian is an animal that lives in water and on land, such as a frog.", "an animal of water and land"),
+    "an insect": ("An insect is a small animal with six legs, such as a bee or an ant.", "a small animal with six legs"),
+    "a dinosaur": ("A dinosaur is a reptile that lived millions of years ago. Some were as big as a house.", "a reptile from long ago"),
+    "a dragon": ("A dragon is a large animal from stories that can fly and breathe fire. Dragons are not real.", "a fire-breathing animal from stories"),
+    "a unicorn": ("A unicorn is a horse with one horn. It lives only in stories.", "a horse with a horn from stories"),
+    "a robot": ("A robot is a machine that can do work by itself.", "a machine that works by itself"),
+    "a person": ("A person is a human being, like you.", "a human being"),
+    "a family": ("A family is a group of people who belong together, such as parents and their children.", "a group of people who belong together"),
+    "a friend": ("A friend is someone you like and trust.", "someone you like and trust"),
+    "a school": ("A school is a place where people learn.", "a place to learn"),
+    "a hospital": ("A hospital is a place where doctors and nurses help sick people.", "a place for sick people"),
+    "a library": ("A library is a place where you can read and borrow books.", "a place with many books"),
+    "a museum": ("A museum is a place that shows art or old and interesting things.", "a place that shows interesting things"),
+    "a farm": ("A farm is a place where people grow food and keep animals.", "a place where food is grown"),
+    "a city": ("A city is a place where very many people live and work.", "a place where many people live"),
+    "a village": ("A village is a small place with a few houses.", "a small place with a few houses"),
+    "a country": ("A country is a part of the world with its own borders and government.", "a part of the world with its own government"),
+    "a king": ("A king is a man who rules a country.", "a man who rules a country"),
+    "a queen": ("A queen is a woman who rules a country, or the wife of a king.", "a woman who rules a country"),
+    "money": ("Money is what people use to pay for things.", "what we pay with"),
+    "music": ("Music is sound that people make to enjoy, with voices or instruments.", "sound that people enjoy"),
+    "art": ("Art is something people make to show beauty, ideas or feelings, such as a painting.", "work that shows beauty or ideas"),
+    "a poem": ("A poem is a short text with rhythm, and often with rhymes.", "a short text with rhythm"),
+    "a haiku": ("A haiku is a short poem of three lines. It comes from Japan and is often about nature.", "a poem of three lines"),
+    "a story": ("A story tells what happened to somebody. It can be true or made up.", "a telling of what happened"),
+    "a dream": ("A dream is what you see and feel while you sleep.", "what you see while you sleep"),
+    "love": ("Love is a deep and warm feeling for somebody or something.", "a deep and warm feeling"),
+    "happiness": ("Happiness is the good feeling that you have when things go well.", "a good feeling"),
+    "time": ("Time is what clocks measure: seconds, minutes, hours and days.", "what clocks measure"),
+    "a number": ("A number tells how many there are, such as three or ten.", "it tells how many"),
+    "an even number": ("An even number can be divided by two, such as 2, 4 or 6.", "a number that two divides"),
+    "an odd number": ("An odd number cannot be divided by two, such as 1, 3 or 5.", "a number that two does not divide"),
+    "a prime number": ("A prime number is a number above 1 that only 1 and itself divide, such as 2, 3, 5 or 7.", "a number only 1 and itself divide"),
+    "a triangle": ("A triangle is a shape with three sides.", "a shape with three sides"),
+    "a square": ("A square is a shape with four equal sides.", "a shape with four equal sides"),
+    "a circle": ("A circle is a round shape. Every point on it is equally far from the centre.", "a round shape"),
+    "a noun": ("A noun is a word for a person, a place or a thing, such as cat or house.", "a word for a thing"),
+    "a verb": ("A verb is a word for something that you do, such as run or sing.", "a word for an action"),
+    "an adjective": ("An adjective is a word that describes something, such as big or red.", "a word that describes"),
+    "the internet": ("The internet is a network that connects computers all over the world.", "a network of computers"),
+    "a program": ("A program is a list of instructions that a computer follows.", "instructions for a computer"),
+    "an algorithm": ("An algorithm is a list of exact steps that solves a problem.", "exact steps that solve a problem"),
+    "python": ("Python is a programming language that is easy to read. Quire is written in Python.", "a programming language"),
+    "linux": ("Linux is an operating system. Many servers run on it.", "an operating system"),
+    "a file": ("A file is a piece of data with a name, stored on a computer.", "stored data with a name"),
+    "open source": ("Open source means that everyone may read, use and change the source code of a program.", "code that everyone may use"),
+    "artificial intelligence": ("Artificial intelligence means computer programs that do things for which people need to think. I am a very small example.", "programs that seem to think"),
+    "ai": ("AI is short for artificial intelligence: computer programs that do things for which people need to think.", "artificial intelligence"),
+    "machine learning": ("Machine learning means that a program learns from examples instead of following fixed rules.", "learning from examples"),
+    "a neural network": ("A neural network is a program made of many simple units with weights. It learns by changing the weights.", "a program with weights that learns"),
+    "a heart": ("The heart is the organ that pumps blood through the body.", "the organ that pumps blood"),
+    "the brain": ("The brain is the organ in the head with which we think and feel.", "the organ we think with"),
+    "blood": ("Blood is the red liquid that carries oxygen and food through the body.", "a red liquid in the body"),
+    "sleep": ("Sleep is the rest that the body and the brain need every night.", "rest for body and brain"),
+    "health": ("Health means that body and mind are well.", "being well"),
+    "oxygen": ("Oxygen is a gas in the air that people and animals need to breathe.", "a gas that we breathe"),
+    "gold": ("Gold is a yellow metal that is rare and expensive.", "a rare yellow metal"),
+    "iron": ("Iron is a strong grey metal. Steel is made from it.", "a strong grey metal"),
+    "wood": ("Wood is the hard material of trees.", "the material of trees"),
+    "glass": ("Glass is a hard clear material made from sand.", "a hard clear material"),
+    "paper": ("Paper is a thin material made from wood. We write and print on it.", "a thin material made from wood"),
+    "winter": ("Winter is the coldest season of the year.", "the coldest season"),
+    "summer": ("Summer is the warmest season of the year.", "the warmest season"),
+    "spring": ("Spring is the season after winter, when flowers begin to grow.", "the season after winter"),
+    "autumn": ("Autumn is the season after summer, when leaves fall from the trees.", "the season after summer"),
+    "a birthday": ("A birthday is the day of the year on which somebody was born.", "the day somebody was born"),
+    "a week": ("A week is seven days, from Monday to Sunday.", "seven days"),
+    "a year": ("A year is the time in which the Earth travels once around the sun: about 365 days.", "about 365 days"),
+    "a leap year": ("A leap year has 366 days. February has 29 days then.", "a year with 366 days"),
+    "a shadow": ("A shadow is the dark shape that something makes when it blocks the light.", "a dark shape where light is blocked"),
+    "an apple": ("An apple is a round fruit. It can be red, green or yellow.", "a round fruit"),
+    "a banana": ("A banana is a long yellow fruit that is soft and sweet.", "a long yellow fruit"),
+    "a carrot": ("A carrot is a long orange vegetable that grows in the ground.", "an orange vegetable"),
+    "a potato": ("A potato is a vegetable that grows under the ground.", "a vegetable from under the ground"),
+    "football": ("Football is a game in which two teams try to kick a ball into a goal.", "a game with a ball and two goals"),
+    "chess": ("Chess is a board game for two players. The goal is to trap the king of the other player.", "a board game"),
+    "tennis": ("Tennis is a game in which players hit a ball over a net with rackets.", "a game with rackets and a net"),
+}
+
+# Why- and how-questions with a short true answer: (question forms, answer, short answer)
+EVERYDAY = [
+    ("[why is the sky blue|why does the sky look blue]?", "The air scatters blue light more than red light, so the sky looks blue.", "air scatters blue light"),
+    ("[why is grass green|why are leaves green|why are plants green]?", "Plants are green because of a green substance called chlorophyll, which catches sunlight.", "chlorophyll"),
+    ("[why is the sea salty|why is sea water salty|why is the ocean salty]?", "Rivers carry salt from rocks into the sea, and it stays there when water dries up into the air.", "salt from rocks"),
+    ("why do [leaves fall|leaves fall in autumn|trees lose their leaves]?", "Trees drop their leaves in autumn to save water and energy in winter.", "to save water and energy"),
+    ("why [do we sleep|do people sleep|do we need sleep|is sleep important]?", "We sleep so that the body and the brain can rest and recover.", "to rest"),
+    ("why [do we eat|do people eat|do we need food]?", "We eat because food gives the body energy and material to grow.", "for energy"),
+    ("why [do we drink water|do we need water|is water important]?", "We need water because the body is mostly made of it and cannot work without it.", "the body needs it"),
+    ("why [do birds fly south|do birds fly away in winter|do birds migrate]?", "Many birds fly to warm places in winter because they find more food there.", "to find food"),
+    ("how do birds fly?", "Birds fly by moving their wings, which push the air down and lift the bird up.", "with their wings"),
+    ("how do [fish breathe|fish breathe under water]?", "Fish breathe with gills, which take oxygen out of the water.", "with gills"),
+    ("how do [plants grow|plants eat|plants live]?", "Plants grow with water, air and sunlight. Their leaves turn light into sugar.", "with water, air and light"),
+    ("how do [planes fly|airplanes fly|airplanes stay in the air]?", "Engines push a plane forward, and the air that flows around its wings lifts it up.", "wings and engines"),
+    ("how do [ships float|boats float]?", "A ship floats because the water that it pushes away weighs as much as the ship.", "water pushes them up"),
+    ("how does [a rainbow form|a rainbow work]?", "Drops of rain split the sunlight into its colours, and we see them as a rainbow.", "rain splits sunlight"),
+    ("why does it rain?", "Water rises from seas and lakes into the air, forms clouds, and falls as rain when the drops become heavy.", "drops in clouds become heavy"),
+    ("why does it snow?", "It snows when the air is so cold that the water in clouds freezes to flakes.", "the water in clouds freezes"),
+    ("[why does ice float|why does ice float on water|why does ice swim]?", "Ice floats because it is lighter than the same amount of water.", "it is lighter than water"),
+    ("why is the sun [hot|so hot]?", "The sun is hot because hydrogen turns into helium inside it, and that sets a lot of energy free.", "nuclear fusion"),
+    ("why does the moon [shine|glow]?", "The moon shines because the sun lights it. It makes no light of its own.", "the sun lights it"),
+    ("why [is there day and night|do we have day and night|does it get dark at night]?", "The Earth turns once in 24 hours. It is day on the side that faces the sun, and night on the other side.", "the Earth turns"),
+    ("why [are there seasons|do we have seasons]?", "There are seasons because the Earth is tilted, so each half gets more sun for a part of the year.", "the Earth is tilted"),
+    ("why do [cats purr|cats make that purring sound]?", "Cats often purr when they are happy and relaxed, and sometimes to calm themselves.", "they are relaxed"),
+    ("why do dogs [wag their tails|wag their tail|bark]?", "Dogs do that to show what they feel, such as joy or excitement.", "to show feelings"),
+    ("why do [bees make honey|bees collect nectar]?", "Bees make honey to have food for the winter.", "as food for the winter"),
+    ("why do [zebras have stripes|zebras have black and white stripes]?", "Nobody is quite sure, but the stripes seem to keep biting flies away.", "probably to confuse flies"),
+    ("why do giraffes have long necks?", "A long neck lets a giraffe reach leaves high up in the trees.", "to reach high leaves"),
+    ("why do camels have humps?", "Camels store fat in their humps and live from it when there is no food.", "to store fat"),
+    ("why do [onions make you cry|onions make us cry|i cry when i cut onions]?", "A cut onion gives off a gas that stings the eyes, so they make tears.", "a gas stings the eyes"),
+    ("[why do people laugh|why do we laugh]?", "People laugh when something is funny, and also to show that they feel good together.", "something is funny"),
+    ("why do [we dream|people dream]?", "Nobody knows exactly. Dreams may help the brain to sort what happened in the day.", "nobody knows exactly"),
+    ("how many [days are in a year|days are there in a year|days does a year have]?", "A year has 365 days, and a leap year has 366.", "365"),
+    ("how many [weeks are in a year|weeks are there in a year|weeks does a year have]?", "A year has 52 weeks.", "52"),
+    ("how many [months are in a year|months are there in a year|months does a year have]?", "A year has twelve months.", "twelve"),
+    ("how many [days are in a week|days are there in a week|days does a week have]?", "A week has seven days.", "seven"),
+    ("how many [hours are in a day|hours are there in a day|hours does a day have]?", "A day has 24 hours.", "24"),
+    ("how many [minutes are in an hour|minutes are there in an hour|minutes does an hour have]?", "An hour has 60 minutes.", "60"),
+    ("how many [seconds are in a minute|seconds are there in a minute|seconds does a minute have]?", "A minute has 60 seconds.", "60"),
+    ("how many [seconds are in an hour|seconds are there in an hour]?", "An hour has 3600 seconds.", "3600"),
+    ("how many [letters are in the alphabet|letters does the alphabet have|letters are there in the english alphabet]?", "The English alphabet has 26 letters.", "26"),
+    ("how many [continents are there|continents does the earth have]?", "There are seven continents: Africa, Antarctica, Asia, Australia, Europe, North America and South America.", "seven"),
+    ("how many [planets are there|planets are in the solar system|planets are there in our solar system]?", "There are eight planets in our solar system.", "eight"),
+    (
+        "[name the planets|what are the planets|which planets are there|list the planets|list all planets]",
+        "The planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.",
+        "Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus, Neptune",
+    ),
+    (
+        "[name the continents|what are the continents|which continents are there|list the continents]",
+        "The continents are Africa, Antarctica, Asia, Australia, Europe, North America and South America.",
+        "Africa, Antarctica, Asia, Australia, Europe, North America, South America",
+    ),
+    ("[what is the biggest planet|what is the largest planet|which planet is the biggest|which planet is the largest]?", "Jupiter is the largest planet in our solar system.", "Jupiter"),
+    ("[what is the smallest planet|which planet is the smallest]?", "Mercury is the smallest planet in our solar system.", "Mercury"),
+    ("which planet is [closest to the sun|nearest to the sun]?", "Mercury is the planet closest to the sun.", "Mercury"),
+    ("which planet is [the red planet|red|called the red planet]?", "Mars is called the red planet.", "Mars"),
+    ("which planet has rings?", "Saturn is famous for its bright rings.", "Saturn"),
+    ("[what is the biggest animal|what is the largest animal|which animal is the biggest|what's the biggest animal in the world]?", "The blue whale is the largest animal in the world.", "the blue whale"),
+    ("[what is the fastest animal|which animal is the fastest|what is the fastest land animal]?", "The cheetah is the fastest animal on land. The peregrine falcon is even faster in the air.", "the cheetah"),
+    ("[what is the tallest animal|which animal is the tallest]?", "The giraffe is the tallest animal.", "the giraffe"),
+    ("[what is the slowest animal|which animal is the slowest]?", "The sloth is one of the slowest animals.", "the sloth"),
+    ("[what is the highest mountain|what is the tallest mountain|what is the highest mountain in the world|which mountain is the highest]?", "Mount Everest is the highest mountain in the world.", "Mount Everest"),
+    ("[what is the longest river|what is the longest river in the world|which river is the longest]?", "The Nile and the Amazon are the longest rivers in the world.", "the Nile"),
+    ("[what is the biggest ocean|what is the largest ocean|which ocean is the largest]?", "The Pacific Ocean is the largest ocean.", "the Pacific Ocean"),
+    ("[what is the biggest country|what is the largest country|which country is the largest|largest country in the world]?", "Russia is the largest country in the world.", "Russia"),
+    ("[what is the smallest country|which country is the smallest|smallest country in the world]?", "Vatican City is the smallest country in the world.", "Vatican City"),
+    ("[what is the biggest continent|what is the largest continent|which continent is the largest]?", "Asia is the largest continent.", "Asia"),
+    ("[what is the biggest desert|what is the largest hot desert|what is the largest desert]?", "The Sahara in Africa is the largest hot desert in the world.", "the Sahara"),
+    ("at what temperature does water boil?", "Water boils at 100 degrees Celsius.", "100 degrees Celsius"),
+    ("at what temperature does water freeze?", "Water freezes at 0 degrees Celsius.", "0 degrees Celsius"),
+    ("what is water made of?", "Water is made of hydrogen and oxygen.", "hydrogen and oxygen"),
+    ("what is [bread|a bread] made of?", "Bread is made of flour, water, salt and yeast.", "flour, water, salt and yeast"),
+    ("what is cheese made of?", "Cheese is made of milk.", "milk"),
+    ("what is glass made of?", "Glass is made of sand.", "sand"),
+    ("what is paper made of?", "Paper is made of wood.", "wood"),
+    ("what is chocolate made of?", "Chocolate is made of cocoa beans and sugar.", "cocoa and sugar"),
+    ("what is wine made of?", "Wine is made of grapes.", "grapes"),
+    ("what is butter made of?", "Butter is made of cream from milk.", "cream"),
+    ("where does milk come from?", "Milk comes from cows, goats and other mammals.", "from cows"),
+    ("where does honey come from?", "Honey comes from bees.", "from bees"),
+    ("where do eggs come from?", "The eggs that we eat mostly come from hens.", "from hens"),
+    ("where does wool come from?", "Wool comes from sheep.", "from sheep"),
+    ("where does wood come from?", "Wood comes from trees.", "from trees"),
+    ("where does rain come from?", "Rain comes from clouds.", "from clouds"),
+    ("where does pizza come from?", "Pizza comes from Italy.", "from Italy"),
+    ("where does sushi come from?", "Sushi comes from Japan.", "from Japan"),
+    ("where does the sun rise?", "The sun rises in the east.", "in the east"),
+    ("where does the sun set?", "The sun sets in the west.", "in the west"),
+    ("where do [penguins|wild penguins] live?", "Penguins live mostly on cold coasts in the south of the world.", "in the south"),
+    ("where do polar bears live?", "Polar bears live in the Arctic, in the far north.", "in the Arctic"),
+    ("who invented the [telephone|phone]?", "Alexander Graham Bell got the first patent for the telephone in 1876.", "Alexander Graham Bell"),
+    ("who invented the [light bulb|lightbulb]?", "Thomas Edison made the light bulb practical in 1879, after the work of many others.", "Thomas Edison"),
+    ("who was the first [man|person|human] on the moon?", "Neil Armstrong was the first person on the moon, in 1969.", "Neil Armstrong"),
+    ("who painted the mona lisa?", "Leonardo da Vinci painted the Mona Lisa.", "Leonardo da Vinci"),
+    ("who wrote romeo and juliet?", "William Shakespeare wrote Romeo and Juliet.", "William Shakespeare"),
+    ("who wrote hamlet?", "William Shakespeare wrote Hamlet.", "William Shakespeare"),
+    ("who was [albert einstein|einstein]?", "Albert Einstein was a physicist. He is famous for the theory of relativity.", "a physicist"),
+    ("who was [isaac newton|newton]?", "Isaac Newton was a scientist who described gravity and the laws of motion.", "a scientist"),
+    ("who was [mozart|wolfgang amadeus mozart]?", "Mozart was a composer from Austria.", "a composer"),
+    ("who was [shakespeare|william shakespeare]?", "William Shakespeare was an English writer of plays and poems.", "a writer"),
+    ("who was [marie curie|madame curie]?", "Marie Curie was a scientist who studied radioactivity. She won two Nobel Prizes.", "a scientist"),
+    ("who was [ada lovelace]?", "Ada Lovelace wrote what many call the first computer program, in 1843.", "the first programmer"),
+    ("who was alan turing?", "Alan Turing was a mathematician and one of the fathers of computer science.", "a mathematician"),
+    ("who created python?", "Guido van Rossum created the Python programming language.", "Guido van Rossum"),
+    ("who created linux?", "Linus Torvalds created Linux.", "Linus Torvalds"),
+    ("[what are the primary colours|what are the primary colors|name the primary colours]?", "The primary colours of paint are red, yellow and blue.", "red, yellow and blue"),
+    (
+        "[what are the colours of the rainbow|what are the colors of the rainbow|name the colours of the rainbow|what colours are in a rainbow]?",
+        "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.",
+        "red, orange, yellow, green, blue, indigo and violet",
+    ),
+    ("what [colour|color] do you get when you mix [blue and yellow|yellow and blue]?", "Blue and yellow make green.", "green"),
+    ("what [colour|color] do you get when you mix [red and yellow|yellow and red]?", "Red and yellow make orange.", "orange"),
+    ("what [colour|color] do you get when you mix [red and blue|blue and red]?", "Red and blue make purple.", "purple"),
+    ("what [colour|color] do you get when you mix [black and white|white and black]?", "Black and white make grey.", "grey"),
+    ("what [colour|color] do you get when you mix [red and white|white and red]?", "Red and white make pink.", "pink"),
+    ("[what are the seasons|name the seasons|name the four seasons|what are the four seasons|which seasons are there]?", "The four seasons are spring, summer, autumn and winter.", "spring, summer, autumn and winter"),
+    ("[what are the five senses|name the five senses]?", "The five senses are sight, hearing, smell, taste and touch.", "sight, hearing, smell, taste and touch"),
+    ("[what are the vowels|name the vowels|which letters are vowels]?", "The vowels are A, E, I, O and U.", "A, E, I, O and U"),
+    ("[what is pi|what is the value of pi|what is the number pi]?", "Pi is about 3.14. It is the length of a circle divided by its width.", "about 3.14"),
+    ("how many [legs does a spider have|legs do spiders have]?", "A spider has eight legs.", "eight"),
+    ("how many [legs does an insect have|legs do insects have]?", "An insect has six legs.", "six"),
+    ("how many [fingers do people have|fingers does a person have|fingers do we have]?", "Most people have ten fingers.", "ten"),
+    ("how many [eyes do people have|eyes does a person have]?", "Most people have two eyes.", "two"),
+    ("how many [bones are in the body|bones does a person have|bones are in the human body]?", "A grown-up person has 206 bones.", "206"),
+    ("how many [teeth do people have|teeth does a person have|teeth does an adult have]?", "A grown-up person usually has 32 teeth.", "32"),
+    ("how many [strings does a guitar have|strings has a guitar]?", "A guitar usually has six strings.", "six"),
+    ("how many [strings does a violin have]?", "A violin has four strings.", "four"),
+    ("how many [wheels does a car have|wheels has a car]?", "A car has four wheels.", "four"),
+    ("how many [wheels does a bicycle have|wheels has a bike]?", "A bicycle has two wheels.", "two"),
+    ("how many players are in a [football|soccer] team?", "A football team has eleven players on the field.", "eleven"),
+    ("how many [cents are in a dollar|cents are in a euro]?", "There are one hundred cents in it.", "one hundred"),
+    ("how many [metres are in a kilometre|meters are in a kilometer|metres is a kilometre]?", "A kilometre has 1000 metres.", "1000"),
+    ("how many [centimetres are in a metre|centimeters are in a meter]?", "A metre has 100 centimetres.", "100"),
+    ("how many [grams are in a kilogram|grams is a kilogram]?", "A kilogram has 1000 grams.", "1000"),
+    ("how many [years are in a century|years is a century]?", "A century has one hundred years.", "one hundred"),
+    ("how many [years are in a decade|years is a decade]?", "A decade has ten years.", "ten"),
+    ("how many is a dozen?", "A dozen is twelve.", "twelve"),
+    ("how many bytes are in a kilobyte?", "A kilobyte has 1000 bytes. A kibibyte has 1024.", "1000"),
+    ("how many bits are in a byte?", "A byte has eight bits.", "eight"),
+    ("what do [bees|honey bees] make?", "Bees make honey.", "honey"),
+    ("what do caterpillars [become|turn into]?", "Caterpillars become butterflies or moths.", "butterflies"),
+    ("what do tadpoles [become|turn into]?", "Tadpoles become frogs.", "frogs"),
+    ("what do [we see with|people see with]?", "We see with our eyes.", "eyes"),
+    ("what do [we hear with|people hear with]?", "We hear with our ears.", "ears"),
+    ("what do [we smell with|people smell with]?", "We smell with the nose.", "the nose"),
+    ("[can penguins fly|do penguins fly]?", "No, penguins cannot fly, but they swim very well.", "no"),
+    ("[can fish fly|do fish fly]?", "No, fish swim. A few can jump far out of the water.", "no"),
+    ("[can dogs fly|do dogs fly|can cats fly|can pigs fly]?", "No, they cannot fly. They have no wings.", "no"),
+    ("[can birds fly|do birds fly]?", "Yes, most birds can fly.", "yes"),
+    ("[can fish swim|do fish swim]?", "Yes, fish swim in water.", "yes"),
+    ("[is a whale a fish|are whales fish]?", "No, a whale is a mammal.", "no"),
+    ("[is a tomato a fruit|is the tomato a fruit]?", "Yes, a tomato is a fruit, but most people use it as a vegetable.", "yes"),
+    ("[is the earth flat|is the world flat]?", "No, the Earth is round, like a ball.", "no"),
+    ("is the earth round?", "Yes, the Earth is round, like a ball.", "yes"),
+    ("[is the sun a star]?", "Yes, the sun is a star.", "yes"),
+    ("[is the moon made of cheese]?", "No, the moon is made of rock.", "no"),
+    ("[are dragons real|do dragons exist]?", "No, dragons live only in stories.", "no"),
+    ("[are unicorns real|do unicorns exist]?", "No, unicorns live only in stories.", "no"),
+    ("[are ghosts real|do ghosts exist]?", "Ghosts live in stories. Nobody has shown that they are real.", "no"),
+    ("[is santa real|does santa exist|does santa claus exist]?", "Santa is a lovely story about giving.", "a lovely story"),
+    ("[is fire hot]?", "Yes, fire is very hot.", "yes"),
+    ("[is ice cold]?", "Yes, ice is cold.", "yes"),
+    ("[is ice hot]?", "No, ice is cold.", "no"),
+    ("[is water wet]?", "Yes, it makes everything that it touches wet.", "yes"),
+    ("[do cows lay eggs|do dogs lay eggs|do cats lay eggs]?", "No, they are mammals and give birth to live babies.", "no"),
+    ("[do birds lay eggs|do hens lay eggs|do chickens lay eggs]?", "Yes, they lay eggs.", "yes"),
+    ("[do spiders have six legs]?", "No, spiders have eight legs.", "no"),
+    ("which came first, the chicken or the egg?", "The egg. Animals laid eggs long before there were chickens.", "the egg"),
+    ("what came first, the chicken or the egg?", "The egg. Animals laid eggs long before there were chickens.", "the egg"),
+    ("[what is the meaning of life|what's the meaning of life|what is the purpose of life]?", "People have asked that for a very long time. Some say 42. I think it helps to be kind and curious.", "42"),
+    ("what is the answer to life, the universe and everything?", "The answer is 42, at least in a famous book.", "42"),
+    ("[what is the opposite of the opposite|what is the sound of one hand clapping]?", "That is a nice puzzle, but it is too deep for a very small model.", "a puzzle"),
+    ("what is heavier, a [kilo of feathers or a kilo of iron|kilogram of feathers or a kilogram of steel]?", "They weigh the same: one kilogram each.", "the same"),
+    ("how much wood would a woodchuck chuck[| if a woodchuck could chuck wood]?", "A woodchuck would chuck as much wood as a woodchuck could, if a woodchuck could chuck wood.", "as much as it could"),
+    ("[what does the fox say]?", "A fox says yip. The song has other ideas.", "yip"),
+    ("[what is a group of lions called|what do you call a group of lions]?", "A group of lions is called a pride.", "a pride"),
+    ("[what is a group of fish called|what do you call a group of fish]?", "A group of fish is called a school.", "a school"),
+    ("[what is a group of wolves called|what do you call a group of wolves]?", "A group of wolves is called a pack.", "a pack"),
+    ("[what is a group of birds called|what do you call a group of birds]?", "A group of birds is called a flock.", "a flock"),
+    ("[what is a group of cows called|what do you call a group of cows]?", "A group of cows is called a herd.", "a herd"),
+    ("what do you call a house [of snow|made of snow]?", "A house made of snow is called an igloo.", "an igloo"),
+    ("what do you call a [doctor for animals|animal doctor]?", "A doctor for animals is called a vet.", "a vet"),
+    ("[what should i do when i am ill|i am sick, what should i do]?", "Rest, drink enough water, and ask a doctor if you do not feel better soon.", "rest and ask a doctor"),
+    ("[how do i make tea|how do you make tea|how to make tea]?", "Boil water, pour it on the tea leaves, wait about three minutes, and take the leaves out.", "pour hot water on tea leaves"),
+    ("[how do i make coffee|how do you make coffee|how to make coffee]?", "Put ground coffee in a filter, pour hot water on it slowly, and wait until it has run through.", "pour hot water on ground coffee"),
+    ("[how do i boil an egg|how do you boil an egg|how to boil an egg|how long do i boil an egg]?", "Put the egg in boiling water. After six minutes it is soft, after ten minutes it is hard.", "six to ten minutes"),
+    ("[how do i cook rice|how do you cook rice|how to cook rice]?", "Take one cup of rice and two cups of water, bring it to a boil, cover it, and cook it gently for about 15 minutes.", "15 minutes in two cups of water"),
+    ("[how do i cook pasta|how do you cook pasta|how to cook pasta]?", "Boil a big pot of water with salt, add the pasta, stir, and cook it for about ten minutes.", "ten minutes in boiling water"),
+    ("[how do i make a sandwich|how to make a sandwich|how do you make a sandwich]?", "Take two slices of bread, spread butter on them, put cheese and tomato between them, and press gently.", "put cheese between two slices of bread"),
+    (
+        "[how do i make pancakes|how do you make pancakes|how to make pancakes|give me a pancake recipe]?",
+        "Mix one cup of flour, one cup of milk and one egg. Fry thin rounds of it in a hot pan until both sides are golden.",
+        "mix flour, milk and egg, and fry",
+    ),
+    ("[how do i make a salad|how to make a salad]?", "Wash and cut some lettuce, tomatoes and cucumber, and mix them with oil, lemon juice and a little salt.", "cut vegetables and add oil"),
+    ("[how do i plant a tree|how to plant a tree|how do you plant a tree]?", "Dig a hole, put the roots in, fill it with soil, and give the tree plenty of water.", "dig, plant, water"),
+    ("[how do i wash my hands|how to wash my hands]?", "Wet your hands, rub them with soap for 20 seconds, rinse them, and dry them.", "soap for 20 seconds"),
+    ("[how do i brush my teeth|how long should i brush my teeth]?", "Brush all sides of your teeth gently for two minutes, twice a day.", "two minutes, twice a day"),
+    ("[how do i learn to swim|how can i learn to swim]?", "Take lessons with a teacher, start in shallow water, and practise often.", "take lessons"),
+    (
+        "[how can i learn python|how do i learn python|how do i learn programming|how do i learn to code|how can i learn to code]?",
+        "Start with a small program, change it, and see what happens. Write a little every day and read code by others.",
+        "write small programs every day",
+    ),
+    ("[how can i fall asleep|how do i fall asleep|i can't sleep, what can i do]?", "Put the screen away, make the room dark and cool, breathe slowly, and think of something calm.", "dark room, slow breath"),
+    ("[how do i make a friend|how can i make friends|how do i make friends]?", "Be kind, listen well, ask questions, and spend time with people who like what you like.", "be kind and listen"),
+]
+
+OPPOSITES = dict(
+    pair.split("-")
+    for pair in """big-small hot-cold up-down left-right day-night black-white good-bad fast-slow happy-sad
+open-closed full-empty hard-soft light-dark old-young early-late high-low long-short rich-poor strong-weak tall-short thick-thin wet-dry
+clean-dirty loud-quiet near-far new-old right-wrong true-false first-last inside-outside win-lose love-hate begin-end start-stop buy-sell
+push-pull give-take come-go ask-answer laugh-cry live-die find-lose always-never everything-nothing before-after above-below front-back
+top-bottom east-west north-south summer-winter morning-evening friend-enemy war-peace heaven-hell king-queen boy-girl man-woman
+brother-sister mother-father son-daughter uncle-aunt yes-no in-out on-off more-less many-few same-different easy-difficult cheap-expensive
+safe-dangerous brave-afraid smart-stupid beautiful-ugly sweet-sour heavy-light wide-narrow deep-shallow sharp-dull awake-asleep
+alive-dead sick-healthy polite-rude lazy-busy smooth-rough warm-cool remember-forget arrive-leave accept-refuse arrival-departure
+entrance-exit question-answer success-failure increase-decrease minimum-maximum positive-negative plus-minus import-export ancient-modern
+public-private single-married generous-greedy patient-impatient possible-impossible happy-unhappy visible-invisible""".split()
+)
+
+SYNONYMS = dict(
+    pair.split("-")
+    for pair in """big-large small-little happy-glad fast-quick smart-clever begin-start end-finish
+pretty-beautiful angry-furious tired-sleepy scared-afraid hard-difficult easy-simple rich-wealthy funny-amusing silent-quiet sick-ill
+strange-odd shop-store speak-talk look-watch shout-yell choose-pick help-assist gift-present answer-reply near-close jump-leap
+home-house correct-right error-mistake buy-purchase job-work road-street trip-journey lucky-fortunate huge-enormous tiny-minute
+brave-courageous calm-peaceful""".split()
+)
+
+PLURALS = dict(
+    pair.split("-")
+    for pair in """cat-cats dog-dogs mouse-mice child-children foot-feet tooth-teeth goose-geese man-men woman-women
+person-people fish-fish sheep-sheep deer-deer leaf-leaves knife-knives wolf-wolves life-lives wife-wives shelf-shelves half-halves
+baby-babies city-cities story-stories lady-ladies cherry-cherries berry-berries party-parties family-families country-countries fly-flies
+box-boxes fox-foxes bus-buses dish-dishes watch-watches church-churches class-classes glass-glasses peach-peaches brush-brushes
+potato-potatoes tomato-tomatoes hero-heroes piano-pianos photo-photos day-days toy-toys boy-boys key-keys monkey-monkeys house-houses
+tree-trees car-cars book-books apple-apples star-stars bird-birds flower-flowers table-tables chair-chairs ox-oxen loaf-loaves thief-thieves
+puppy-puppies penny-pennies wish-wishes bench-benches page-pages horse-horses ship-ships river-rivers word-words egg-eggs""".split()
+)
+
+PAST = dict(
+    pair.split("-")
+    for pair in """go-went run-ran eat-ate see-saw come-came take-took give-gave make-made write-wrote read-read
+sing-sang swim-swam drink-drank begin-began speak-spoke break-broke drive-drove ride-rode rise-rose fall-fell feel-felt find-found
+fly-flew forget-forgot get-got grow-grew have-had hear-heard hold-held keep-kept know-knew leave-left lose-lost meet-met pay-paid put-put
+say-said sell-sold send-sent sit-sat sleep-slept stand-stood teach-taught tell-told think-thought throw-threw understand-understood
+wear-wore win-won buy-bought bring-brought build-built catch-caught choose-chose do-did draw-drew be-was become-became walk-walked
+talk-talked play-played jump-jumped look-looked help-helped ask-asked call-called love-loved like-liked live-lived stop-stopped
+try-tried cry-cried dance-danced smile-smiled cook-cooked open-opened close-closed""".split()
+)
+
+RHYMES = [
+    group.split()
+    for group in """cat hat bat mat rat
+day way play say may stay
+light night bright sight right kite
+tree bee sea free key me
+moon spoon soon tune June
+star car far jar
+house mouse
+dog frog log fog
+ball wall fall tall call small
+rain train plane brain chain
+blue shoe true you new two
+sun fun run one done
+book look cook hook
+ring king sing thing wing
+boat goat coat float note
+cake lake snake make take
+bell well tell shell
+fish dish wish
+heart part art start smart
+dream cream team stream
+snow go low know show grow
+bed red head bread
+sky fly high why cry pie
+stone phone bone alone
+rose nose goes toes close
+time rhyme lime climb
+flower hour power tower shower
+hand sand land band stand
+bear chair hair pear air
+feet street sweet meet eat
+love dove glove above
+mind kind find blind
+fire wire higher choir
+gold cold old told bold""".split("\n")
+]
+
+THING_COLOURS = {
+    "the sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "blood": "red",
+    "the sun": "yellow",
+    "a banana": "yellow",
+    "a lemon": "yellow",
+    "a tomato": "red",
+    "a strawberry": "red",
+    "a carrot": "orange",
+    "an orange": "orange",
+    "a frog": "green",
+    "an elephant": "grey",
+    "a polar bear": "white",
+    "coal": "black",
+    "milk": "white",
+    "chocolate": "brown",
+    "a flamingo": "pink",
+    "a pumpkin": "orange",
+    "the night": "black",
+    "a crow": "black",
+    "a swan": "white",
+    "a fire truck": "red",
+    "a cucumber": "green",
+    "a pea": "green",
+    "gold": "gold",
+    "rust": "brown",
+    "a cherry": "red",
+    "a plum": "purple",
+    "the sea": "blue",
+    "a leaf": "green",
+    "a cloud": "white",
+    "a mouse": "grey",
+    "a pig": "pink",
+    "sand": "yellow",
+    "wood": "brown",
+    "an eggplant": "purple",
+    "salt": "white",
+    "sugar": "white",
+    "a broccoli": "green",
+    "a bear": "brown",
+    "a ripe cherry": "red",
+    "lavender": "purple",
+    "a panda": "black and white",
+    "a zebra": "black and white",
+    "a penguin": "black and white",
+}
+
+LIST_WORDS = {
+    "fruits": "apple banana cherry mango orange pear grape plum peach lemon kiwi melon strawberry pineapple",
+    "vegetables": "carrot potato onion tomato cucumber pea bean cabbage broccoli spinach pepper pumpkin",
+    "animals": "cat dog horse elephant lion rabbit tiger bear fox monkey zebra whale penguin",
+    "farm animals": "cow pig sheep hen goat horse duck donkey",
+    "wild animals": "lion tiger wolf bear elephant zebra fox deer",
+    "sea animals": "whale dolphin shark octopus crab turtle seal jellyfish",
+    "pets": "cat dog rabbit hamster parrot goldfish turtle",
+    "birds": "eagle owl duck parrot swan crow penguin robin sparrow",
+    "insects": "bee ant butterfly fly beetle mosquito dragonfly",
+    "colours": "red blue green yellow orange purple pink black white brown",
+    "colors": "red blue green yellow orange purple pink black white brown",
+    "countries": "France Japan Brazil Egypt Canada India Italy Kenya Norway Mexico Spain Germany",
+    "cities": "Paris London Tokyo Rome Cairo Berlin Sydney Madrid Lima Oslo",
+    "capitals": "Paris Rome Madrid Berlin London Tokyo Cairo Oslo Vienna Lisbon",
+    "languages": "English Spanish French German Italian Chinese Japanese Arabic Hindi Swahili",
+    "sports": "football tennis swimming basketball running cycling skiing boxing volleyball",
+    "games": "chess checkers tag cards dominoes hide-and-seek",
+    "musical instruments": "piano guitar violin drum flute trumpet harp cello",
+    "instruments": "piano guitar violin drum flute trumpet harp cello",
+    "flowers": "rose tulip daisy sunflower lily violet orchid",
+    "trees": "oak pine birch maple willow palm apple_tree",
+    "drinks": "water tea coffee juice milk lemonade",
+    "foods": "bread rice pasta soup cheese salad pizza",
+    "breakfast foods": "bread eggs cereal yogurt pancakes fruit",
+    "desserts": "cake ice_cream pudding pie cookies brownies",
+    "tools": "hammer saw screwdriver drill pliers ladder",
+    "kitchen tools": "knife spoon pan pot bowl fork",
+    "pieces of furniture": "table chair bed sofa shelf desk",
+    "clothes": "shirt coat hat scarf shoes socks dress gloves",
+    "vehicles": "car bus train bicycle plane ship truck boat",
+    "planets": "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune",
+    "metals": "iron gold silver copper tin lead",
+    "shapes": "circle square triangle rectangle oval star",
+    "jobs": "teacher doctor baker farmer pilot cook nurse engineer",
+    "body parts": "head arm leg hand foot nose ear eye",
+    "school subjects": "maths history music art biology geography",
+    "rooms": "kitchen bedroom bathroom living_room hall cellar",
+    "hobbies": "reading painting cooking dancing hiking chess gardening",
+    "toys": "ball doll kite puzzle blocks teddy_bear",
+    "feelings": "joy sadness anger fear love surprise pride",
+    "months": "January February March April May June July August September October November December",
+    "days of the week": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "seasons": "spring summer autumn winter",
+    "weather words": "sun rain snow wind storm fog cloud",
+    "programming languages": "Python C Java Rust Go JavaScript Ruby",
+    "rivers": "Nile Amazon Danube Rhine Thames Mississippi Ganges",
+    "oceans": "Pacific Atlantic Indian Arctic Southern",
+    "continents": "Africa Antarctica Asia Australia Europe North_America South_America",
+    "dances": "waltz tango salsa ballet samba",
+    "spices": "salt pepper cinnamon ginger curry paprika",
+    "boys' names": "Adam Ben Daniel Felix Hugo Leo Max Noah Oscar Tom",
+    "girls' names": "Anna Bella Clara Emma Ivy Julia Lucy Mia Nora Zoe",
+    "names": "Anna Ben Clara David Emma Felix Grace Hugo Ivy Leo",
+    "cat names": "Luna Milo Simba Misty Tiger Whiskers Coco",
+    "dog names": "Rex Buddy Bella Rocky Daisy Max Lucky",
+    "even numbers": "2 4 6 8 10 12 14 16",
+    "odd numbers": "1 3 5 7 9 11 13 15",
+    "prime numbers": "2 3 5 7 11 13 17 19 23",
+    "vowels": "A E I O U",
+    "things in a kitchen": "oven fridge table knife pan sink",
+    "things in a school": "books pencils desks teachers students maps",
+    "things in the sky": "sun moon stars clouds birds planes",
+    "round things": "ball coin wheel plate orange moon",
+    "red things": "apple rose strawberry tomato cherry fire_truck",
+    "green things": "grass leaf frog cucumber pea lime",
+    "cold things": "ice snow winter ice_cream fridge",
+    "hot things": "fire sun oven tea lava",
+    "models Quire can serve": "Llama Mistral Qwen2 Qwen3",
+    "quire commands": "quire_serve quire_chat quire_generate quire_bench",
+}
+LISTS = {topic: [word.replace("_", " ") for word in words.split()] for topic, words in LIST_WORDS.items()}
+SINGULAR = {
+    "fruits": "fruit", "vegetables": "vegetable", "animals": "animal", "farm animals": "farm animal", "wild animals": "wild animal", "sea animals": "sea animal", "pets": "pet", "birds": "bird", "insects": "insect", "colours": "colour", "colors": "color",
+    "countries": "country", "cities": "city", "languages": "language", "sports": "sport", "musical instruments": "musical instrument", "flowers": "flower", "trees": "tree", "drinks": "drink", "desserts": "dessert", "tools": "tool", "vehicles": "vehicle", "planets": "planet",
+    "metals": "metal", "shapes": "shape", "jobs": "job", "body parts": "body part", "school subjects": "school subject", "rooms": "room", "hobbies": "hobby", "toys": "toy", "feelings": "feeling", "months": "month", "seasons": "season", "programming languages": "programming language",
+    "rivers": "river", "oceans": "ocean", "continents": "continent", "dances": "dance", "spices": "spice", "boys' names": "boy's name", "girls' names": "girl's name", "names": "name", "cat names": "name for my cat", "dog names": "name for my dog", "even numbers": "even number",
+    "odd numbers": "odd number", "prime numbers": "prime number", "vowels": "vowel",
+}
+
+# Lists of short phrases that people ask for: topic → items
+IDEAS = {
+    "[tips for sleeping better|ways to sleep better|tips to sleep well]": "go to bed at the same time|keep the room dark and cool|put your phone away|avoid coffee in the evening|read a calm book",
+    "[tips for learning|ways to learn faster|study tips|tips for studying]": "learn a little every day|explain it to somebody|take short breaks|write your own notes|test yourself",
+    "[ways to stay healthy|health tips|tips for a healthy life]": "drink enough water|eat fruit and vegetables|move every day|sleep well|meet your friends",
+    "[ideas for dinner|dinner ideas|things to cook for dinner]": "pasta with tomato sauce|vegetable soup|rice with curry|pancakes|a big salad|baked potatoes",
+    "[ideas for lunch|lunch ideas]": "a cheese sandwich|tomato soup|a green salad|rice with beans|an omelette",
+    "[ideas for breakfast|breakfast ideas]": "bread with honey|yogurt with fruit|scrambled eggs|pancakes|cereal with milk",
+    "[gift ideas|ideas for a gift|presents for a friend|ideas for a birthday present]": "a good book|a box of chocolates|a plant|a warm scarf|a home-made cake|a board game",
+    "[things to do when it rains|ideas for a rainy day|things to do on a rainy day]": "read a book|bake a cake|play a board game|watch a film|draw a picture|call a friend",
+    "[things to do at the weekend|ideas for the weekend|weekend ideas]": "go for a walk|visit a friend|cook something new|read a good book|see a museum",
+    "[things to do when I am bored|ideas against boredom]": "draw something|go for a walk|learn a card trick|call a friend|write a short story",
+    "[ways to be happy|ways to be happier|tips for being happy]": "spend time with friends|go outside|help somebody|listen to music|be thankful for small things",
+    "[ways to relax|tips to relax|ways to calm down]": "breathe slowly|take a warm bath|listen to soft music|go for a walk|drink a cup of tea",
+    "[ways to save money|tips for saving money]": "cook at home|make a shopping list|buy used things|walk or cycle|write down what you spend",
+    "[ways to save water|tips for saving water]": "take short showers|close the tap while you brush your teeth|fix leaks|collect rain for the garden",
+    "[ways to make friends|tips for making friends]": "smile and say hello|join a club|ask questions|listen well|be kind",
+    "[tips for a job interview|job interview tips]": "learn about the company|be on time|listen carefully|ask a good question|be honest",
+    "[tips for writing|writing tips|tips for writing a story]": "write a little every day|use short sentences|read a lot|read your text aloud|cut what is not needed",
+    "[tips for new programmers|programming tips|tips for learning to code]": "start small|read error messages slowly|test often|use clear names|ask for help",
+    "[things to pack for a trip|things to take on a trip|things I need for a trip]": "a passport|warm clothes|a toothbrush|a book|some money|a charger",
+    "[things to see in a city|things to do in a city]": "the old town|a museum|a park|the market|a tall tower",
+    "[reasons to read books|reasons to read]": "you learn new things|you learn new words|it is calm and fun|you see the world with other eyes",
+    "[reasons to exercise|reasons to do sports]": "it keeps the heart strong|it lifts your mood|you sleep better|you meet people",
+    "[good habits|habits for a good life]": "get up early|drink water|tidy up a little every day|say thank you|read before bed",
+    "[things that can fly|flying things]": "a bird|a plane|a kite|a butterfly|a balloon",
+    "[things you can do|things I can ask you]": "tell a short story|add small numbers|write a haiku|explain how Quire works|make a list",
+    "[facts about Quire|things about Quire]": "it serves large language models|it stores the KV cache in blocks|it uses continuous batching|it speaks the OpenAI API|it runs on a GPU or a CPU",
+    "[benefits of paged attention|advantages of paged attention]": "little memory is wasted|more requests fit in memory|requests can share blocks",
+    "[wishes for a birthday|birthday wishes]": "a happy day with friends|good health|a big cake|many small joys",
+    "[party games|games for a party]": "musical chairs|a quiz|hide-and-seek|charades|cards",
+    "[camping tips|tips for camping]": "check the weather|bring a lamp|keep your food closed|take warm clothes",
+    "[steps to plant a seed|steps for planting a seed]": "make a small hole in the soil|put the seed in|cover it with soil|water it|wait in the sun",
+    "[ingredients for a cake|things I need for a cake|ingredients of a cake]": "flour|sugar|eggs|butter|milk",
+    "[ingredients for pizza|things I need for pizza]": "flour|water|yeast|tomato sauce|cheese",
+    "[ingredients for pancakes]": "flour|milk|eggs|a little salt|butter",
+    "[names for a boat|ideas for a boat name]": "Sea Star|Blue Wave|Morning Wind|Lucky Duck",
+    "[names for a robot|robot names]": "Bolt|Chip|Gizmo|Sparky|Pixel",
+    "[names for a dragon|dragon names]": "Ember|Smoky|Blaze|Scale|Ruby",
+}
+
+JOKES = [
+    ("Why did the chicken cross the road?", "To get to the other side."),
+    ("What do you call a bear with no teeth?", "A gummy bear."),
+    ("Why was six afraid of seven?", "Because seven ate nine."),
+    ("What do you call a fish with no eyes?", "A fsh."),
+    ("Why did the bicycle fall over?", "Because it was two-tired."),
+    ("What do you call cheese that is not yours?", "Nacho cheese."),
+    ("Why can't your nose be twelve inches long?", "Because then it would be a foot."),
+    ("What is brown and sticky?", "A stick."),
+    ("Why did the scarecrow win a prize?", "Because he was outstanding in his field."),
+    ("What did one wall say to the other wall?", "I will meet you at the corner."),
+    ("Why do bees have sticky hair?", "Because they use honeycombs."),
+    ("What did zero say to eight?", "Nice belt."),
+    ("Why did the computer go to the doctor?", "Because it had a virus."),
+    ("How does the moon cut its hair?", "Eclipse it."),
+    ("What do you get when you cross a snowman and a dog?", "Frostbite."),
+    ("Why was the maths book sad?", "Because it had too many problems."),
+    ("What do you call a sleeping dinosaur?", "A dino-snore."),
+    ("Why did the cookie go to the nurse?", "Because it felt crummy."),
+    ("What kind of tree fits in your hand?", "A palm tree."),
+    ("Why did the student eat his homework?", "Because the teacher said it was a piece of cake."),
+    ("What did the ocean say to the beach?", "Nothing, it just waved."),
+    ("Why do programmers like dark mode?", "Because light attracts bugs."),
+    ("How many programmers does it take to change a light bulb?", "None, that is a hardware problem."),
+    ("What is a computer's favourite snack?", "Microchips."),
+    ("Why was the KV cache so calm?", "Because it took everything one block at a time."),
+    ("Why did the GPU go on holiday?", "It had too many threads on its mind."),
+    ("What did the token say to the model?", "You complete me."),
+    ("Why did the request wait so patiently?", "It knew that its block would come."),
+    ("What do you call a dog that does magic?", "A labracadabrador."),
+    ("What has ears but cannot hear?", "A field of corn."),
+    ("Why don't eggs tell jokes?", "They would crack each other up."),
+    ("What do cows do for fun?", "They go to the moo-vies."),
+    ("What did the big flower say to the little flower?", "Hi, bud."),
+    ("Where do pencils come from?", "Pencil-vania."),
+    ("What do clouds wear under their clothes?", "Thunderwear."),
+    ("What is orange and sounds like a parrot?", "A carrot."),
+    ("Why did the tomato turn red?", "Because it saw the salad dressing."),
+    ("What do you call a boomerang that does not come back?", "A stick."),
+]
+
+RIDDLES = [
+    ("What has keys but cannot open a door?", "a piano"),
+    ("What has hands but cannot clap?", "a clock"),
+    ("What gets wetter the more it dries?", "a towel"),
+    ("What has a neck but no head?", "a bottle"),
+    ("What goes up but never comes down?", "your age"),
+    ("What has teeth but cannot bite?", "a comb"),
+    ("What has one eye but cannot see?", "a needle"),
+    ("What has legs but cannot walk?", "a table"),
+    ("What can you catch but not throw?", "a cold"),
+    ("What is full of holes but still holds water?", "a sponge"),
+    ("What runs but has no legs?", "a river"),
+    ("What has words but never speaks?", "a book"),
+    ("What must you break before you can use it?", "an egg"),
+    ("What follows you all day and leaves at night?", "your shadow"),
+    ("What has cities but no houses?", "a map"),
+    ("What belongs to you but others use it more?", "your name"),
+]
+
+FUN_FACTS = [
+    "Honey almost never goes bad.",
+    "An octopus has three hearts.",
+    "Bananas are berries, but strawberries are not.",
+    "A group of flamingos is called a flamboyance.",
+    "The heart of a blue whale is about as big as a small car.",
+    "Sharks are older than trees.",
+    "A day on Venus is longer than a year on Venus.",
+    "Cows have best friends.",
+    "Butterflies taste with their feet.",
+    "A snail can sleep for many months.",
+    "Sea otters hold hands when they sleep.",
+    "The Eiffel Tower is a little taller in summer than in winter.",
+    "A cloud can weigh as much as a hundred elephants.",
+    "Wombats make cube-shaped droppings.",
+    "Hot water can sometimes freeze faster than cold water.",
+    "There are more stars than grains of sand on all beaches.",
+    "Light from the sun takes about eight minutes to reach us.",
+    "An ostrich's eye is bigger than its brain.",
+    "Penguins give each other stones as presents.",
+    "Elephants can recognise themselves in a mirror.",
+    "The first computer bug was a real moth.",
+    "The word robot comes from a Czech word for work.",
+    "Cats sleep for more than half of their lives.",
+    "A bee visits thousands of flowers for one spoon of honey.",
+    "I have fewer than five million parameters, and large models have thousands of times more.",
+    "The idea of paged attention comes from the way an operating system manages memory.",
+    "A sunflower is made of hundreds of tiny flowers.",
+    "Dolphins have names for each other.",
+    "The shortest war lasted less than an hour.",
+    "Carrots were once mostly purple.",
+]
+
+TRANSLATIONS = {  # English: Spanish, French, German, Italian
+    "hello": ("hola", "bonjour", "hallo", "ciao"),
+    "goodbye": ("adiós", "au revoir", "auf Wiedersehen", "arrivederci"),
+    "thank you": ("gracias", "merci", "danke", "grazie"),
+    "please": ("por favor", "s'il vous plaît", "bitte", "per favore"),
+    "yes": ("sí", "oui", "ja", "sì"),
+    "no": ("no", "non", "nein", "no"),
+    "cat": ("gato", "chat", "Katze", "gatto"),
+    "dog": ("perro", "chien", "Hund", "cane"),
+    "house": ("casa", "maison", "Haus", "casa"),
+    "water": ("agua", "eau", "Wasser", "acqua"),
+    "bread": ("pan", "pain", "Brot", "pane"),
+    "milk": ("leche", "lait", "Milch", "latte"),
+    "sun": ("sol", "soleil", "Sonne", "sole"),
+    "moon": ("luna", "lune", "Mond", "luna"),
+    "love": ("amor", "amour", "Liebe", "amore"),
+    "friend": ("amigo", "ami", "Freund", "amico"),
+    "book": ("libro", "livre", "Buch", "libro"),
+    "tree": ("árbol", "arbre", "Baum", "albero"),
+    "good morning": ("buenos días", "bonjour", "guten Morgen", "buongiorno"),
+    "good night": ("buenas noches", "bonne nuit", "gute Nacht", "buonanotte"),
+    "red": ("rojo", "rouge", "rot", "rosso"),
+    "blue": ("azul", "bleu", "blau", "blu"),
+    "green": ("verde", "vert", "grün", "verde"),
+    "one": ("uno", "un", "eins", "uno"),
+    "two": ("dos", "deux", "zwei", "due"),
+    "three": ("tres", "trois", "drei", "tre"),
+    "apple": ("manzana", "pomme", "Apfel", "mela"),
+    "fish": ("pez", "poisson", "Fisch", "pesce"),
+    "bird": ("pájaro", "oiseau", "Vogel", "uccello"),
+    "school": ("escuela", "école", "Schule", "scuola"),
+    "mother": ("madre", "mère", "Mutter", "madre"),
+    "father": ("padre", "père", "Vater", "padre"),
+    "night": ("noche", "nuit", "Nacht", "notte"),
+    "day": ("día", "jour", "Tag", "giorno"),
+    "car": ("coche", "voiture", "Auto", "macchina"),
+    "horse": ("caballo", "cheval", "Pferd", "cavallo"),
+    "flower": ("flor", "fleur", "Blume", "fiore"),
+    "sea": ("mar", "mer", "Meer", "mare"),
+    "heart": ("corazón", "cœur", "Herz", "cuore"),
+    "cheese": ("queso", "fromage", "Käse", "formaggio"),
+}
+LANGUAGES = ("Spanish", "French", "German", "Italian")
+
+FOREIGN = [
+    "hola",
+    "hola, ¿cómo estás?",
+    "¿qué puedes hacer?",
+    "buenos días",
+    "¿quién eres?",
+    "cuéntame una historia",
+    "bonjour",
+    "bonjour, comment ça va ?",
+    "qui es-tu ?",
+    "comment tu t'appelles ?",
+    "salut",
+    "raconte-moi une histoire",
+    "hallo",
+    "guten Tag",
+    "wer bist du?",
+    "wie geht es dir?",
+    "erzähl mir eine Geschichte",
+    "was kannst du?",
+    "sprichst du Deutsch?",
+    "ciao",
+    "ciao, come stai?",
+    "chi sei?",
+    "raccontami una storia",
+    "olá",
+    "tudo bem?",
+    "quem é você?",
+    "привет",
+    "как дела?",
+    "кто ты?",
+    "你好",
+    "你是谁?",
+    "你会说中文吗?",
+    "こんにちは",
+    "あなたは誰ですか",
+    "안녕하세요",
+    "مرحبا",
+    "नमस्ते",
+    "hej",
+    "hei",
+    "cześć",
+    "jak się masz?",
+    "merhaba",
+    "nasılsın?",
+    "hoi",
+    "hoe gaat het?",
+    "parlez-vous français ?",
+    "hablas español?",
+    "können Sie mir helfen?",
+    "¿hablas español?",
+    "spreek je Nederlands?",
+    "γεια σου",
+    "שלום",
+    "xin chào",
+    "ahoj",
+    "szia",
+]
+
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = "January February March April May June July August September October November December".split()
+MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+MONTH_SEASONS = "winter winter spring spring spring summer summer summer autumn autumn autumn winter".split()
+NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty".split()
+TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+SHAPE_SIDES = {"triangle": "three", "square": "four", "rectangle": "four", "pentagon": "five", "hexagon": "six", "octagon": "eight"}
+
+COMMON_WORDS = """apple banana cherry orange lemon mango grape peach bread water butter cheese sugar coffee table chair window garden flower river
+mountain island forest desert ocean rabbit monkey tiger lion horse elephant giraffe penguin parrot dragon robot castle bridge school teacher student
+doctor farmer pencil paper letter number story poem music piano guitar violin summer winter spring autumn morning evening night sunday monday friday
+happy little yellow purple silver golden strawberry raspberry blueberry pineapple potato tomato carrot onion pepper pumpkin kitchen bottle basket
+blanket pillow mirror candle button pocket jacket sweater umbrella rocket planet comet galaxy thunder rainbow shadow mystery treasure pirate captain
+sailor village city country family friend brother sister mother father uncle baby house tree star moon sun cloud rain snow wind fire stone sand leaf
+bird fish cat dog cow pig duck goose sheep mouse frog bear wolf fox bee ant hat shoe coat sock ring king queen book page word door key lock wheel
+car bus train plane ship boat bike road street market shop money coin game ball toy doll kite drum song dance dream hello world computer keyboard
+screen program python block cache token model engine server tensor kernel memory""".split()
+
+SENTENCES = """the cat sits on the mat|I like apples|good morning world|the sun is warm|we go to the park|she reads a book|my dog is happy|it is raining today|blue birds fly high
+the moon is bright|he plays the piano|we love pizza|time flies|life is good|never give up|the tea is hot|tomorrow is a new day|the train is late|I can do this|hello there my friend
+the quick brown fox jumps over the lazy dog|to be or not to be|practice makes perfect|small steps every day|the door is open|quire serves models|one block at a time|I have two cats
+snow falls softly|the robot dances at night|dreams come true|the river runs to the sea|please close the window|this is only a test|music makes me happy""".replace("\n", "|").split("|")
+
+ADJECTIVES = """happy tired strange wonderful quiet noisy green purple tiny huge brave clever funny golden old new wild gentle warm cold fast slow""".split()
+
+TOPICS = """the sea|the moon|the sun|the stars|the rain|snow|winter|spring|summer|autumn|love|friendship|home|the night|the morning|a cat|a dog|a tree|a river|a mountain|the forest|a bird|the wind|music|time|dreams|hope|
+a robot|a computer|a GPU|a dragon|flowers|a rose|a butterfly|the city|coffee|tea|chocolate|a book|my mother|my friend|a horse|fish|the ocean|a garden|clouds|a train|bread|a teacher|the desert|fire|peace|happiness|sleep|
+memory|tokens|paged attention|a rabbit|an owl|a fox|the beach|a rainbow|a star|pizza|cheese|birthdays|Christmas|a lighthouse|a boat|silence|courage|life|family""".replace("\n", "").split("|")
+
+FEMALE_NAMES = frozenset(
+    """Anna Clara Emma Grace Ivy Kate Mia Olivia Rosa Tina Uma Wendy Yara Zoe Alice Andrea Aria Asha Ava Barbara Bella Carla
+Carmen Chloe Claire Daisy Diana Dora Edith Elena Ella Elsa Emily Esther Eva Eve Fatima Fiona Frida Gina Hana Hannah Helen Ines Ingrid Iris Isabel
+Jada Jane Jasmine Jean Jenny Julia June Karen Keiko Kim Lara Laura Lea Lena Lily Lina Linda Lisa Lola Lucy Luna Maggie Maria Marie Martha Mary
+Maya Megan Mei Mila Mina Mona Nadia Naomi Nina Nora Pam Paula Petra Pia Priya Rachel Rania Rebecca Rita Ruby Ruth Sally Salma Sara Sarah Selma
+Sofia Sonia Sophie Stella Tanya Tara Teresa Vera Willow Yasmin Yuki Zara Abby Holly Nelly Penny Rosie Tessa Wanda Amelia Charlotte Harper Evelyn
+Abigail Elizabeth Victoria Natalie Jessica Ashley Amanda Stephanie Nicole Melissa Michelle Kimberly Angela Heather Christina Katherine Aisha
+Farah Leila Olga Sakura Ursula Zainab Coco Ginger Nala Mittens Honey Misty Cookie Olive""".split()
+)
+OBJECT_WORDS = list(THINGS)
+
+OTHER_LANGUAGES = ("Japanese", "Chinese", "Russian", "Portuguese", "Dutch", "Polish", "Swedish", "Korean", "Arabic", "Hindi", "Turkish", "Greek", "Latin", "Danish", "Finnish")
+
+ROLES = """math tutor|travel guide|chef|poet|customer service agent|coding assistant|storyteller|wise old man|superhero|personal trainer|history expert|philosopher|detective|wizard|knight|queen|tour guide|news reader|sports coach|
+mentor|good friend|science teacher|king|space explorer|ninja|game master|comedian|language teacher|shop assistant|butler""".replace("\n", "").split("|")
+
+ABSTRACT = """love|friendship|courage|kindness|the sea|hope|winter|Christmas|happiness|patience|honesty|the moon|space|family|summer|autumn|spring|adventure|peace|trust|luck|sharing|dreams|the forest|school|music|magic|a long journey|a lost key|growing up""".replace("\n", "").split("|")

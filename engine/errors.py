@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from engine.core.params.errors import ParameterError as ParameterError
-
 
 class ConfigError(ValueError):
     """An invalid setting. The message names the field, its value and the valid values."""
@@ -21,9 +19,6 @@ class TagsError(ValueError):
     """Some tags have unusable schemas. `reasons` maps their indices in `StructuredOutputs.tags` to messages."""
 
     def __init__(self, reasons: dict[int, str]) -> None:
-        super().__init__(reasons)
+        place, reason = next(iter(reasons.items()))
+        super().__init__(f"structured_outputs.tags[{place}].schema: {reason}")
         self.reasons = reasons
-
-    def __str__(self) -> str:
-        index, reason = next(iter(self.reasons.items()))
-        return f"structured_outputs.tags[{index}].schema: {reason}"

@@ -1,4 +1,4 @@
-"""Time from a server's command to the first token, with warm caches; several checkouts in alternating order."""
+"""How long a server takes from its command to the first token, with warm caches; several checkouts in alternating order."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ EPILOG = """examples:
   quire bench startup
   quire bench startup --engines quire@../before,quire --rounds 7
 
-The first start of each is not counted. Seconds are medians, the least in parentheses; seconds of CPU time tell more
-on a busy machine. A request is sent when /health says that the server is ready."""
+The first start of each is not counted. Seconds are medians, and the least in parentheses; seconds of CPU time tell more on a
+busy machine. A request is sent when /health says that the server is ready.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def start(engine: str, model: str | None, log_path: Path) -> dict[str, float]:
-    """Start once: seconds from the command to each of `COLUMNS`, and CPU time of each process until the first token."""
+    """One start: seconds from the command to each of `COLUMNS`, and of CPU time for each process until the first token."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "quire", "serve", *([model] if model else [])]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -95,7 +96,7 @@ def start(engine: str, model: str | None, log_path: Path) -> dict[str, float]:
 
 
 def _status(port: int) -> int | None:
-    """Status of /health; None if nothing listens."""
+    """Of /health; None: nothing listens."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
         try:
             connection.request("GET", "/health")
@@ -106,7 +107,7 @@ def _status(port: int) -> int | None:
 
 
 def _cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """CPU time of the API process and of its child, the engine process; nothing without /proc."""
+    """Of the API process and of its child, the engine process; nothing where there is no /proc."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.exists():
         return {}
