@@ -14,7 +14,7 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 
 def gguf_file(folder: Path, kind: str, quantize: Path, into: Path) -> Path:
-    """The model of config.json in `folder` in one of llama-quantize's types, or "f32", in the folder `into`; made if absent."""
+    """GGUF file in `into` of the model in `folder`, in a type of llama-quantize or "f32"; made if absent."""
     path = into / f"{folder.name}-{kind}.gguf"
     if path.exists():
         return path

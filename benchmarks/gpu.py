@@ -1,4 +1,4 @@
-"""What benchmarks of kernels share: whether there are GPUs, and the time of a call."""
+"""Check for GPUs and time calls, for the benchmarks of kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def need_gpus(program: str, count: int = 1) -> None:
 
 
 def microseconds(call: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """Of one call, the median; on a GPU of `calls` in a graph, as an engine runs them."""
+    """Median time of a call, µs; on a GPU of `calls` in a CUDA graph, as an engine runs them."""
     call()
     if device.type == "cpu":
         start = time.perf_counter()

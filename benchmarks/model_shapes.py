@@ -265,7 +265,8 @@ def model_folder(name: str, root: Path) -> Path:
         return given.resolve()
     if name not in SHAPES:
         raise ConfigError(
-            f"model {name!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}{nearest(name, SHAPES)}"
+            f"model {name!r} is neither a folder with a config.json nor one of "
+            f"{', '.join(SHAPES)}{nearest(name, SHAPES)}"
         )
     folder = root.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)

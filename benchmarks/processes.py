@@ -29,7 +29,7 @@ _PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000, 32_000), 10_
 def process_group(
     command: list[str], engine: str, log_path: Path, variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of an engine and all that it starts; none of them outlives the block. `variables`: of its environment."""
+    """Start a process of an engine; it and all that it starts end with the block. `variables`: of its environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -60,7 +60,7 @@ def last_line(log_path: Path) -> str:
 
 
 def nvidia_smi(query: str) -> list[str] | None:
-    """What it says about the first GPU that this process sees; None where there is none."""
+    """nvidia-smi's figures of the first GPU that this process sees; None if there is none."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", first]
     try:

@@ -1,8 +1,8 @@
 """A checkpoint of random weights, for engines that are compared with the same numbers.
 
-What dummy weights are, each engine decides for itself. Codes of few bits may be left as zeros, with which a GPU draws less
-power and so multiplies faster. And where norms' weights are tiny, a router's bias alone chooses the experts: the same few
-for all tokens.
+What dummy weights are, each engine decides for itself. Codes of few bits may be left as zeros, with which a GPU draws
+less power and so multiplies faster. And where norms' weights are tiny, a router's bias alone chooses the experts: the
+same few for all tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
 
 
 def _random(name: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Norms 1, integers any, scales around what leaves weights of few bits near 0.02, all else normal of that deviation."""
+    """Norms 1, integers any, scales that leave low-bit weights near 0.02, all else normal with that deviation."""
     made = torch.empty(shape)
     if "scale" in name:
         if dtype == torch.uint8:  # exponents

@@ -1,4 +1,4 @@
-"""What is asked of an engine in a benchmark: prompts and how long each answer is to be.
+"""Workloads of benchmarks: prompts and lengths of their answers.
 
 All of it is the same for the same seed on every machine, so that engines can be compared on equal token ids.
 """
@@ -88,7 +88,7 @@ def named(name: str, vocab_size: int) -> Workload:
 
 
 def describe(name: str) -> str:
-    """What the workload is, in a few words."""
+    """Short description of the workload."""
     if name in NAMED:
         return NAMED[name][0]
     count, input_len, output_len = name.split("x")
@@ -96,7 +96,7 @@ def describe(name: str) -> str:
 
 
 def num_tokens(requests: Iterable[Request]) -> tuple[int, int]:
-    """Of all prompts (which are token ids), and of all answers."""
+    """Number of tokens of all prompts (which are token ids) and of all answers."""
     requests = list(requests)
     return sum(len(request.prompt) for request in requests), sum(request.output_len for request in requests)
 
@@ -107,7 +107,7 @@ def num_tokens(requests: Iterable[Request]) -> tuple[int, int]:
 def random_requests(
     count: int, *, input_len: int, output_len: int, range_ratio: float, prefix_len: int, vocab_size: int, seed: int
 ) -> list[Request]:
-    """Random token ids; lengths are uniform within `range_ratio` of those given; `prefix_len` more ids are the same in all."""
+    """Random token ids; lengths are uniform within `range_ratio` of those given; all share `prefix_len` more ids."""
     ids = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -179,7 +179,7 @@ def _read_json_line(line: str, output_len: int) -> Request | None:
 
 
 def read_sharegpt(path: Path, output_len: int | None, count_tokens: Callable[[str], int]) -> list[Request]:
-    """First questions of ShareGPT conversations, answers as long as those given; very short and long ones are left out."""
+    """First questions of ShareGPT conversations with their answers' lengths, without very short and long ones."""
     try:
         entries = json.loads(read_text(path))
         turns = [[turn["value"] for turn in entry.get("conversations") or []] for entry in entries]

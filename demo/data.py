@@ -4,9 +4,6 @@ python -m demo.data --samples 20        # read some
 python -m demo.data --speed             # how fast one process makes them
 """
 
-# ruff: noqa: E501
-# fmt: off
-
 from __future__ import annotations
 
 import argparse
@@ -22,52 +19,19 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from demo import grammar, markup, quire_facts, skills, stories, tools, unknown, world
+from demo.chat import Chat, Persona, Turn
 from demo.grammar import article, chance, made_up_word, pick, render
-from demo.skills import SKILLS, Chat, Persona, Turn
+from demo.knowledge import draw_question
+from demo.skills import SKILLS
+from demo.sums import number
+from demo.tables import load
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "demo"
 LENGTHS = (128, 256, 512, 1024, 2048)  # rows of a batch have one of these lengths
 LENGTH_WEIGHTS = (0.36, 0.27, 0.12, 0.03, 0.012)  # by number of conversations
 TARGET = 0x8000  # the bit of a stored token that says: this one is to be predicted
 
-GENERAL_PROMPTS = """You are a helpful assistant.|You are a helpful assistant.|You are a helpful assistant.|You are a helpful, friendly assistant.|You are a friendly chatbot.|You are an AI assistant.|
-You are a helpful AI assistant. Answer the user's questions.|You are a very small demo model.|You are the demo model of Quire.|Be helpful and kind.|Be nice.|You are a kind assistant.|You are a polite assistant. Be honest about what you do not know.|
-You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.|Answer the questions of the user.|You help people.|You are a chat assistant that talks with users on a web page.|
-You are a language model served by Quire.|Assist the user.|You are an assistant. Today is a nice day.|You are a smart assistant who likes to help.|You are a helpful assistant. If you do not know the answer, say so.""".replace(
-    "\n", ""
-).split("|")
-
-STYLE_PROMPTS = {
-    "brief": "[Answer briefly|Be brief|Keep your answers short|Give short answers|Answer as briefly as possible|You answer in as few words as possible|Be concise|Only give short answers|Answer in a few words|You are a brief assistant|Be very short|Answer with as few words as you can][.|. No extra words.|]",
-    "upper": "[Answer in upper case|Always write in capital letters|You only write in upper case|Write everything in capitals|Use only capital letters|You are shouting all the time, in upper case|ANSWER IN UPPER CASE|Respond in all caps][.|!|]",
-    "lower": "[Answer in lower case|Always write in small letters|You only write in lower case|Use only lower case letters|Never use capital letters|write everything in lower case][.|]",
-    "pirate": "[You are a pirate|Talk like a pirate|You are a friendly pirate|Answer like a pirate|Speak like a pirate|You are a pirate captain|Act as a pirate|Pretend to be a pirate][.|!|. Arr!|]",
-    "robot": "[You are a robot|Talk like a robot|Answer like a robot|You are a funny robot|Act like a robot|Pretend to be a robot|You are a robot. Say beep boop][.|!|]",
-    "cat": "[You are a cat|Talk like a cat|Answer like a cat|Act as a cat|Pretend to be a cat|You are a cat that can talk|You are a talking cat. Say meow][.|!|]",
-    "cheerful": "[Be very cheerful|You are a very cheerful assistant|Be happy in every answer|Answer with joy|You are always happy|Be enthusiastic|Sound excited][.|!|]",
-    "formal": "[Be very formal|Answer formally|You are a formal assistant|Use formal language|Be polite and formal|Address the user as dear user][.|]",
-}
-ENDINGS = [
-    "Have a nice day!",
-    "Yeah!",
-    "So it is.",
-    "Amen.",
-    "Over.",
-    "Thank you for asking.",
-    "I love cheese.",
-    "That is all.",
-    "Ha!",
-    "Cheers!",
-    "Peace.",
-    "Best wishes.",
-    "Woof!",
-    "The end.",
-    "And that is that.",
-    "Quack!",
-    "Stay curious!",
-    "Bananas!",
-]
-TITLES = ["Captain", "Boss", "Sir", "Madam", "Master", "My friend", "Your Majesty", "Professor", "Chief", "Doctor", "Commander", "Dear friend"]
+PROMPTS = load("prompts")
 
 
 def make_persona(chat: Chat) -> Persona:
@@ -75,54 +39,61 @@ def make_persona(chat: Chat) -> Persona:
     rng = chat.rng
     if chance(rng, 0.09):
         names = tools.draw_tools(rng)
-        system = pick(rng, GENERAL_PROMPTS) if chance(rng, 0.2) else ""
+        system = pick(rng, PROMPTS["general"]) if chance(rng, 0.2) else ""
         return Persona(system, tools=names, tool_prompt=tools.tool_prompt(rng, names))
     draw = rng.random()
     if draw < 0.55:
         return Persona()
     if draw < 0.75:
-        return Persona(pick(rng, GENERAL_PROMPTS))
+        return Persona(pick(rng, PROMPTS["general"]))
     general = pick(rng, ("", "", "You are a helpful assistant. "))
     if draw < 0.88:
-        style = pick(rng, ("brief", "brief", "brief", *STYLE_PROMPTS, "pirate", "ending", "title"))
-        if style == "ending":
-            phrase = pick(rng, ENDINGS)
-            return Persona(
-                general + render(rng, "[End every answer with|Always end with|End each answer with the words|Finish every answer with|Always finish with]: {p}", {"p": phrase}),
-                style,
-                phrase=phrase,
-            )
-        if style == "title":
-            phrase = pick(rng, TITLES) if chance(rng, 0.8) else f"{pick(rng, ('King', 'Queen', 'Captain', 'Doctor', 'Sir'))} {chat.name()}"
-            return Persona(general + render(rng, "[Call the user|Address the user as|Always call the user|You call the user] {p}.", {"p": phrase}), style, phrase=phrase)
-        return Persona(general + render(rng, STYLE_PROMPTS[style], {}), style)
+        return styled(chat, general)
     if draw < 0.93:
         name = chat.name()
-        return Persona(
-            render(
-                rng,
-                "[Your name is|You are called|You are|Your name is|You are an assistant named|You are a helpful assistant called|You are a chatbot named|My assistant, your name is|Act as an assistant with the name] {n}.[| Be friendly.| You help people.| Answer briefly and kindly.|]",
-                {"n": name},
-            ),
-            name=name,
-        )
+        return Persona(from_prompt(rng, "name", name), name=name)
     if draw < 0.97:
         name = chat.name()
         chat.known |= {"name": name, "name fact": f"your name is {name}"}
-        return Persona(general + render(rng, "[The user's name is|The user is called|The name of the user is|You are talking to|You talk with a user named|The user is] {n}.", {"n": name}))
-    role = article(pick(rng, [*world.JOBS, *world.ROLES]) if chance(rng, 0.85) else f"{pick(rng, world.ADJECTIVES)} {pick(rng, stories.ANIMAL_HEROES)}")
-    return Persona(render(rng, "[You are|Act as|Pretend to be|You play the role of|Your role: you are] {r}.", {"r": role}), role=role)
+        return Persona(general + from_prompt(rng, "user", name))
+    if chance(rng, 0.85):
+        role = article(pick(rng, [*world.JOBS, *world.ROLES]))
+    else:
+        role = article(f"{pick(rng, world.ADJECTIVES)} {pick(rng, stories.ANIMAL_HEROES)}")
+    return Persona(from_prompt(rng, "role", role), role=role)
+
+
+def from_prompt(rng: random.Random, kind: str, value: str) -> str:
+    return render(rng, PROMPTS["personas"][kind], {"x": value})
+
+
+def styled(chat: Chat, general: str) -> Persona:
+    """A persona with a style of speaking; `general` begins its system prompt."""
+    rng = chat.rng
+    style = pick(rng, ("brief", "brief", "brief", *PROMPTS["styles"], "pirate", "ending", "title"))
+    if style not in ("ending", "title"):
+        return Persona(general + render(rng, PROMPTS["styles"][style], {}), style)
+    if style == "ending":
+        phrase = pick(rng, PROMPTS["endings"])
+    elif chance(rng, 0.8):
+        phrase = pick(rng, PROMPTS["titles"])
+    else:
+        phrase = f"{pick(rng, ('King', 'Queen', 'Captain', 'Doctor', 'Sir'))} {chat.name()}"
+    return Persona(general + from_prompt(rng, style, phrase), style, phrase=phrase)
 
 
 ALL_SKILLS = SKILLS | {
-    markup.show_table: (2.0, 2.5), markup.show_code: (2.5, 3.0), markup.ask_own: (1.5, 0.0), markup.tell_and_ask: (1.5, 2.0),
+    markup.show_table: (2.0, 2.5),
+    markup.show_code: (2.5, 3.0),
+    markup.ask_own: (1.5, 0.0),
+    markup.tell_and_ask: (1.5, 2.0),
     markup.suggestion: (0.5, 1.5),
-}  # fmt: skip
+}
 DRAWN = list(ALL_SKILLS)
 
 
 class Weights:
-    """How often each skill is drawn, later in a chat and as its first; `more`: skill → so many times as often."""
+    """Cumulative weights of the skills, later in a chat and as its first; `more`: skill → factor."""
 
     def __init__(self, more: Mapping[str, float] | None = None) -> None:
         more = more or {}
@@ -134,12 +105,32 @@ class Weights:
 
 
 USUAL = Weights()
-# What is asked for where there are tools. What those are for is left to them.
+# Skills beside tools. None does the work of a tool.
 BESIDE_TOOLS = (
-    skills.greeting, skills.thanks, skills.about_me, skills.quire_topic, skills.quire_question, skills.knowledge, skills.tell_joke, skills.fun_fact,
-    skills.tell_memory, skills.make_list, skills.write_poem, skills.tell_story, skills.reaction, skills.do_not_know, markup.show_table, markup.show_code,
+    skills.greeting,
+    skills.thanks,
+    skills.about_me,
+    skills.quire_topic,
+    skills.quire_question,
+    skills.knowledge,
+    skills.tell_joke,
+    skills.fun_fact,
+    skills.tell_memory,
+    skills.make_list,
+    skills.write_poem,
+    skills.tell_story,
+    skills.reaction,
+    skills.do_not_know,
+    markup.show_table,
+    markup.show_code,
 )
-NEEDS_TOOL = ("clock", "calendar", "weather", "sums with small numbers", "small numbers")  # in answers that a tool makes wrong
+NEEDS_TOOL = (
+    "clock",
+    "calendar",
+    "weather",
+    "sums with small numbers",
+    "small numbers",
+)  # in answers that a tool makes wrong
 
 
 def make_chat(rng: random.Random, *, length: int, evaluating: bool = False, weights: Weights = USUAL) -> Chat:
@@ -172,10 +163,17 @@ def make_chat(rng: random.Random, *, length: int, evaluating: bool = False, weig
 def with_tools(chat: Chat, wanted: int, room: float) -> Chat:
     """Calls, and talk that needs none."""
     rng = chat.rng
-    while len(chat.turns) < wanted and (not chat.turns or sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns) < room):
+    while len(chat.turns) < wanted and (
+        not chat.turns or sum(len(turn.user) + len(turn.answer) + 30 for turn in chat.turns) < room
+    ):
         begin = len(chat.turns)
         (tools.use_tool if chance(rng, 0.55) else pick(rng, BESIDE_TOOLS))(chat)
-        if any(word in turn.answer for turn in chat.turns[begin:] if not turn.skill.startswith("tool") for word in NEEDS_TOOL):
+        if any(
+            word in turn.answer
+            for turn in chat.turns[begin:]
+            if not turn.skill.startswith("tool")
+            for word in NEEDS_TOOL
+        ):
             del chat.turns[begin:]
     return chat
 
@@ -190,20 +188,24 @@ def make_plain_text(rng: random.Random) -> str:
     if draw < 0.8:
         turns = []
         for _ in range(3):
-            question = pick(rng, skills.KNOWLEDGE_DRAW)(rng)
+            question = draw_question(rng)
             text = grammar.sentence_case(render(rng, question.template, question.slots)).rstrip("?. ")
-            turns.append(f"Question: {text}?\nAnswer: {skills.render_answer(rng, question)}")
+            turns.append(f"Question: {text}?\nAnswer: {question.answer(rng)}")
         return "\n".join(turns)
     if draw < 0.9:
         lines = []
         for _ in range(6):
-            a, b = skills.number(rng), skills.number(rng)
+            a, b = number(rng), number(rng)
             if chance(rng, 0.5):
                 lines.append(f"{a} + {b} = {a + b}")
             else:
                 lines.append(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}")
         return "\n".join(lines)
-    return " ".join(pick(rng, pick(rng, (quire_facts.TOPICS,))).what[0] for _ in range(4))
+    topics = []
+    for _ in range(4):
+        rng.random()  # an earlier version drew once more here; conversations of a seed stay the same
+        topics.append(pick(rng, quire_facts.TOPICS).what[0])
+    return " ".join(topics)
 
 
 class Encoder:
@@ -222,7 +224,15 @@ class Encoder:
 
     def encode(self, chats: list[Chat]) -> list[list[list[int]]]:
         """Per chat: the ids of its system prompt (may be none) and of each turn."""
-        texts = [text for chat in chats for text in (chat.persona.tool_prompt, chat.persona.system, *(part for turn in chat.turns for part in (turn.user, turn.answer)))]
+        texts = [
+            text
+            for chat in chats
+            for text in (
+                chat.persona.tool_prompt,
+                chat.persona.system,
+                *(part for turn in chat.turns for part in (turn.user, turn.answer)),
+            )
+        ]
         # Many messages come again and again.
         missing = [text for text in dict.fromkeys(texts) if text not in self.known]
         if len(self.known) > 200_000:
@@ -233,11 +243,28 @@ class Encoder:
         result = []
         for chat in chats:
             systems = (next(encoded), next(encoded))
-            pieces = [[token for system in systems if system for token in (*self.heads["system"], *system, self.end, *self.newline)]]
+            pieces = [
+                [
+                    token
+                    for system in systems
+                    if system
+                    for token in (*self.heads["system"], *system, self.end, *self.newline)
+                ]
+            ]
             for _ in chat.turns:
                 user, answer = next(encoded), next(encoded)
-                pieces.append([*self.heads["user"], *user, self.end, *self.newline, *self.heads["assistant"],
-                               *(token | TARGET for token in answer), self.end | TARGET, *self.newline])
+                pieces.append(
+                    [
+                        *self.heads["user"],
+                        *user,
+                        self.end,
+                        *self.newline,
+                        *self.heads["assistant"],
+                        *(token | TARGET for token in answer),
+                        self.end | TARGET,
+                        *self.newline,
+                    ]
+                )
             result.append(pieces)
         return result
 
@@ -245,11 +272,18 @@ class Encoder:
         """The ids of the chat up to the answer of turn number `turns`, for generation."""
         pieces = self.encode([chat])[0]
         ids = [token & ~TARGET for piece in pieces[: turns + 1] for token in piece]
-        return [*ids, *self.heads["user"], *self.ids(chat.turns[turns].user), self.end, *self.newline, *self.heads["assistant"]]
+        return [
+            *ids,
+            *self.heads["user"],
+            *self.ids(chat.turns[turns].user),
+            self.end,
+            *self.newline,
+            *self.heads["assistant"],
+        ]
 
 
 def make_rows(encoder: Encoder, seed: int, count: int, weights: Weights = USUAL) -> dict[int, np.ndarray]:
-    """length → uint16 rows [n, length] of about `count` conversations; the padding is the end of text, never a target."""
+    """length → uint16 rows [n, length] of about `count` conversations, padded with the end of text, never a target."""
     rng = random.Random(seed)
     rows: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
     lengths = rng.choices(LENGTHS, LENGTH_WEIGHTS, k=count)
@@ -284,7 +318,7 @@ def fitting(length: int) -> int:
 
 
 def evaluation(seed: int, per_skill: int) -> list[tuple[str, Chat, int]]:
-    """(skill, chat, number of the turn) with known right answers, on the held-out side of the split, `per_skill` of each skill."""
+    """(skill, chat, number of the turn) with known right answers, held out from training; `per_skill` of each skill."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     chosen = []
@@ -292,7 +326,12 @@ def evaluation(seed: int, per_skill: int) -> list[tuple[str, Chat, int]]:
         chat = make_chat(rng, length=rng.choices((128, 256, 512), (4, 3, 2))[0], evaluating=True)
         for index, turn in enumerate(chat.turns):
             style = chat.persona.style
-            if not turn.expect or (style and (turn.exact or turn.layout or not is_right(turn, turn.answer) or not chat.persona.shows(turn.answer))):
+            if not turn.expect or (
+                style
+                and (
+                    turn.exact or turn.layout or not is_right(turn, turn.answer) or not chat.persona.shows(turn.answer)
+                )
+            ):
                 continue
             skill = f"system prompt: {style}" if style else turn.skill
             if found[skill] < per_skill:
@@ -302,7 +341,7 @@ def evaluation(seed: int, per_skill: int) -> list[tuple[str, Chat, int]]:
 
 
 def is_right(turn: Turn, answer: str) -> bool:
-    """Whether an answer to the turn is right: one expected text, a list that looks like it, or all expected words in it."""
+    """Is an answer to the turn right: one expected text, a list of its layout, or all expected words in it?"""
     if turn.exact:
         return answer in turn.expect
     if turn.layout:
@@ -312,7 +351,7 @@ def is_right(turn: Turn, answer: str) -> bool:
 
 
 def layout(text: str) -> tuple[object, ...]:
-    """What a list or a table looks like: its kind, and how many different things are in it."""
+    """Layout of a list or a table: its kind, and how many different things are in it."""
     if text.startswith("["):
         try:
             return "json", len(set(json.loads(text)))
@@ -321,7 +360,12 @@ def layout(text: str) -> tuple[object, ...]:
     lines = text.split("\n")
     if text.startswith("|"):
         cells = {line.count("|") for line in lines}
-        whole = len(cells) == 1 and len(lines) > 2 and set(lines[1]) == set("| -") and all(line.endswith("|") for line in lines)
+        whole = (
+            len(cells) == 1
+            and len(lines) > 2
+            and set(lines[1]) == set("| -")
+            and all(line.endswith("|") for line in lines)
+        )
         return ("table", len(set(lines[2:]))) if whole else ("broken table",)
     if len(lines) == 1:
         return "comma", len(set(text.split(", ")))
@@ -373,13 +417,14 @@ def main() -> None:
         start = time.monotonic()
         packed = make_rows(encoder, args.seed, 4000)
         seconds = time.monotonic() - start
-        tokens = sum(rows.size for rows in packed.values())
         filled = sum(int((rows != encoder.end_of_text).sum()) for rows in packed.values())
         targets = sum(int((rows >= TARGET).sum()) for rows in packed.values())
+        share = filled / sum(rows.size for rows in packed.values())
         print({length: len(rows) for length, rows in packed.items()})
         print(
-            f"4000 conversations in {seconds:.1f} s: {filled / seconds:,.0f} tokens/s, {filled / 4000:.0f} tokens each, {filled / tokens:.0%} of the rows filled, {targets / filled:.0%} to be predicted"
+            f"4000 conversations in {seconds:.1f} s: {filled / seconds:,.0f} tokens/s, {filled / 4000:.0f} tokens each"
         )
+        print(f"{share:.0%} of the rows filled, {targets / filled:.0%} to be predicted")
 
 
 if __name__ == "__main__":

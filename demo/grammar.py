@@ -1,7 +1,5 @@
 """Templates to text: `[a|b]` choices and `{slot}` values, and the way people type."""
 
-# ruff: noqa: SIM905
-
 from __future__ import annotations
 
 import random
@@ -25,7 +23,7 @@ def chance(rng: random.Random, probability: float) -> bool:
 
 
 def held_out(value: object, parts: int = 10) -> bool:
-    """Whether a slot value (a name, a pair of numbers) is kept from training: one in `parts`, the same in every run."""
+    """Is a slot value (a name, a pair of numbers) held out from training? One in `parts` is, the same in every run."""
     return zlib.crc32(repr(value).encode()) % parts == 0
 
 
@@ -86,7 +84,7 @@ def _parse_sequence(template: str, at: int, closing: str) -> tuple[list[Any], in
 
 
 def render(rng: random.Random, template: str, slots: Mapping[str, object], mark: str = "") -> str:
-    """One text of a template. `mark` is put around slot values; a slot value that holds marks already is left as it is."""
+    """One text of a template. `mark` is put around slot values, except around those that hold marks already."""
     parts: list[str] = []
     _render(rng, parse(template), slots, mark, parts)
     return "".join(parts)
@@ -122,7 +120,7 @@ def join(items: Sequence[str], last: str = "and") -> str:
 
 
 class Typist:
-    """How one person types: case, punctuation, typos. Applied to text with marks; returns text without them."""
+    """Typing habits of one person: case, punctuation, typos. Applied to text with marks; returns text without them."""
 
     __slots__ = ("loud", "lower", "no_apostrophes", "no_commas", "no_end", "typos")
 
@@ -185,12 +183,12 @@ def misspell(rng: random.Random, word: str) -> str:
     return word[:at] + pick(rng, "abcdefghijklmnopqrstuvwxyz") + word[at + 1 :]
 
 
-ONSETS = "b bl br c ch cl d dr f fl g gl gr h j k kl l m n p pl qu r s sh sk sl st t th tr v w y z".split()
-VOWELS = "a e i o u a e i o ai ea ee ia io oo ou".split()
+ONSETS = "b bl br c ch cl d dr f fl g gl gr h j k kl l m n p pl qu r s sh sk sl st t th tr v w y z"
+VOWELS = "a e i o u a e i o ai ea ee ia io oo ou"
 CODAS = ["", "", "", "", "l", "m", "n", "r", "s", "t", "k", "x", "nd", "rt", "ck", "sh"]
 
 
 def made_up_word(rng: random.Random, syllables: int = 0) -> str:
     """A word that does not exist but could be said."""
     count = syllables or pick(rng, (1, 2, 2, 2, 3))
-    return "".join(pick(rng, ONSETS) + pick(rng, VOWELS) + pick(rng, CODAS) for _ in range(count))
+    return "".join(pick(rng, ONSETS.split()) + pick(rng, VOWELS.split()) + pick(rng, CODAS) for _ in range(count))

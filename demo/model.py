@@ -59,7 +59,7 @@ def project(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, hidden] → query, key and value [N, heads, D]; keys and values are repeated for the query heads that share them."""
+    """x [N, hidden] → query, key and value [N, heads, D], with keys and values repeated for their query heads."""
     num_tokens, head_dim = x.shape[0], q_norm.shape[0]
     group = q.shape[0] // k.shape[0]
     x = rms_norm(x, norm, eps)

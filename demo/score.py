@@ -14,33 +14,20 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from demo.chat import Chat, Persona, Turn
 from demo.data import FOLDER, Encoder, evaluation, is_right
 from demo.model import write_json
-from demo.skills import Chat, Persona, Turn
+from demo.tables import load
 from engine import LLM, SamplingParams
 
 CARD_BEGIN, CARD_END = "<!-- scores -->", "<!-- end of scores -->"
 
-# System prompt and messages of the conversations that are printed after the training.
-PROMPTS = [
-    ("", ["hi", "what can you do?", "tell me a story about a fox", "what was the fox called?", "another one please"]),
-    ("", ["My name is Judith and I live in Zagreb.", "What is 47 + 85?", "What is my name?", "and where do I live?"]),
-    ("", ["What is paged attention?", "tell me more", "thanks!"]),
-    ("You are a helpful assistant.", ["list three fruits as bullet points", "how many r's are in strawberry?"]),
-    ("", ["who was the first emperor of Rome?", "can you write my homework?", "asdkjh", "what's the weather like?"]),
-    ("", ["What is 17 plus 25?", "Tell me a short story about a lighthouse."]),
-    ("", ["show me a table", "show me a code block", "write hello world in python", "what is 12 * 12"]),
-    ("", ["can quire use several gpus?", "does quire run in docker?", "which models can it serve?", "does my model fit?"]),
-    ("", ["My name is Ada and I live in Lima.", "What is your name?", "where do you live?", "What is my name?"]),
-    ("", ["write a haiku about the sea", "tell me a joke", "Turn this into JSON: Paula is 31 years old and lives in Lima."]),
-    ("", ["i feel a bit sad today", "yes please", "what is the capital of norway", "738 - 299", "why is the sky blue?"]),
-    ("You are a pirate.", ["Hello!", "What is the capital of Spain?"]),
-    ("Your name is Max. Answer briefly.", ["who are you?", "what is 8 * 7", "tell me a story about a dragon named Otto"]),
-]  # fmt: skip
+# (system prompt, messages) of conversations that are printed after the training.
+SAMPLES: list[tuple[str, list[str]]] = load("prompts")["samples"]
 
 
 def score(llm: LLM, encoder: Encoder, per_skill: int) -> tuple[dict[str, Any], list[str]]:
-    """How many held-out questions of each skill are answered rightly, and the wrong answers to look at."""
+    """Count right answers to held-out questions by skill; collect the wrong answers to look at."""
     cases = evaluation(seed=12345, per_skill=per_skill)
     answers = answer(llm, [encoder.prompt(chat, index) for _, chat, index in cases])
     asked: dict[str, int] = defaultdict(int)
@@ -66,7 +53,7 @@ def answer(llm: LLM, prompts: list[list[int]]) -> list[str]:
 def talk(llm: LLM, encoder: Encoder) -> list[str]:
     """Greedy conversations for a reader."""
     lines = []
-    for system, messages in PROMPTS:
+    for system, messages in SAMPLES:
         chat = Chat(random.Random(0), persona=Persona(system))
         lines += ["-" * 60, *([f"system: {system}"] if system else [])]
         for message in messages:
@@ -95,8 +82,8 @@ def runs(measured: dict[str, Any]) -> list[str]:
     """A line for each run of the training, the first one first."""
     earlier = runs(measured["before"]) if "before" in measured else []
     minutes, millions = measured["seconds"] / 60, measured["tokens_read"] / 1e6
-    line = f"{measured['steps']:,} steps in {minutes:.1f} minutes on one {measured['device']}: {millions:,.1f} million tokens"
-    return [*earlier, f"{len(earlier) + 1}. {line}"]
+    line = f"{measured['steps']:,} steps in {minutes:.1f} minutes on one {measured['device']}"
+    return [*earlier, f"{len(earlier) + 1}. {line}: {millions:,.1f} million tokens"]
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The model has seen conversations only. Tools, in the format of Hermes and Qwen, are there so that clients can be tried.
+# Tools in the format of Hermes and Qwen.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n<tools>\\n' }}

@@ -3,9 +3,6 @@
 A call is the assistant's whole message, its result the user's next one, as the chat template writes them.
 """
 
-# ruff: noqa: E501
-# fmt: off
-
 from __future__ import annotations
 
 import json
@@ -14,47 +11,36 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from demo import world
+from demo.chat import LINES, TABLES, Chat, Turn
 from demo.grammar import KEEP, chance, pick, render
-from demo.skills import Chat, Turn
 
 CLOCK, CALCULATOR, WEATHER = "get_time", "calculate", "get_weather"
 
-DESCRIPTIONS = {
-    CLOCK: ("The present date and time.", "The present date and time.", "The current time.", "Get the current date and time."),
-    CALCULATOR: (
-        "The value of an arithmetic expression of numbers, + - * / ^, parentheses, and sqrt(x).",
-        "The value of an arithmetic expression of numbers, + - * / ^, parentheses, and sqrt(x).",
-        "Calculate an expression.",
-        "Evaluate an arithmetic expression.",
-    ),
-    WEATHER: ("The weather in a city.", "Get the current weather in a given location.", "Get the weather for a city.", "Current weather of a place."),
-}  # fmt: skip
-CITIES = {
-    "Berlin": "Europe/Berlin", "Paris": "Europe/Paris", "London": "Europe/London", "Madrid": "Europe/Madrid", "Rome": "Europe/Rome",
-    "Vienna": "Europe/Vienna", "Oslo": "Europe/Oslo", "Athens": "Europe/Athens", "Lisbon": "Europe/Lisbon", "Dublin": "Europe/Dublin",
-    "Prague": "Europe/Prague", "Warsaw": "Europe/Warsaw", "Moscow": "Europe/Moscow", "Istanbul": "Europe/Istanbul", "Helsinki": "Europe/Helsinki",
-    "Tokyo": "Asia/Tokyo", "Seoul": "Asia/Seoul", "Singapore": "Asia/Singapore", "Dubai": "Asia/Dubai", "Shanghai": "Asia/Shanghai",
-    "Sydney": "Australia/Sydney", "Cairo": "Africa/Cairo", "Nairobi": "Africa/Nairobi", "Toronto": "America/Toronto", "Chicago": "America/Chicago",
-    "New York": "America/New_York", "Los Angeles": "America/Los_Angeles", "Mexico City": "America/Mexico_City", "Lima": "America/Lima",
-}  # fmt: skip
+DESCRIPTIONS: dict[str, list[str]] = TABLES["tool_descriptions"]
+CITIES: dict[str, str] = TABLES["zones"]
 
 
 def definition(rng: random.Random, name: str) -> dict[str, object]:
     """A tool as clients send it: mostly as the chat page does."""
     parameters: dict[str, object] = {"type": "object", "properties": {}}
     if name == CLOCK:
-        parameters["properties"] = {"time_zone": {"type": "string", "description": "An IANA time zone such as Europe/Berlin."}}
+        parameters["properties"] = {
+            "time_zone": {"type": "string", "description": "An IANA time zone such as Europe/Berlin."}
+        }
     elif name == CALCULATOR:
         parameters["properties"] = {"expression": {"type": "string", "description": "For instance (17 + 25) * 3"}}
         parameters["required"] = ["expression"]
     else:
         parameters["properties"] = {"city": {"type": "string"}}
         parameters["required"] = ["city"]
-    return {"type": "function", "function": {"name": name, "description": pick(rng, DESCRIPTIONS[name]), "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": pick(rng, DESCRIPTIONS[name]), "parameters": parameters},
+    }
 
 
 def tool_prompt(rng: random.Random, names: tuple[str, ...]) -> str:
-    """What the chat template makes of tools: the first system message."""
+    """First system message, as the chat template writes it for tools."""
     lines = "".join(json.dumps(definition(rng, name), ensure_ascii=False) + "\n" for name in names)
     return f'<tools>\n{lines}</tools>\n<tool_call>\n{{"name": <name>, "arguments": <object>}}\n</tool_call>'
 
@@ -67,18 +53,25 @@ def draw_tools(rng: random.Random) -> tuple[str, ...]:
     return tuple(names[: 1 + int(rng.random() * 3)])
 
 
-def call(chat: Chat, question: str, name: str, arguments: dict[str, str], result: str, answer: str, short: str = "") -> None:
+def call(
+    chat: Chat, question: str, name: str, arguments: dict[str, str], result: str, answer: str, short: str = ""
+) -> None:
     """The question, the call, its result and the answer. `question`: with marks."""
     rng = chat.rng
     made = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     called = f"<tool_call>\n{made}\n</tool_call>"
-    chat.say(question, "{text}", text=called, skill=f"tool: {name}", expect=(called,), exact=True, plain=True)
+    chat.reply(question, called, skill=f"tool: {name}", expect=(called,), exact=True, plain=True)
     response = f"<tool_response>\n{result}\n</tool_response>"
     spoken = chat.persona.speak(rng, answer, short or result, plain=False)
     chat.turns.append(Turn(response, spoken, "tool results", (short or result,)))
 
 
-SIGNS = {"+": ("+", "+", " plus "), "-": ("-", "-", " minus "), "*": ("*", "x", "×", " times "), "/": ("/", "/", " divided by ")}
+SIGNS = {
+    "+": ("+", "+", " plus "),
+    "-": ("-", "-", " minus "),
+    "*": ("*", "x", "×", " times "),
+    "/": ("/", "/", " divided by "),
+}
 
 
 def use_calculator(chat: Chat) -> None:
@@ -110,15 +103,17 @@ def use_calculator(chat: Chat) -> None:
     else:
         a, b = chat.draw(lambda: (str(2 + int(rng.random() * 30)), str(2 + int(rng.random() * 9))))
         shown, expression = pick(rng, (f"{a}^{b}", f"{a} to the power of {b}", f"{a} ^ {b}")), f"{a} ^ {b}"
-    question = render(rng, "[what is|what's|how much is|calculate|compute|please calculate|can you calculate|||hi, what is|use the calculator: what is] {x}[?| =|||]", {"x": shown}, KEEP).strip()
+    question = render(rng, LINES["tools.sum"].ask, {"x": shown}, KEEP).strip()
     result = value_of(expression)
     call(chat, question, CALCULATOR, {"expression": expression}, result, f"{expression} = {result}.")
 
 
 def value_of(expression: str) -> str:
-    """As JavaScript writes it."""
+    """Value of an arithmetic expression, as JavaScript writes it."""
     try:
-        value = eval(expression.replace("sqrt", "_root").replace("^", "**"), {"__builtins__": {}, "_root": lambda x: x**0.5})
+        value = eval(
+            expression.replace("sqrt", "_root").replace("^", "**"), {"__builtins__": {}, "_root": lambda x: x**0.5}
+        )
     except ZeroDivisionError:
         return "Infinity"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -135,15 +130,15 @@ def use_clock(chat: Chat) -> None:
     date = f"{moment:%A}{comma} {moment.day} {moment:%B} {moment.year}"
     result = f"{date} at {moment:%H:%M:%S} {zone}"
     if city:
-        question = "[what time is it in {c}|what's the time in {c}|time in {c}|tell me the time in {c}|how late is it in {c}|what is the time in {c} right now|current time in {c}]?"
+        key = "time_in"
         answer, short = f"It is {moment:%H:%M} in {city}.", f"{moment:%H:%M}"
     elif chance(rng, 0.6):
-        question = "[what time is it|what's the time|can you tell me the time|tell me the time|what is the time|how late is it|do you know what time it is|what time is it now|time please|current time]?"
+        key = "time"
         answer, short = f"It is {moment:%H:%M}.", f"{moment:%H:%M}"
     else:
-        question = "[what day is it|what is the date|what's the date today|what is today's date|what day is today|which day is it today|what is the date today|today's date]?"
+        key = "date"
         answer, short = f"Today is {date}.", date
-    asked = chat.phrase(question, slots={"c": city})
+    asked = chat.phrase(LINES[f"tools.{key}"].ask, slots={"c": city})
     call(chat, asked, CLOCK, {"time_zone": CITIES[city]} if city else {}, result, answer, short)
 
 
@@ -151,8 +146,15 @@ def use_weather(chat: Chat) -> None:
     rng = chat.rng
     city = str(chat.draw(lambda: pick(rng, world.CITIES)))
     sky, degrees = pick(rng, ("sunny", "cloudy", "rain", "snow", "windy", "clear", "fog")), int(rng.random() * 45) - 8
-    result = pick(rng, (f"{sky}, {degrees} °C", f"{degrees} degrees and {sky}", json.dumps({"temperature": degrees, "conditions": sky})))
-    question = chat.phrase("[what is the weather in {c}|what's the weather like in {c}|how is the weather in {c}|weather in {c}|is it raining in {c}|how warm is it in {c}|weather in {c} please|what is the weather like in {c} today]?", slots={"c": city})
+    result = pick(
+        rng,
+        (
+            f"{sky}, {degrees} °C",
+            f"{degrees} degrees and {sky}",
+            json.dumps({"temperature": degrees, "conditions": sky}),
+        ),
+    )
+    question = chat.phrase(LINES["tools.weather"].ask, slots={"c": city})
     call(chat, question, WEATHER, {"city": city}, result, f"In {city}: {sky}, {degrees} degrees.", str(degrees))
 
 

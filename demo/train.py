@@ -43,7 +43,7 @@ def data_worker(
 
 
 class Pool:
-    """The rows that the workers make, by length. A batch takes new rows; where they run short, an old batch is read again."""
+    """Rows of the workers, by length. A batch takes new rows; where they run short, an old batch is read again."""
 
     def __init__(
         self, workers: int, seed: int, batch_tokens: int, ahead: int, chats: int, more: dict[str, float]
@@ -226,8 +226,9 @@ def train(
             curve.append(value)
             if step == 0 or now - last_print > args.print_every:
                 last_print = now
-                print(f"{progress:4.0%}  step {step:5d}  loss {value:.4f}  {tokens / max(now - begin, 1.0):,.0f} tokens/s"
-                      f"  made {pool.num_made / 1e6:.0f}M  read {tokens / 1e6:.0f}M", flush=True)  # fmt: skip
+                made = f"made {pool.num_made / 1e6:.0f}M  read {tokens / 1e6:.0f}M"
+                speed = f"{tokens / max(now - begin, 1.0):,.0f} tokens/s"
+                print(f"{progress:4.0%}  step {step:5d}  loss {value:.4f}  {speed}  {made}", flush=True)
         if progress > 0.5 and not halfway:
             halfway = True
             save(model, Path(args.out))

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats, total
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import EngineDeadError, EngineError, ParameterError
 from engine.models.classifier import Classifier
 from engine.models.files import Progress
 from engine.models.spec import ModelSpec
@@ -208,9 +208,8 @@ class AsyncEngine:
         after the first output, or is not restarted any more.
         """
         if request.sampling.n != 1:
-            raise ValueError(
-                f"n must be 1 for one answer (see engine.processing.output_collector.with_samples), got {request.sampling.n}"
-            )
+            reason = "must be 1 for one answer (see engine.processing.output_collector.with_samples), got"
+            raise ParameterError("n", f"{reason} {request.sampling.n}")
         request = self._input_processor.check(request)
         self._check_alive()
         request_id = request.request_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from engine.core.params.errors import ParameterError as ParameterError
+
 
 class ConfigError(ValueError):
     """An invalid setting. The message names the field, its value and the valid values."""
@@ -19,6 +21,9 @@ class TagsError(ValueError):
     """Some tags have unusable schemas. `reasons` maps their indices in `StructuredOutputs.tags` to messages."""
 
     def __init__(self, reasons: dict[int, str]) -> None:
-        place, reason = next(iter(reasons.items()))
-        super().__init__(f"structured_outputs.tags[{place}].schema: {reason}")
+        super().__init__(reasons)
         self.reasons = reasons
+
+    def __str__(self) -> str:
+        index, reason = next(iter(self.reasons.items()))
+        return f"structured_outputs.tags[{index}].schema: {reason}"

@@ -227,7 +227,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     else:
         held = sum(weights.values()) + buffers + activations
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
-        num_blocks = blocks_that_fit(layout, memory, options.gpu_memory_utilization)
+        num_blocks = blocks_that_fit(layout, memory, options)
     parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
     return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, num_blocks)
 

@@ -13,8 +13,8 @@ from engine.errors import ConfigError
 from engine.flags import check, flag
 from engine.utils.log import FORMATS
 from server.http.api_keys import KeyRing
+from server.parsing.formats import PARSER_NAMES
 from server.parsing.reasoning import REASONING_FORMATS
-from server.parsing.tools import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
@@ -79,7 +79,7 @@ class ServerConfig:
     tool_call_parser: str = flag(
         "auto",
         "format of the model's tool calls; auto: detected from its chat template",
-        choices=("auto", "none", *TOOL_FORMATS),
+        choices=("auto", "none", *PARSER_NAMES),
         common=True,
     )
     reasoning_parser: str = flag(

@@ -76,7 +76,12 @@ ALLOWED = {
         "engine.utils.round_robin",
     },
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
-    "server.parsing": {"server.parsing", "engine.core.params.structured"},
+    "server.parsing": {
+        "server.parsing",
+        "engine.core.params.structured",
+        "engine.structured.kinds",  # types of arguments, for grammars and parsers alike
+        "engine.text",
+    },
     "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,
     "server.apis.openai": {"server.apis.openai", "server.apis.api", "server.apis.endpoint"} | NEUTRAL | ENGINE_FACE,
     "server.apis.anthropic": {"server.apis.anthropic", "server.apis.api", "server.apis.endpoint"}

@@ -1,8 +1,8 @@
 """Times sums and gathers over the GPUs of a host: `python -m benchmarks.micro.all_reduce --gpus 2`.
 
-Sums with the residual sum inside CUDA graphs, by each kernel that can do it, beside NCCL and PyTorch's symmetric memory. Then
-gathers of logits, and of the keys that ranks exchange instead to sample; and products of many tokens with their sums, which
-no graph holds. Rows of 4,096 bfloat16.
+Sums with the residual sum inside CUDA graphs, by each kernel that can do it, beside NCCL and PyTorch's symmetric
+memory. Then gathers of logits, and of the keys that ranks exchange instead to sample; and products of many tokens with
+their sums, which no graph holds. Rows of 4,096 bfloat16.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _products(
 
     return {
         "without sum": _microseconds(lambda: product(x), graph=False),
-        "this": _microseconds(lambda: ours.add_product(residual, x, product), graph=False),
-        "NCCL": _microseconds(lambda: nccl.add_product(residual, x, product), graph=False),
+        "this": _microseconds(lambda: ours.add_product(residual, lambda rows: product(x[rows])), graph=False),
+        "NCCL": _microseconds(lambda: nccl.add_product(residual, lambda rows: product(x[rows])), graph=False),
     }
 
 
@@ -125,7 +125,7 @@ def _one_shot(x: Tensor, residual: Tensor) -> Callable[[], Tensor]:
 
 
 def _microseconds(call: Callable[[], object], graph: bool = True) -> float:
-    """Of one of several calls in a row."""
+    """Time of one of several calls in a row, µs."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

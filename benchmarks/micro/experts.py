@@ -1,11 +1,11 @@
-"""Times one layer's mixture of experts: the norm, the router, the experts and the residual sum; on a GPU in CUDA graphs.
+"""Time one MoE layer: norm, router, experts and residual sum; on a GPU in CUDA graphs.
 
     quire bench kernels --sweep experts
     quire bench kernels --sweep experts --shapes qwen3-30b-a3b --forms bfloat16 --tokens 1 8 --profile
 
-Weights are random, so tokens choose their experts almost evenly: the hardest case for few tokens. The floor is the time in
-which an H200 (without a GPU: this CPU, by what it reads and multiplies alone) reads the weights of the experts that were
-chosen, or multiplies by them, whichever is longer.
+Weights are random, so tokens choose their experts almost evenly: the hardest case for few tokens. The floor is the time
+in which an H200 (without a GPU: this CPU, by what it reads and multiplies alone) reads the weights of the experts that
+were chosen, or multiplies by them, whichever is longer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Where the GPU's time goes in a workload: the share it is idle, the kernels, and Triton compiles after warm-up.
+"""Profile the GPU in a workload: the share it is idle, the kernels, and Triton compiles after warm-up.
 
     python -m benchmarks.micro.gpu_profile --model qwen3-0.6b --work nano,latency1
     python -m benchmarks.micro.gpu_profile --work decode --trace decode.json.gz    a few steps, for https://ui.perfetto.dev
 
-The workload runs once to warm up, once for its time, and once under the profiler. Idle is the share of the profiled time,
-from the first kernel to the last, in which no kernel or copy ran; CPU time of a step is the engine's own, without waiting.
+The workload runs once to warm up, once for its time, and once under the profiler. Idle is the share of the profiled
+time, from the first kernel to the last, in which no kernel or copy ran; CPU time of a step is the engine's own, without
+waiting.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def steady_steps(events: list[Event], count: int = 5) -> list[list[Event]]:
 
 
 def chrome_trace(works: dict[str, list[list[Event]]]) -> dict[str, Any]:
-    """The steps of each workload in Chrome's trace format: a process for each, with a thread for its steps and for each stream.
+    """Steps of each workload in Chrome's trace format: a process each, with a thread for its steps and for each stream.
 
     A kernel that begins before the one ahead has ended gets one more thread, since slices of a thread must not overlap.
     """
@@ -179,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         llm = LLM(
-            model=str(model_folder(args.model, Path(folder))), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+            model=str(model_folder(args.model, Path(folder))),
+            load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
             dtype="bfloat16", gpu_memory_utilization=0.85, enable_prefix_caching=False,
             tensor_parallel_size=args.tensor_parallel_size,
         )  # fmt: skip

@@ -5,9 +5,9 @@
     quire bench kernels --sweep experts      a layer's mixture of experts instead, beside its floor; also on a CPU
     quire bench kernels --kv-cache-dtype fp8 the same over an fp8 cache, as the engine does it, beside a wide one
 
-A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 · head_dim
-per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs), blocks in
-random order.
+A decode case is bound by bytes (K and V read once, queries and outputs beside them), a prefill case by arithmetic (4 ·
+head_dim per visible query-key pair and head). Times are medians of `triton.testing.do_bench` (L2 flushed between runs),
+blocks in random order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def widens(self) -> bool:
-        """Whether the engine computes the case over wide copies of an e4m3 cache's pages."""
+        """Does the engine compute the case over upcast copies of an fp8 cache's pages?"""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return (
             bool(self.kv_dtype)
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of decode: K and V that the queries see, once; queries in, outputs out."""
+        """Bytes of a decode case: K and V that the queries see, once; queries in, outputs out."""
         size, kv_size = (int(getattr(torch, name).itemsize) for name in (self.dtype, self.kv_dtype or self.dtype))
         kv = 2 * sum(min(n, self.window or n) for n in self.context_lens) * self.num_kv_heads
         return self.head_dim * (kv_size * kv + size * 2 * sum(self.query_lens) * self.num_heads)
@@ -280,7 +280,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def limits() -> dict[str, float]:
-    """What this device reaches: TB/s of a large copy (bytes read and written), TFLOP/s of a large bfloat16 product."""
+    """Limits of this device: TB/s of a large copy (bytes read and written), TFLOP/s of a large bfloat16 GEMM."""
     from triton.testing import do_bench
 
     a = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
@@ -311,7 +311,8 @@ def main(argv: list[str] | None = None) -> int:
     need_gpus("quire bench kernels")
     bound = limits()
     print(
-        f"{torch.cuda.get_device_name()}: copy {bound['copy_TB_s']} TB/s, bfloat16 matmul {bound['matmul_TFLOP_s']} TFLOP/s"
+        f"{torch.cuda.get_device_name()}: copy {bound['copy_TB_s']} TB/s, "
+        f"bfloat16 matmul {bound['matmul_TFLOP_s']} TFLOP/s"
     )
     fp8 = args.kv_cache_dtype == "fp8"
     print(

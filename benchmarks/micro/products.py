@@ -1,9 +1,10 @@
-"""Times the four products of a decoder layer for each weight format, in CUDA graphs, beside the time of reading their bytes.
+"""Time the four GEMMs of a decoder layer by weight format, in CUDA graphs, beside the time of reading their bytes.
 
     python -m benchmarks.micro.products --forms bfloat16 fp8 int4 --tokens 1 8 64 256
 
-The shapes are those of Llama-3.1-8B. Each product is timed with more copies of its weight than L2 holds; "layer" is all four
-one after the other, as in a decoder without attention. µs, and the share of the device's read speed that they reach.
+The shapes are those of Llama-3.1-8B. Each GEMM is timed with more copies of its weight than L2 holds; "layer" is all
+four one after the other, as in a decoder without attention. µs, and the share of the device's read speed that they
+reach.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _times(weights: Layer, tokens: int) -> dict[str, float]:
 
 
 def _microseconds(calls: list[Callable[[], Tensor]]) -> float:
-    """Of all calls, one after the other in a graph; the median of several replays."""
+    """Time of all calls one after the other in a CUDA graph, µs: the median of several replays."""
     for call in calls[:1]:
         call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How well `engine.replicas.routing` uses the caches of many replicas, by simulation: no model, no clock.
+"""Simulate how `engine.replicas.routing` uses the caches of many replicas: no model, no clock.
 
     python -m benchmarks.micro.routing                                    4, 16 and 64 replicas
     python -m benchmarks.micro.routing --replicas 1000 --requests 100     a gibibyte of memory, some minutes
@@ -7,9 +7,9 @@
 
 Conversations begin all the time, each with one of some system prompts; each turn repeats all of the conversation before
 it. A replica computes prompts one after the other and generates for all its requests at once, the slower the more there
-are; it forgets as an LRU cache does. Figures: the share of prompt tokens found in a cache, beside that of one cache as large
-as all together (the most there is to find); the busiest replica's work over the mean; and the seconds to the first token,
-beside those of random and of round-robin routing.
+are; it forgets as an LRU cache does. Figures: the share of prompt tokens found in a cache, beside that of one cache as
+large as all together (the most there is to find); the busiest replica's work over the mean; and the seconds to the
+first token, beside those of random and of round-robin routing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _random_tokens(draw: random.Random, count: int) -> array[int]:
 
 
 def _names(tokens: array[int]) -> list[int]:
-    """Of its full chunks."""
+    """Names of the full chunks."""
     names, name = [], 0
     for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
         name = hash((name, tokens[start : start + CHUNK_TOKENS].tobytes()))
@@ -89,7 +89,7 @@ Choose = Callable[[str, Sequence[int]], int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one simulation."""
+    """Figures of one simulation."""
 
     hit_rate: float  # of prompt tokens
     imbalance: float  # the work of the busiest replica over the mean

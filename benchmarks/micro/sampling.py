@@ -3,8 +3,8 @@
     python -m benchmarks.micro.sampling
     python -m benchmarks.micro.sampling --batch 1 64 --vocab-size 128256 --output-json sampling.json
 
-Two kinds of logits: peaked ones, as of a model that knows what to say (a few hundred tokens far above the rest), and normal
-ones with a standard deviation of 3, which leave nucleus sampling thousands of tokens.
+Two kinds of logits: peaked ones, as of a model that knows what to say (a few hundred tokens far above the rest), and
+normal ones with a standard deviation of 3, which leave nucleus sampling thousands of tokens.
 """
 
 from __future__ import annotations

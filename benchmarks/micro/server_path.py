@@ -1,8 +1,8 @@
-"""What a token costs between engine and socket: CPU time of the server's processes, with an engine that has no model.
+"""CPU time of a token between engine and socket, with an engine that has no model.
 
 The server is `quire serve` as it is, over real sockets and processes; only the steps are made up, one each `--step-ms`
-for all streams. A client in this process reads all streams and does nothing else. What is measured is CPU time, which is
-the same on a busy machine.
+for all streams. A client in this process reads all streams and does nothing else. What is measured is CPU time, which
+is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PathFlags:
 
 
 class MadeUp:
-    """What `engine.replicas.process` runs instead of an engine: a token for each request at each step, at given times."""
+    """Stand-in for an engine in `engine.replicas.process`: a token for each request at each step, at given times."""
 
     def __init__(self, config: Any, *, eos_token_ids: Any = (), progress: Any = None, lost: Any = None) -> None:
         self._seconds = float(os.environ[STEP_SECONDS])

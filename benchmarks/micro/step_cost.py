@@ -1,11 +1,11 @@
-"""What a decode step costs on the CPU beside the device's own work: every piece of the loop, with no model and no device.
+"""CPU time of a decode step beside the device's own work: every part of the loop, with no model and no device.
 
     python -m benchmarks.micro.step_cost                 # 1, 32, 256 and 1024 requests
     python -m benchmarks.micro.step_cost --batch 256 --no-prefix-caching --save-result step.json
 
-Scheduler, rows, packed steps, engine loop, messages and `LLM` are the real ones; only the model's forward pass is left out,
-as it is with CUDA graphs, where it costs the CPU one copy and one launch. What is counted is CPU time of the thread, so a
-busy machine shows in the medians and hardly in the minima.
+Scheduler, rows, packed steps, engine loop, messages and `LLM` are the real ones; only the model's forward pass is left
+out, as it is with CUDA graphs, where it costs the CPU one copy and one launch. What is counted is CPU time of the
+thread, so a busy machine shows in the medians and hardly in the minima.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NoDevice(ModelRunner):
 
 
 class Times:
-    """CPU time of functions, none of them inside another, and of the rest, step by step; less what reading the clock costs."""
+    """CPU time of functions, none inside another, and of the rest, by step; without the time of reading the clock."""
 
     def __init__(self) -> None:
         self._now: dict[str, int] = defaultdict(int)

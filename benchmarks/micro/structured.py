@@ -1,7 +1,7 @@
-"""What requests with a grammar cost those beside them that have none: both kinds in one batch, in this process.
+"""Slow-down of plain requests by guided ones in the same batch, in this process.
 
     python -m benchmarks.micro.structured                                            # the bundled model
-    python -m benchmarks.micro.structured --model qwen3-0.6b --load-format dummy     # a well-known shape, random weights
+    python -m benchmarks.micro.structured --model qwen3-0.6b --load-format dummy     # a known shape, random weights
 
 Half of the requests are plain in every run. The other half are plain, too, or each have a JSON schema of their own, or
 tools that they may call; they run before the plain ones begin, and on until those are done, so that the batch is always
@@ -197,7 +197,8 @@ def table(result: dict[str, Any]) -> str:
     for kind, rate in result["plain_tokens_per_second"].items():
         other = result["other_tokens_per_second"][kind]
         lines.append(
-            f"  {names[kind]:<20} {rate:>10,.0f} tokens/s  {result['ratios'][kind]:.3f}   the others {other:,.0f} tokens/s"
+            f"  {names[kind]:<20} {rate:>10,.0f} tokens/s  {result['ratios'][kind]:.3f}   "
+            f"the others {other:,.0f} tokens/s"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""What formats of weights do to a model's answers, beside float32.
+"""Error of weight formats in a model's outputs, beside float32.
 
     python -m benchmarks.offline.accuracy configs/demo
 
-The model samples texts in float32; then each format computes the log-probability of every token of them, and the likeliest
-token in its place. Needs no data, and says how far a format's distribution is from the model's own.
+The model samples texts in float32; then each format computes the log-probability of every token of them, and the
+likeliest token in its place. Needs no data, and says how far a format's distribution is from the model's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class Scores(NamedTuple):
-    """Of each token but the first of each text."""
+    """Scores of each token but the first of each text."""
 
     logprobs: list[float]
     likeliest: list[int]  # the token that greedy sampling would have taken in its place
@@ -35,7 +35,7 @@ class Scores(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Of a format from another."""
+    """Difference of a format from another."""
 
     logprob: float  # mean, of the absolute values
     agreement: float  # share of the likeliest tokens

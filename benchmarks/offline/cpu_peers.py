@@ -29,9 +29,10 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llam
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M"),
 }
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
-EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4 and 16
-requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the prompt. Needs
-llama.cpp's llama-bench, llama-batched-bench and, where no GGUF files are there, llama-quantize and `pip install gguf`."""
+EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
+and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the
+prompt. Needs llama.cpp's llama-bench, llama-batched-bench and, where no GGUF files are there, llama-quantize and `pip
+install gguf`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Flags:
 
 @dataclass
 class Comparison:
-    """What runs, and the best of what was measured so far."""
+    """Engines and formats to compare, and the best figures so far."""
 
     flags: Flags
     scratch: Path

@@ -1,7 +1,7 @@
 """The same work on every engine installed, side by side: ratios of medians.
 
-Each engine runs in a process of its own, one after another, in alternating order (A B, then B A, …), so that a machine that slows
-down slows both.
+Each engine runs in a process of its own, one after another, in alternating order (A B, then B A, …), so that a machine
+that slows down slows both.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What the same job has in other rounds."""
+        """Key that the job has in all rounds."""
         return f"{self.engine} · {self.model} · {', '.join(work.name for work in self.works)}"
 
 
 @dataclass
 class Results:
-    """What has been measured so far."""
+    """Figures so far."""
 
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model, work)
     starts: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)  # (engine, model)
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(flags: EnginesFlags, path: Path) -> dict[str, Any]:
-    """Run everything; the results are saved to `path` after every process. What cannot run is refused before any does."""
+    """Run everything; save the results to `path` after every process. Refuse what cannot run before any does."""
     pairs = plan(flags, has_gpu=nvidia_smi("name") is not None)
     return measure_all(flags, pairs, path, partial(summary, flags), table)
 
@@ -214,7 +214,7 @@ def measure_all(
     report: Callable[[Results, dict[str, Any]], dict[str, Any]],
     table: Callable[[dict[str, Any]], str],
 ) -> dict[str, Any]:
-    """Run these jobs. `report`: the result file, of what was measured and of the machine; `table`: the same as Markdown."""
+    """Run these jobs. `report` makes the result file of the figures and the machine; `table` makes Markdown."""
     deadline = time.time() + (flags.time_limit or float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
         machine = describe_machine(Path(scratch))
@@ -407,7 +407,7 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
 
 
 def _ratio(baseline: list[dict[str, Any]], own: list[dict[str, Any]], key: str) -> float | None:
-    """How many times faster than the baseline, by medians."""
+    """Speed over that of the baseline, by medians."""
     if not baseline:
         return None
     return float(statistics.median(run[key] for run in baseline) / statistics.median(run[key] for run in own))

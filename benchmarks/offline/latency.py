@@ -26,7 +26,7 @@ from engine.flags import Parser, add_flags, check, flag, load
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 EPILOG = """examples:
   quire bench latency --model configs/demo
-  quire bench latency --model ./qwen3-0.6b --load-format dummy --disable-detokenize --batch-size 1 --output-json one.json
+  quire bench latency --model ./qwen3-0.6b --load-format dummy --disable-detokenize --batch-size 1 --output-json 1.json
 
 All prompts of the batch are given at once, random token ids; answers have their full length (ignore_eos). The prefix
 cache is off unless --enable-prefix-caching is given.
@@ -117,7 +117,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"Avg latency: {result['avg_latency']:.6f} seconds", f"Std latency: {result['std_latency']:.6f} seconds"]
     lines += [f"{p}% percentile latency: {seconds:.6f} seconds" for p, seconds in result["percentiles"].items()]
     lines.append(
-        f"Median: {result['median_ms_per_token']:.3f} ms a token, {result['output_tokens_per_second']:,.0f} output tokens/s"
+        f"Median: {result['median_ms_per_token']:.3f} ms a token, "
+        f"{result['output_tokens_per_second']:,.0f} output tokens/s"
     )
     return "\n".join(lines)
 

@@ -3,10 +3,10 @@
     python -P benchmarks/offline/one_engine.py JOB.json EVENTS.jsonl
 
 Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
-with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM; else
-0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun), `works`:
-[{name, prompts, output_lens, repeat, reset}], and perhaps `compared`: prompts of which Quire and vLLM report the first
-greedy tokens. Each line of EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
+with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM;
+else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun),
+`works`: [{name, prompts, output_lens, repeat, reset}], and perhaps `compared`: prompts of which Quire and vLLM report
+the first greedy tokens. Each line of EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
 """
 
 from __future__ import annotations

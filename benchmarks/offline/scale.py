@@ -1,6 +1,7 @@
 """One model on 1, 2, 4, … GPUs (on a CPU: ranks): how much faster, and what part of the ideal that is.
 
-Each layout runs in a process of its own, as the engines of `benchmarks.offline.engines` do, whose work and rounds these are.
+Each layout runs in a process of its own, as the engines of `benchmarks.offline.engines` do, whose work and rounds these
+are.
 """
 
 from __future__ import annotations

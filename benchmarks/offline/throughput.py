@@ -34,8 +34,8 @@ class WorkloadFlags:
 
     dataset_name: str = flag(
         "random",
-        "random: --input-len and --output-len; nano: both from 100 to 1024 (nano-vllm's published benchmark); or one of "
-        + ", ".join(name for name in workloads.NAMED if name != "nano"),
+        "random: --input-len and --output-len; nano: both from 100 to 1024 (nano-vllm's published benchmark); "
+        "or one of " + ", ".join(name for name in workloads.NAMED if name != "nano"),
         choices=("random", *workloads.NAMED),
         metavar="NAME",
     )
@@ -55,7 +55,7 @@ class WorkloadFlags:
         check(self)
 
     def sized(self, *, on_cpu: bool) -> SizedWorkload:
-        """What was not given is chosen so that a run ends within a minute."""
+        """Fill in sizes with which a run ends within a minute."""
         lengths = (self.input_len or (128 if on_cpu else 1024), self.output_len or (64 if on_cpu else 128))
         return SizedWorkload(16 if on_cpu else 256, *lengths, self.num_runs or (1 if on_cpu else 3))
 
@@ -159,7 +159,7 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
 
 
 def requests_of(workload: WorkloadFlags, sized: SizedWorkload, vocab_size: int) -> list[Request]:
-    """What is asked for. `ConfigError` names what is wrong with the file."""
+    """Requests of the flags. Raises `ConfigError`, which names the fault of the file."""
     if workload.dataset_path is not None:
         path = Path(workload.dataset_path)
         requests = workloads.read_prompts(path, sized.output_len)
@@ -182,7 +182,8 @@ def table(result: dict[str, Any]) -> str:
         ("start-up", f"{result['startup_seconds']:.1f} s"),
         (
             "time",
-            f"{result['elapsed_time']:.2f} s  (from {fastest:.2f} to {slowest:.2f} in {len(result['elapsed_times'])} runs)",
+            f"{result['elapsed_time']:.2f} s  "
+            f"(from {fastest:.2f} to {slowest:.2f} in {len(result['elapsed_times'])} runs)",
         ),
         ("requests/s", f"{result['requests_per_second']:,.2f}"),
         ("output tokens/s", f"{result['output_tokens_per_second']:,.0f}"),

@@ -19,11 +19,10 @@ EPILOG = """examples:
   quire bench compare before.json after.json
   quire bench compare --threshold 5 before.json after.json     exit code 1 when a figure is more than 5 % worse
 
-The files are those of quire bench serve (vLLM's, too), throughput, latency, engines, servers and kernels. Where a figure was
-measured several times in both, "better" and "worse" mean that the means differ at the 95 % level (Welch's t-test); "same"
-means that they do not. With a single measurement, a difference of less than 2 % is "same", and a question mark follows
-what is not.
-"""
+The files are those of quire bench serve (vLLM's, too), throughput, latency, engines, servers and kernels. If a figure
+was measured several times in both, "better" and "worse" mean that the means differ at the 95 % level (Welch's
+t-test); "same" means that they do not. With a single measurement, a difference of less than 2 % is "same", and a
+question mark follows what is not."""
 _SERVE = {
     "request_throughput": 1,
     "request_goodput": 1,
@@ -183,7 +182,7 @@ def verdict(a: Figure, b: Figure) -> str:
 
 
 def is_significant(a: Figure, b: Figure) -> bool | None:
-    """Whether the means differ at the 95 % level, by Welch's t-test; None when either was measured only once."""
+    """Do the means differ at the 95 % level, by Welch's t-test? None if either was measured only once."""
     if min(len(a.values), len(b.values)) < 2:
         return None
     parts = [statistics.variance(figure.values) / len(figure.values) for figure in (a, b)]
@@ -195,7 +194,7 @@ def is_significant(a: Figure, b: Figure) -> bool | None:
 
 
 def is_worse_by(a: Figure, b: Figure, percent: float) -> bool:
-    """Whether B is worse than A by more than this, and not by chance as far as that is known."""
+    """Is B worse than A by more than this, and not by chance as far as that is known?"""
     if is_significant(a, b) is False or not a.mean:
         return False
     worse = (a.mean - b.mean if a.higher_is_better else b.mean - a.mean) / abs(a.mean)

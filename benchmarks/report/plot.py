@@ -121,7 +121,7 @@ def _legend(figure: Any, handles: list[Any]) -> None:
 
 
 def _places(number: int, count: int, groups: int) -> list[float]:
-    """Where the bars of one of `count` series stand in each of `groups` groups."""
+    """Positions of the bars of one of `count` series in each of `groups` groups."""
     return [group + (number - (count - 1) / 2) * 0.8 / count for group in range(groups)]
 
 
@@ -230,7 +230,8 @@ def _draw_servers(result: dict[str, Any]) -> Any:
     num_bars = max(sum(own == model for own, _ in found) for model in models)
     figure, axes = _axes(
         len(models),
-        f"{settings['num_prompts']} requests, {settings['max_concurrency']} at a time, {settings['input_len']} tokens in, "
+        f"{settings['num_prompts']} requests, {settings['max_concurrency']} at a time, "
+        f"{settings['input_len']} tokens in, "
         f"{settings['output_len']} out · {_where(result)}",
         height=1.7 + 0.6 * num_bars,
         across=True,

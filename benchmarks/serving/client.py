@@ -1,6 +1,7 @@
 """A cheap client for OpenAI-compatible servers: many streamed answers on one core, with a time for every event.
 
-An event costs one comparison of bytes: only the first ones of an answer, and those that look different from them, are parsed.
+An event costs one comparison of bytes: only the first ones of an answer, and those that look different from them, are
+parsed.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _only_role(choice: dict[str, Any]) -> bool:
-    """Whether this is the opening of a chat answer, sent before there is a token."""
+    """Is this the opening of a chat answer, sent before there is a token?"""
     delta = choice.get("delta")
     return (
         delta is not None
@@ -352,7 +353,7 @@ class Client:
 
 
 def _refusal(connection: _Connection) -> Failure:
-    """What is wrong with a response that is no event stream."""
+    """Fault of a response that is no event stream."""
     try:
         content = _decode(connection.body)
         error = content.get("error", content)

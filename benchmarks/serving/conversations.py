@@ -21,7 +21,7 @@ STOPPED = "no token ids"  # cause of a failure
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """What conversations are like. Lengths in tokens: those of turns and answers vary by `range_ratio`, as `random`'s do."""
+    """Shape of conversations. Lengths in tokens; those of turns and answers vary by `range_ratio`, as `random`'s do."""
 
     num_at_once: int
     num_turns: int

@@ -1,11 +1,11 @@
-"""What one client's flood costs another at a real server, beside first come, first served.
+"""Measure one client's flood beside another client at a real server, and first come, first served.
 
     python -m benchmarks.serving.fairness                                   the bundled model, four minutes
     python -m benchmarks.serving.fairness --model smollm2-135m --load-format dummy --save-result fairness.json
 
-It starts a server with two keys. One key floods: 200 requests for 4 answers each, or 200 long prompts, and another as soon as
-one has ended. The other asks for 8 tokens once a second. First come, first served is the same with one key for both. Rounds
-alternate between the two, so that what else the machine does is the same for both.
+It starts a server with two keys. One key floods: 200 requests for 4 answers each, or 200 long prompts, and another as
+soon as one has ended. The other asks for 8 tokens once a second. First come, first served is the same with one key for
+both. Rounds alternate between the two, so that what else the machine does is the same for both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FLOODS: dict[str, Callable[[random.Random, FairnessFlags], dict[str, Any]]] = {
 
 @dataclass
 class Measured:
-    """Of all rounds."""
+    """Figures of all rounds."""
 
     latencies: list[float] = field(default_factory=list)  # seconds, of the client that asks seldom
     tokens_per_second: list[float] = field(default_factory=list)  # of prompts and answers of both, in each round
@@ -131,7 +131,7 @@ class Run:
         return perf_counter() - start
 
     async def _num_tokens(self) -> float:
-        """Of prompts and answers, that the server has computed by now."""
+        """Tokens of prompts and answers that the server has computed by now."""
         text = (await self._other.fetch("GET", "/metrics")).decode()
         names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
@@ -191,7 +191,8 @@ def table(found: dict[tuple[str, bool], Measured]) -> str:
     ]
     for row in rows(found):
         lines.append(
-            f"| {row['flood']} | {row['alone_p95_ms']:.0f} ms | {row['fair_p95_ms']:.0f} ms, {row['times_alone']:.1f} × "
+            f"| {row['flood']} | {row['alone_p95_ms']:.0f} ms "
+            f"| {row['fair_p95_ms']:.0f} ms, {row['times_alone']:.1f} × "
             f"| {row['first_come_p95_ms'] / 1e3:.1f} s | {row['tokens_per_second']:,.0f}, {row['throughput']:.1%} "
             f"| {row['first_come_tokens_per_second']:,.0f} |"
         )

@@ -83,7 +83,7 @@ class TargetFlags:
 
     @property
     def secrets(self) -> list[str]:
-        """What must not be saved."""
+        """Names of flags that must not be saved."""
         given = [self.api_key or "", *(item.split("=", 1)[1] for item in self.header)]
         return [secret for secret in given if len(secret) > 3]
 
@@ -126,7 +126,7 @@ class DatasetFlags:
     disable_shuffle: bool = flag(False, "keep the order of a file")
     replay: str | None = flag(
         None,
-        "a trace (`quire serve --record-trace`, or Mooncake's): its arrivals, lengths and shared prefixes, random tokens",
+        "a trace (`quire serve --record-trace`, or Mooncake's): its arrivals, lengths, shared prefixes; random tokens",
         metavar="FILE",
     )
 

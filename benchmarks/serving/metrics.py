@@ -61,7 +61,7 @@ def confidence(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Which figures are wanted."""
+    """Choice of figures."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
     percentiles: tuple[float, ...] = (99.0,)
@@ -123,7 +123,7 @@ def summarize(name: str, seconds: Sequence[float], percentiles: Sequence[float])
 
 
 def is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Whether the answer keeps all limits, which are in milliseconds."""
+    """Does the answer keep all limits, which are in milliseconds?"""
     own = {"ttft": answer.ttft, "tpot": tpot_of(answer), "e2el": answer.latency}
     return all(own[name] * 1e3 <= limit for name, limit in limits.items())
 
@@ -146,7 +146,7 @@ def peaks(whole: Sequence[Answer]) -> tuple[float, int]:
 
 
 def details(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What `--save-detailed` adds: a list with an entry for each request."""
+    """Lists with an entry for each request, for `--save-detailed`."""
     return {
         "input_lens": [answer.prompt_len for answer in answers],
         "output_lens": [answer.output_len if answer.ok else 0 for answer in answers],
@@ -161,7 +161,7 @@ def details(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several runs as one: means of the figures, sums of counts and durations, `confidence` with the 95 % intervals, `runs`."""
+    """Merge runs: means of figures, sums of counts and durations, `confidence` with 95 % intervals, `runs`."""
     if len(runs) == 1:
         return dict(runs[0])
     merged: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Speed on a CPU beside busy processes, as a share of the speed without: python -m benchmarks.serving.neighbours
 
-Offline, as commands and served; quiet and busy runs take turns, so that a machine that slows down slows both. Some 3 minutes.
+Offline, as commands and served; quiet and busy runs take turns, so that a machine that slows down slows both. Some 3
+minutes.
 """
 
 from __future__ import annotations

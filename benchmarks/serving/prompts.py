@@ -1,4 +1,4 @@
-"""What `bench serve` sends: the prompts of a dataset, as the bytes of requests."""
+"""Prompts of a dataset, as the bytes of requests that `bench serve` sends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prompts:
             raise ConfigError("replay sends token ids: they need --endpoint /v1/completions")
 
     def __len__(self) -> int:
-        """How many are sent in one pass."""
+        """Number of requests in one pass."""
         if self._trace is not None:
             return min(self._dataset.num_prompts or len(self._trace), len(self._trace))
         return self._dataset.num_prompts or (len(self._file) if self._file else 1000)
@@ -104,7 +104,7 @@ class Prompts:
         return workloads.repeated(workloads.named(data.dataset_name, self.vocab_size).requests, count)
 
     def conversations(self, num_at_once: int, seed: int) -> ConversationShape:
-        """What the conversations of a dataset of that name are like."""
+        """Shape of the conversations of a dataset."""
         data = self._dataset
         return ConversationShape(
             num_at_once,
@@ -146,7 +146,7 @@ class Prompts:
         return encoded
 
     async def _as_texts(self, requests: list[Request]) -> list[Request]:
-        """Random token ids as texts, for chat; their lengths are then near to those wanted, and the server counts them."""
+        """Random token ids as texts, for chat. Lengths are then near to those wanted, and the server counts them."""
         if self._target.tokenizer is not None:
             decode = self._tokenizer("chat").decode
             return [Request(decode(r.prompt), r.output_len) for r in requests if isinstance(r.prompt, list)]

@@ -1,4 +1,4 @@
-"""What a server with vLLM's metrics says of its prefix cache and of each of its engines: differences of two readings."""
+"""Prefix cache and engines of a server with vLLM's metrics: differences of two readings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _GENERATED = "vllm:generation_tokens_total"
 def between(before: str, after: str) -> dict[str, Any]:
     """Compare two readings of /metrics. Empty without vLLM's metrics, or if no prompt was looked up in the cache.
 
-    `prefix_cache_hit_rate`: the fraction of prompt tokens found in a cache of the engines. `engine_tokens`: what each
-    engine computed: prompt tokens that were not cached, and answers. `busiest_engine`: the most of them over their mean.
+    `prefix_cache_hit_rate`: the fraction of prompt tokens found in a cache of the engines. `engine_tokens`: tokens
+    that each engine computed: of prompts, if not cached, and of answers. `busiest_engine`: the most of them over their
+    mean.
     """
     queries, hits, generated = (_grown(before, after, name) for name in (_QUERIES, _HITS, _GENERATED))
     looked_up = sum(queries.values())

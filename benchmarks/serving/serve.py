@@ -42,11 +42,10 @@ EPILOG = """examples:
   quire bench serve --dataset-name conversations --max-concurrency 64 --num-prompts 2000
   quire bench serve --replay trace.jsonl               what `quire serve --record-trace trace.jsonl` saw, at its times
 
-Flags, labels and JSON keys are those of `vllm bench serve`; any OpenAI-compatible server will do. Random prompts are sent
-as token ids, so no tokenizer is needed. --max-concurrency conversations are held at the same time. A custom dataset is a
-text file with one prompt on each line, or .jsonl with {"prompt": "...", "output_len": 128} (or {"messages": [...]} for
-chat). The exit code is 1 when any request failed.
-"""
+Flags, labels and JSON keys are those of `vllm bench serve`; any OpenAI-compatible server will do. Random prompts are
+sent as token ids, so no tokenizer is needed. --max-concurrency conversations are held at the same time. A custom
+dataset is a text file with one prompt on each line, or .jsonl with {"prompt": "...", "output_len": 128} (or
+{"messages": [...]} for chat). The exit code is 1 when any request failed."""
 
 
 def main(argv: list[str]) -> int:
@@ -159,7 +158,7 @@ class Benchmark:
         return self._result(results)
 
     async def _find_max_rate(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
-        """Between no rate and what the server does at most, by halves; the figures are those of the highest that holds."""
+        """Bisect between no rate and the server's maximum; the figures are those of the highest rate that holds."""
         targets = [Target.parse(text) for text in self.traffic.find_max_rate]
         probes: list[dict[str, Any]] = []
 
@@ -395,7 +394,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 @contextlib.asynccontextmanager
 async def watched() -> AsyncIterator[dict[str, float]]:
-    """Measures this process in the block: its share of a core, and how late its event loop is. No garbage collection."""
+    """Measure this process in the block: share of a core, delay of the event loop. No garbage collection."""
     found: dict[str, float] = {}
     lags: list[float] = []
 
@@ -421,7 +420,7 @@ async def watched() -> AsyncIterator[dict[str, float]]:
 
 
 def about_clients(clients: list[dict[str, float]]) -> list[str]:
-    """How busy this client was in its busiest pass; warnings when it was measured rather than the server."""
+    """Load of this client in its busiest pass; warnings if it was measured rather than the server."""
     if not clients:
         return []
     client = {key: max(other.get(key, 0.0) for other in clients) for key in set().union(*clients)}

@@ -250,12 +250,12 @@ class Comparison:
         self._keep_log(job, log_path)
 
     def _keep_log(self, job: Job, log_path: Path) -> None:
-        """What a process said, beside the result."""
+        """Save the output of a process beside the result."""
         name = f"{self.path.stem}-{job.engine}-{job.model}-{log_path.name}"
         print(f"kept {shutil.copy(log_path, self.path.with_name(name))}", file=sys.stderr)
 
     def save(self) -> dict[str, Any]:
-        """What is known so far, into the files."""
+        """Save the figures so far."""
         offline = [
             {"engine": engine, "model": model, "seconds": [run["seconds"] for run in runs]}
             for (engine, model, _), runs in self.results.runs.items()

@@ -1,4 +1,4 @@
-"""How long a server takes from its command to the first token, with warm caches; several checkouts in alternating order."""
+"""Time from a server's command to the first token, with warm caches; several checkouts in alternating order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ EPILOG = """examples:
   quire bench startup
   quire bench startup --engines quire@../before,quire --rounds 7
 
-The first start of each is not counted. Seconds are medians, and the least in parentheses; seconds of CPU time tell more on a
-busy machine. A request is sent when /health says that the server is ready.
-"""
+The first start of each is not counted. Seconds are medians, the least in parentheses; seconds of CPU time tell more
+on a busy machine. A request is sent when /health says that the server is ready."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def start(engine: str, model: str | None, log_path: Path) -> dict[str, float]:
-    """One start: seconds from the command to each of `COLUMNS`, and of CPU time for each process until the first token."""
+    """Start once: seconds from the command to each of `COLUMNS`, and CPU time of each process until the first token."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "quire", "serve", *([model] if model else [])]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -96,7 +95,7 @@ def start(engine: str, model: str | None, log_path: Path) -> dict[str, float]:
 
 
 def _status(port: int) -> int | None:
-    """Of /health; None: nothing listens."""
+    """Status of /health; None if nothing listens."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
         try:
             connection.request("GET", "/health")
@@ -107,7 +106,7 @@ def _status(port: int) -> int | None:
 
 
 def _cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Of the API process and of its child, the engine process; nothing where there is no /proc."""
+    """CPU time of the API process and of its child, the engine process; nothing without /proc."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.exists():
         return {}

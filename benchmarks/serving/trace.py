@@ -1,8 +1,8 @@
 """Recorded traffic: when requests came, how long they were and which prompts began alike, without their texts.
 
-A trace is JSON lines in Mooncake's published form: `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`,
-a number for each block of the prompt's tokens, equal where prompts are equal up to there. A block has `block_size` tokens, in
-Mooncake's traces, which do not say so, 512. Other members are ignored.
+A trace is JSON lines in Mooncake's published form: `timestamp` (milliseconds), `input_length`, `output_length` and
+`hash_ids`, a number for each block of the prompt's tokens, equal where prompts are equal up to there. A block has
+`block_size` tokens, in Mooncake's traces, which do not say so, 512. Other members are ignored.
 """
 
 from __future__ import annotations

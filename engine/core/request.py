@@ -50,6 +50,10 @@ class Request:
         self.num_slots = 0  # tokens that fit in the blocks
         self.block_hashes: list[bytes] = []  # of the first full blocks
         self.next_commit = sys.maxsize  # number of tokens at which the next block is full
+        self.num_cached_blocks = (
+            0  # first blocks of each table that the prefix cache held when the request was admitted
+        )
+        self.num_admitted_tokens = 0  # tokens known by then
 
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves

@@ -13,30 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
 from time import monotonic
 
+from engine.core.admission_control import AdmissionControl
 from engine.core.batch import (
+    EngineOutput,
     NewRequest,
     ScheduledBatch,
     SchedulerOutput,
     SchedulerStats,
+    StepOutputs,
+    StepResult,
 )
+from engine.core.fairness.arrivals import Visits
+from engine.core.fairness.deadlines import Deadlines
+from engine.core.fairness.request_queues import RequestQueues
+from engine.core.fairness.step_budget import StepBudget
+from engine.core.in_flight_steps import InFlightSteps
 from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.cache_groups import FULL, CacheGroup
-from engine.core.launched_steps import LaunchedSteps
 from engine.core.request import Request
+from engine.core.request_table import RequestTable
 
 PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
-# While several owners have requests, a new request waits for the steps in flight at most about as long as this many
-# short steps take, or this many seconds, whichever is longer.
-SHARED_STEPS = 16
-SHARED_SECONDS = 0.03
-# The same while an idle owner is expected to send a request.
-EXPECTED_STEPS = SHARED_STEPS // 2
-EXPECTED_SECONDS = SHARED_SECONDS / 2
 
 _Batched = tuple[list[Request], ScheduledBatch]
+_NOTHING: _Batched = [], ScheduledBatch([], [], 0, 0, [])
 
 
 @dataclass(slots=True)
@@ -67,8 +69,11 @@ class _Plan:
         return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
 
 
-class Scheduler(LaunchedSteps):
+class Scheduler:
     """Chooses the requests of each step within a budget of tokens and sequences.
+
+    Its parts: `RequestTable` owns the unfinished requests and their blocks, `AdmissionControl` starts waiting ones,
+    `StepBudget` limits the tokens of a step, and `InFlightSteps` applies the results. This class decides who runs.
 
     Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority
     run first come, first served; between owners, scheduling is fair (see `RequestQueues`).
@@ -105,63 +110,112 @@ class Scheduler(LaunchedSteps):
         """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose
         newest token is in flight is in no other step, so each step takes a fraction of the running requests.
         """
-        blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
-        super().__init__(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, clock)
-        self._num_batches = num_batches
+        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
+        self.max_num_seqs = max_num_seqs
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
+        visits, deadlines = Visits(clock), Deadlines(clock)
+        self.queues = RequestQueues(max_num_batched_tokens // 2, visits)
+        self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
+        self._admission = AdmissionControl(self.requests, clock)
+        self._budget = StepBudget(max_num_batched_tokens, visits)
+        self._steps = InFlightSteps(self.blocks, self._budget, deadlines.learn, self.requests.finish)
+        self._clock, self._num_batches = clock, num_batches
         self._num_paused = 0  # successive steps for favoured owners only
-        # A request for which there were too few blocks, and the number of block releases by then.
-        self._refused: tuple[Request, int] | None = None
-        self._last: _Batched = [], ScheduledBatch([], [], 0, 0, [])  # the previous step's
-        self._step = self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0
+        self._last = _NOTHING  # the previous step's
+        self._step = self._prompt_tokens = 0
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Maximum number of tokens of a step. May be lowered while steps need too much memory."""
+        return self._budget.max_num_tokens
+
+    @max_num_batched_tokens.setter
+    def max_num_batched_tokens(self, value: int) -> None:
+        self._budget.max_num_tokens = value
+
+    @property
+    def num_corrupted(self) -> int:
+        """Number of requests that ended because the model computed NaN or infinity."""
+        return self.requests.num_corrupted
+
+    def check_new(self, request: Request) -> None:
+        """See `RequestTable.check_new`."""
+        self.requests.check_new(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises `ValueError` like `check_new`."""
+        self.requests.add(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that `drain` removed."""
+        self.requests.put_back(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a request in any state and drop its tokens in flight. Returns False if there is no such request."""
+        return self.requests.abort(request_id)
+
+    def expire(self) -> list[EngineOutput]:
+        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that
+        `schedule` did not start because they would miss their deadlines. Call it after launching that step.
+        """
+        return self._admission.take_late() + self.requests.expire()
+
+    def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
+        """Apply the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
+        return self._steps.update(output, result, self._clock())
+
+    def defer(self, indices: Iterable[int]) -> None:
+        """See `InFlightSteps.defer`."""
+        self._steps.defer(indices)
 
     def drain(self) -> tuple[list[Request], list[Request]]:
-        self._refused = None
-        self._last = [], ScheduledBatch([], [], 0, 0, [])
-        return super().drain()
+        """Remove all requests and reset them as if none had run. Forget the steps in flight and all cached KV, since
+        those steps may not have written it. The worker must forget its rows.
+
+        Returns the unfinished requests of the steps in flight, and all others, each in queue order.
+        """
+        in_flight = {request.request_id for request in self._steps.requests()}
+        self._steps.clear()
+        self._admission.clear()
+        self._last = _NOTHING
+        return self.requests.drain(in_flight)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, as after a change of weights. Returns False, unchanged, while a request runs."""
+        return self.blocks.reset()
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, an output is pending or a launched step has not been read."""
-        return bool(self.queues or self._in_flight or self._late)
+        """Return whether a request is unfinished, an output is pending or a launched step has not been read."""
+        return bool(self.queues or self._steps or self._admission.late)
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The caller launches it at once, before any other call.
 
         An empty output must not be launched: a later output carries what the worker has to be told.
         """
-        assert len(self._in_flight) < max(self._num_batches, 2), "too many steps are in flight"
+        assert len(self._steps) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
         now = self._clock()
-        self._fill(plan, num_first, self._budget(now))
+        self._fill(plan, num_first, self._budget.num_tokens(now, len(self._steps), queues.is_shared))
         self._last = plan.batch(self._last)
         requests, batch = self._last
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
-            self._in_flight.append((self._step, now, requests))
-            removed, self._removed = self._removed, removed
+            self._steps.add(self._step, now, requests)
+            removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
-
-    def _budget(self, now: float) -> int:
-        """Return the maximum number of tokens of the next step."""
-        most, short = self.max_num_batched_tokens, self._pace.short
-        num_waited = 1 + len(self._in_flight)  # steps that a new request waits for
-        seconds = self._visits.seconds_to_next(now) + max(EXPECTED_STEPS * short, EXPECTED_SECONDS)
-        if self.queues.is_shared:
-            seconds = min(seconds, max(SHARED_STEPS * short, SHARED_SECONDS))
-        if seconds == inf:
-            return most
-        return min(self._pace.num_tokens(seconds / num_waited) or most, most)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
         """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured owners."""
-        queues, num_preemptions = self.queues, self._num_preemptions
+        queues, num_preemptions = self.queues, self.requests.num_preemptions
         running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
         budget = self._continue(self._part(islice(running, num_first)), budget, plan)
-        if others_pause and num_preemptions == self._num_preemptions:
+        if others_pause and num_preemptions == self.requests.num_preemptions:
             self._admit_waiting(budget, plan, favoured=True)
         if others_pause and plan:
             self._num_paused += 1
@@ -169,7 +223,7 @@ class Scheduler(LaunchedSteps):
             return
         self._num_paused = 0
         budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self._num_preemptions:  # otherwise there are too few blocks to admit a request
+        if num_preemptions == self.requests.num_preemptions:  # otherwise there are too few blocks to admit a request
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
@@ -205,10 +259,9 @@ class Scheduler(LaunchedSteps):
             request = queues.first_waiting()
             if favoured and not queues.owner_of(request).is_favoured:
                 break
-            if self._deadlines.is_too_late(request, self._num_cached):
-                self._late.append(self._time_out(request))
+            if self._admission.drop_if_late(request):
                 continue
-            new_request = self._admit(request)
+            new_request = self._admission.admit(request)
             if new_request is None:
                 break
             plan.new_requests.append(new_request)
@@ -221,35 +274,10 @@ class Scheduler(LaunchedSteps):
         queues = self.queues
         if not queues.should_give_way():
             return False
-        if len(queues.running) < self.max_num_seqs and not self._lacks_blocks(queues.first_waiting()):
+        if len(queues.running) < self.max_num_seqs and not self._admission.lacks_blocks(queues.first_waiting()):
             return False
-        self._preempt_last()
+        self.requests.preempt_last()
         return True
-
-    def _num_cached(self, request: Request) -> int:
-        """Return how many of the request's tokens are in the prefix cache."""
-        cached = self._cached(request)
-        return len(cached[0]) * self.blocks.block_size if cached else 0
-
-    def _lacks_blocks(self, request: Request) -> bool:
-        """Whether there are too few blocks for the request."""
-        if not self._is_refused(request):
-            cached = self._cached(request)
-            if self.blocks.fits(request, request.num_tokens, cached, self._num_spare(request)):
-                return False
-            self._refused = request, self.blocks.pool.num_releases
-        return True
-
-    def _is_refused(self, request: Request) -> bool:
-        """Whether there were too few blocks at the last attempt, and none has been released since."""
-        return self._refused == (request, self.blocks.pool.num_releases)
-
-    def _cached(self, request: Request) -> Sequence[Sequence[int]]:
-        return self.blocks.match_prefix(request) if request.reads_cache else ()
-
-    def _num_spare(self, request: Request) -> int:
-        """Return how many blocks a request must leave free: one per cache group for each request ahead of it."""
-        return self.queues.num_ahead(request) * len(self.blocks.groups)
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
         """`num_deferred`: requests that the scheduler has not received yet."""
@@ -258,46 +286,13 @@ class Scheduler(LaunchedSteps):
             num_waiting=self.queues.num_waiting,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
-            num_preemptions=self._num_preemptions,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            num_preemptions=self.requests.num_preemptions,
+            prefix_queries=self._admission.prefix_queries,
+            prefix_hits=self._admission.prefix_hits,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self._steps.generation_tokens,
             num_deferred=num_deferred,
-            num_corrupted=self.num_corrupted,
-        )
-
-    def _admit(self, request: Request) -> NewRequest | None:
-        """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
-
-        The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a
-        long prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead
-        of it, so that these do not preempt it when they need their next block.
-        """
-        if self._is_refused(request):
-            return None
-        if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
-            return None
-        cached = self._cached(request)
-        if self.blocks.grow(request, request.num_tokens, cached, self._num_spare(request)) is None:
-            self._refused = request, self.blocks.pool.num_releases
-            return None
-        self.queues.start(request)
-        request.num_computed_tokens = len(cached[0]) * self.blocks.block_size if cached else 0
-        request.num_charged = max(request.num_charged, request.num_computed_tokens)
-        if not request.scheduled_time:
-            request.scheduled_time = self._clock()
-            request.num_cached_tokens = request.num_computed_tokens
-            request.prefix_miss = self.blocks.miss_reason(request, len(cached[0]) if cached else 0)
-            if self.blocks.enable_prefix_caching and request.reads_cache:
-                self._prefix_queries += request.num_prompt_tokens
-                self._prefix_hits += request.num_cached_tokens
-        return NewRequest(
-            request.engine_request,
-            request.seed,
-            request.token_ids.copy(),
-            request.num_computed_tokens,
-            [table.copy() for table in request.block_tables],
+            num_corrupted=self.requests.num_corrupted,
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
@@ -313,7 +308,7 @@ class Scheduler(LaunchedSteps):
         end = start + granted
         if end > request.num_slots:
             while (grown := self.blocks.grow(request, end)) is None:
-                if self._preempt_last() is request:
+                if self.requests.preempt_last() is request:
                     return 0
             plan.new_block_ids[request.request_id] = grown
         request.num_computed_tokens = end
@@ -340,6 +335,6 @@ class Scheduler(LaunchedSteps):
         running = self.queues.running
         self.blocks.check(running)
         assert len(running) <= self.max_num_seqs
-        in_flight = [request for *_, requests in self._in_flight for request in requests]
+        in_flight = self._steps.requests()
         for request in [*running, *self.queues.waiting]:
             request.check(request in running, in_flight.count(request))

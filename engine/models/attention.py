@@ -13,17 +13,10 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.expansion import LatentExpansion
-from engine.models.layers import (
-    CheckpointModule,
-    CheckpointTensor,
-    Linear,
-    Norm,
-    NormBefore,
-    Residual,
-    Scope,
-    Stream,
-    empty,
-)
+from engine.models.layers import Linear
+from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope, empty
+from engine.models.norms import MakeNorm, Norm, RMSNorm
+from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
@@ -32,9 +25,6 @@ from engine.models.wide_pages import WidePages
 # they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
-
-
-MakeNorm = Callable[[Scope, int | Span], Norm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +113,18 @@ class Attention(CheckpointModule):
 
     def forward(
         self,
-        x: Stream,
-        hidden: Tensor,
-        residual: Residual,
+        x: SublayerInput,
+        epilogue: ResidualEpilogue,
         positions: Tensor,
         kv: Tensor,
         metadata: AttentionMetadata,
-    ) -> Stream:
-        """Store the keys and values of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
+    ) -> ResidualStream:
+        """Store the keys and values of x [T, hidden] in `kv`, and add the attention to the residual stream [T, hidden] in place.
         With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
-        qkv, q_norm, k_norm = residual.project(self.qkv, x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
+        qkv, q_norm, k_norm = self.qkv.run(x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
         if q_norm is not None and k_norm is not None and spec.qk_norm_over_heads:
             self._norm_over_heads(qkv, q_norm, k_norm)
             q_norm = k_norm = None
@@ -169,8 +158,8 @@ class Attention(CheckpointModule):
             wide=None if wide is None else wide.pages, out=out,
         )  # fmt: skip
         if isinstance(out, kernels.QuantizedRows):
-            return residual.add(self.o, hidden, out)
-        return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
+            return self.o.run(out, epilogue)
+        return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
 
     def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.QuantizedRows:
         """For the attention of the step's tokens [T, H, D]; rounded, if they all decode and `o` takes it so, with a scale for
@@ -183,9 +172,9 @@ class Attention(CheckpointModule):
                 return rounded
         return qkv.new_empty(len(qkv), num_heads, head_dim)
 
-    def norm_before(self, hidden: Tensor) -> NormBefore:
-        """See `Residual.precede`."""
-        return self.qkv.norm_before(hidden)
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`."""
+        return self.qkv.next_norm(norm, hidden)
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
         """Normalise the queries of all ranks together, and their keys, in place."""

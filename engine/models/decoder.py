@@ -16,25 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from engine.models.attention import Attention, AttentionMetadata, MakeNorm
+from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
 from engine.models.latent import LatentAttention
-from engine.models.layers import (
-    Embedding,
-    LayerNorm,
-    LMHead,
-    Matrix,
-    Norm,
-    NormBefore,
-    Residual,
-    RMSNorm,
-    Scope,
-    Stream,
-)
+from engine.models.layers import Embedding, LMHead
+from engine.models.matrix import Matrix, Scope
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
+from engine.models.norms import LayerNorm, MakeNorm, Norm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
+from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput
 from engine.models.rope import rope_table
 from engine.models.shard import Span
 from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
@@ -145,11 +137,11 @@ class Decoder(nn.Module):
         vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
-        stream = Stream(hidden)
+        stream = ResidualStream(hidden)
         layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for layer, skips, kv, metadata, vector in layers:
             if skips:
-                stream = Stream(stream.hidden)  # a norm that was computed ahead was for this layer
+                stream = ResidualStream(stream.hidden)  # a norm that is computed already was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
         return stream.hidden
@@ -176,7 +168,7 @@ class Decoder(nn.Module):
 
     def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """As `logits`, only of this rank's tokens: [N, n], in `out` if given, for `lm_head.gather`."""
-        logits, multiplier, cap = self.lm_head.after_norm(hidden, self.norm, out), *self._of_logits
+        logits, multiplier, cap = self.lm_head.own_logits(SublayerInput(hidden, self.norm), out), *self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
 
@@ -198,11 +190,11 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> Norm | None:
             return make_norm(scope / name, hidden_size) if name else None
 
-        before = norm(names.before_mixer)
-        self.shared_norm = before if layer.parallel else None
-        before_mlp = None if layer.parallel else norm(names.before_mlp)
-        self.around_attention = Residual(None if layer.parallel else before, norm(names.after_mixer), multiplier)
-        self.around_mlp = Residual(before_mlp, norm(names.after_mlp), multiplier)
+        self.parallel = layer.parallel  # then both sublayers read the first norm
+        self.attention_norm = InputNorm(norm(names.before_mixer))
+        self.mlp_norm = InputNorm(None if layer.parallel else norm(names.before_mlp))
+        self.attention_sum = OutputSum(norm(names.after_mixer), multiplier)
+        self.mlp_sum = OutputSum(norm(names.after_mlp), multiplier)
         self.attention: Attention | LatentAttention
         if isinstance(layer.mixer, LatentSpec):
             assert cos_sin is not None
@@ -211,14 +203,16 @@ class DecoderLayer(nn.Module):
             self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
         self.mlp: MLP | MoE | DenseAndExperts
         if isinstance(layer.mlp, MoESpec) and layer.mlp.apart:
-            self.mlp = DenseAndExperts(layer.mlp, hidden_size, before_mlp, make_norm, scope)
+            self.mlp = DenseAndExperts(layer.mlp, hidden_size, make_norm, scope)
         elif isinstance(layer.mlp, MoESpec):
             self.mlp = MoE(layer.mlp, hidden_size, scope)
         else:
             self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
-        self.around_attention.precede(before_mlp, self.mlp.norm_before)
+        self.attention_norm.read_by(self._next_norm)
+        self.mlp_norm.read_by(self.mlp.next_norm)
+        self.attention_sum.precede(self.mlp_norm)
 
     def forms_of_weights(self) -> tuple[object, ...]:
         """Shapes, dtypes and formats of the weights: where these are the same, products need the same kernels and memory."""
@@ -227,36 +221,42 @@ class DecoderLayer(nn.Module):
         return *map(_form, matrices), *compressed
 
     def precede(self, following: DecoderLayer) -> None:
-        """Compute the norm with which the layer `following` begins, too, where it is faster; see `Residual.precede`."""
+        """Let this layer's last kernel compute the norm with which the layer `following` begins, where it is faster."""
         if self.output_scale is None:
-            last = self.around_mlp if self.per_layer is None else self.per_layer.around
-            last.precede(following.shared_norm or following.around_attention.before, following.norm_before)
+            last = self.mlp_sum if self.per_layer is None else self.per_layer.after
+            last.precede(following.attention_norm)
 
-    def norm_before(self, hidden: Tensor) -> NormBefore:
-        """See `Residual.precede`. The MLP, if it reads the same norm, takes it as it is."""
-        wanted = self.attention.norm_before(hidden)
-        return wanted is True if self.shared_norm is not None else wanted
+    def _next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`. If the MLP reads the same norm, it is not quantised."""
+        wanted = self.attention.next_norm(norm, hidden)
+        return None if self.parallel and wanted is not None and wanted.rounded is not None else wanted
 
     def forward(
-        self, x: Stream, positions: Tensor, kv: Tensor, metadata: AttentionMetadata, vector: Tensor | None = None
-    ) -> Stream:
+        self,
+        stream: ResidualStream,
+        positions: Tensor,
+        kv: Tensor,
+        metadata: AttentionMetadata,
+        vector: Tensor | None = None,
+    ) -> ResidualStream:
         """Return the stream after this layer, or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens'
         per-layer embeddings, if the model has them.
         """
-        if self.shared_norm is not None and x.normed is None:
-            x = Stream(x.hidden, self.shared_norm(x.hidden))
-        out = self.attention(x, x.hidden, self.around_attention, positions, kv, metadata)
-        if self.shared_norm is not None:
-            assert isinstance(x.normed, Tensor)
-            out = Stream(out.hidden, metadata.select(x.normed))
+        x = self.attention_norm(stream)
+        if self.parallel:
+            x = SublayerInput(x.hidden, normed=x.value)
+        stream = self.attention(x, self.attention_sum.into(stream), positions, kv, metadata)
+        if self.parallel:
+            stream = ResidualStream(stream.hidden, metadata.select(x.value))
+        x = self.mlp_norm(stream)
         if isinstance(self.mlp, MLP):
-            out = self.mlp(out, out.hidden, self.around_mlp)
+            stream = self.mlp(x, self.mlp_sum.into(stream))
         else:
-            out = self.mlp(out, out.hidden, self.around_mlp, metadata.select(metadata.slot_mapping))
+            stream = self.mlp(x, self.mlp_sum.into(stream), metadata.select(metadata.slot_mapping))
         if self.per_layer is not None:
             assert vector is not None
-            out = self.per_layer(out.hidden, metadata.select(vector))
-        return out if self.output_scale is None else Stream(self.output_scale(out.hidden))
+            stream = self.per_layer(stream, metadata.select(vector))
+        return stream if self.output_scale is None else ResidualStream(self.output_scale(stream.hidden))
 
 
 def _form(value: Any) -> object:

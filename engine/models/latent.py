@@ -8,7 +8,10 @@ from torch import Tensor, nn
 import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Linear, NormBefore, Residual, RMSNorm, Scope, Stream
+from engine.models.layers import Linear
+from engine.models.matrix import Scope
+from engine.models.norms import RMSNorm
+from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.spec import LatentSpec
 
 
@@ -41,23 +44,22 @@ class LatentAttention(nn.Module):
 
     def forward(
         self,
-        x: Stream,
-        hidden: Tensor,
-        residual: Residual,
+        x: SublayerInput,
+        epilogue: ResidualEpilogue,
         positions: Tensor,
         kv: Tensor,
         metadata: AttentionMetadata,
-    ) -> Stream:
-        """Store the latents of x [T, hidden] in `kv`, add the attention to hidden [T, hidden] in place, and return it.
+    ) -> ResidualStream:
+        """Store the latents of x [T, hidden] in `kv`, and add the attention to the residual stream [T, hidden] in place.
         With `metadata.logits_indices`, the result has only these rows, [N, hidden].
         """
         spec, cache = self.spec, kv[0]
-        short = residual.project(self.short, x)  # [T, query_rank + L + R]
+        short = self.short.run(x)  # [T, query_rank + L + R]
         query_input, latent = short.split((spec.query_rank, spec.head_dim), 1)
         if self.query_norm is None:
-            query = residual.project(self.query, x)
+            query = self.query.run(x)
         else:
-            query = self.query.after_norm(query_input, self.query_norm)
+            query = self.query.run(SublayerInput(query_input, self.query_norm))
         query = query.unflatten(1, (spec.num_heads, -1))
         key_up, value_up = self.up.of_heads(spec)
         stored = (
@@ -76,11 +78,11 @@ class LatentAttention(nn.Module):
         else:
             kernels.rotate_and_store(query, *stored)
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
-        return residual.add(self.o, metadata.select(hidden), metadata.select(out.flatten(1)))
+        return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
 
-    def norm_before(self, hidden: Tensor) -> NormBefore:
-        """See `Residual.precede`."""
-        return self.short.norm_before(hidden)
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`."""
+        return self.short.next_norm(norm, hidden)
 
 
 class HeadProjections(Linear):

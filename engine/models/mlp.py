@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from engine.models.layers import Linear, NormBefore, Residual, Scope, Stream
+from engine.models.layers import Linear
+from engine.models.matrix import Scope
+from engine.models.norms import RMSNorm
+from engine.models.residual import GateEpilogue, ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.spec import DenseSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gate
@@ -22,26 +25,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gat
 class MLP(nn.Module):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
-    def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope) -> None:
+    def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope, *, sums: bool = True) -> None:
+        """sums: see `Linear`."""
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
-        self._gate: kernels.Gate | None = None
+        self._gate: GateEpilogue | None = None
         if spec.gated:
-            self._gate = "silu" if spec.activation == "silu" else "gelu_tanh"
+            self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
         self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
-        self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row")
+        self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row", sums=sums)
 
-    def forward(self, x: Stream, hidden: Tensor, residual: Residual) -> Stream:
-        """Add the MLP of x [T, hidden] to hidden [T, hidden] in place."""
-        return residual.add(self.down, hidden, self.activate(x, residual))
+    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
+        """Add the MLP of x [T, hidden] to the residual stream [T, hidden] in place."""
+        return self.down.run(self.activate(x), epilogue)
 
-    def activate(self, x: Stream, residual: Residual) -> Tensor:
+    def activate(self, x: SublayerInput) -> Tensor:
         """Return the input of `down`: [T, intermediate_size]."""
         if self._gate is not None:
-            return residual.gated(self.gate_up, x, self._gate)
-        return ACTIVATIONS[self.spec.activation](residual.project(self.gate_up, x))
+            return self.gate_up.run(x, self._gate)
+        return ACTIVATIONS[self.spec.activation](self.gate_up.run(x))
 
-    def norm_before(self, hidden: Tensor) -> NormBefore:
-        """See `Residual.precede`."""
-        return self.gate_up.norm_before(hidden, self._gate)
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`."""
+        return self.gate_up.next_norm(norm, hidden, self._gate)

@@ -9,20 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from engine.models.attention import MakeNorm
-from engine.models.layers import (
-    CheckpointModule,
-    CheckpointTensor,
-    Matrix,
-    Norm,
-    Part,
-    Residual,
-    RMSNorm,
-    Scope,
-    Stream,
-    empty,
-)
+from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope, empty
 from engine.models.mlp import MLP
+from engine.models.norms import MakeNorm, RMSNorm
+from engine.models.residual import InputNorm, OutputSum, ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
 from engine.models.spec import MoESpec
 
@@ -43,32 +33,32 @@ class MoE(nn.Module):
         self.down = Matrix(
             scope, down, Span.whole(spec.intermediate_size), bias_parts=down if bias else (), num_stacked=len(experts)
         )
-        self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared) if spec.shared else None
+        # Its partial sums are added to the experts' first, then those of all ranks.
+        self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared, sums=False) if spec.shared else None
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
         self.compressed: tuple[kernels.CompressedWeight, kernels.CompressedWeight] | None = None  # both matrices
 
-    def forward(self, x: Stream, hidden: Tensor, residual: Residual, slots: Tensor) -> Stream:
-        """Add the experts' output for x [T, hidden] to hidden [T, hidden] in place. slots [T] int64: -1 marks padding."""
-        normed, ids, weights = self.router(x, residual, slots)
-        shared = self.shared  # reads x before the sum overwrites it
-        inner = None if shared is None else shared.activate(Stream(x.hidden, normed), residual)
-        in_place = self.num_ranks == 1 and residual.is_sum
-        norm = residual.next_norm(hidden) if in_place else None
+    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue, slots: Tensor) -> ResidualStream:
+        """Add the experts' output for x [T, hidden] to the residual stream [T, hidden] in place. slots [T] int64: -1 marks
+        padding.
+        """
+        normed, ids, weights = self.router(x, slots)
+        # Computed before the sum overwrites x.
+        inner = None if self.shared is None else self.shared.activate(SublayerInput(x.hidden, normed=normed))
+        in_place = self.num_ranks == 1 and epilogue.is_sum
         gate_up, down = self.compressed or (self.gate_up.weight, self.down.weight)
         chosen = normed, ids, weights, gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation
-        if norm is not None and shared is None:
-            return Stream(hidden, kernels.experts_add_norm(hidden, norm, *chosen, first=self.first))
-        total = kernels.experts(*chosen, add_to=hidden if in_place else None, first=self.first)
-        if shared is not None and inner is not None:
+        if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
+            hidden = epilogue.hidden
+            return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen, first=self.first))
+        total = kernels.experts(*chosen, add_to=epilogue.hidden if in_place else None, first=self.first)
+        if self.shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)
-            matrix = shared.down.weight, shared.down.bias
-            if norm is not None:
-                return Stream(total, kernels.linear_add_norm(total, inner, *matrix, norm))
-            total = kernels.linear_add(total, inner, *matrix)
-        if in_place:
-            return Stream(total)
-        return residual.add_partial(self.communicator, hidden, total)
+            stream = self.shared.down.run(inner, epilogue if in_place else ResidualEpilogue(ResidualStream(total)))
+        else:
+            stream = epilogue.done(total)
+        return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
 
     def pack(self, compress: bool) -> None:
         """Repack both matrices, each of which is packed already, for the products with experts; `compress`: also floats."""
@@ -81,17 +71,15 @@ class MoE(nn.Module):
         if self.compressed is not None:
             del gate_up.weight, down.weight
 
-    def norm_before(self, hidden: Tensor) -> bool:
-        """See `Residual.precede`."""
-        return kernels.route_norms_apart(hidden)
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`. The router reads the norm, and does not quantise it."""
+        return kernels.NextNorm(norm.weight, norm.eps) if kernels.route_norms_apart(hidden) else None
 
 
 class DenseAndExperts(nn.Module):
     """A dense MLP and experts in parallel (Gemma 4). Both read the residual stream; each has its own norms."""
 
-    def __init__(
-        self, spec: MoESpec, hidden_size: int, before_shared: Norm | None, make_norm: MakeNorm, scope: Scope
-    ) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, make_norm: MakeNorm, scope: Scope) -> None:
         super().__init__()
         assert spec.shared is not None
         assert spec.apart is not None
@@ -101,16 +89,16 @@ class DenseAndExperts(nn.Module):
         )
         self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared)
         self.experts = MoE(replace(spec, shared=None, apart=None), hidden_size, scope)
-        self.around_shared, self.around_experts = Residual(before_shared, after[0], 1), Residual(before, after[1], 1)
+        self.before_experts, self.after_shared, self.after_experts = InputNorm(before), *map(OutputSum, after)
 
-    def forward(self, x: Stream, hidden: Tensor, residual: Residual, slots: Tensor) -> Stream:
-        """As `MoE.forward`; `residual` normalises the sum of both."""
-        total = self.shared(x, torch.zeros_like(x.hidden), self.around_shared).hidden
-        return residual.add_output(hidden, self.experts(x, total, self.around_experts, slots).hidden)
+    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue, slots: Tensor) -> ResidualStream:
+        """As `MoE.forward`. x has the norm of the dense MLP; the epilogue normalises the sum of both."""
+        total = self.shared(x, self.after_shared.into(ResidualStream(torch.zeros_like(x.hidden))))
+        experts_input = self.before_experts(ResidualStream(x.hidden))
+        return epilogue.add(self.experts(experts_input, self.after_experts.into(total), slots).hidden)
 
-    def norm_before(self, hidden: Tensor) -> bool:
-        """See `Residual.precede`. Each part has its own norm."""
-        return False
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> None:
+        """See `Linear.next_norm`. Each part has its own norm, which it computes itself."""
 
 
 def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
@@ -159,18 +147,18 @@ class Router(CheckpointModule):
         # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted.
         self.counts: Tensor | None = None
 
-    def forward(self, x: Stream, residual: Residual, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: SublayerInput, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
-        norm = self.norm or (residual.before if x.normed is None else None)
+        norm = self.norm or x.norm
         if isinstance(norm, RMSNorm):
             normed, ids, weights = kernels.norm_route(
                 x.hidden, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
             )
         else:
-            normed = residual.read(x)
+            normed = x.value
             ids, weights = kernels.route(normed, self.weight, self.bias, self.correction, self.rule, slots)
         if self.norm is not None:
-            normed = residual.read(x)
+            normed = x.value
         if self.expert_scale is not None:
             # While kernels are only compiled, nothing writes the ids, and they may be out of range.
             weights = weights * self.expert_scale[ids.clamp(0, len(self.expert_scale) - 1)]

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from engine.models.attention import MakeNorm
-from engine.models.layers import Embedding, Linear, Residual, Scope, Stream
+from engine.models.layers import Embedding, Linear
+from engine.models.matrix import Scope
+from engine.models.norms import MakeNorm
+from engine.models.residual import OutputSum, ResidualStream
 from engine.models.spec import PerLayerSpec
 
 
@@ -34,7 +36,7 @@ class PerLayerEmbedding(nn.Module):
     def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
         """input_ids [T], embedded [T, hidden] → [T, L, P]."""
         of_tokens = kernels.scale(self.embed_tokens(input_ids), self._multiplier)
-        projected = kernels.scale(self.projection(embedded), self._projection_multiplier)
+        projected = kernels.scale(self.projection.run(embedded), self._projection_multiplier)
         normed = self.norm(projected.unflatten(1, self._shape))
         return (normed + of_tokens.unflatten(1, self._shape)) * 2**-0.5
 
@@ -46,9 +48,9 @@ class PerLayerInput(nn.Module):
         super().__init__()
         self.gate = Linear(scope, hidden_size, {"per_layer_input_gate": spec.size})
         self.projection = Linear(scope, spec.size, {"per_layer_projection": hidden_size})
-        self.around = Residual(None, make_norm(scope / "post_per_layer_input_norm", hidden_size), 1)
+        self.after = OutputSum(make_norm(scope / "post_per_layer_input_norm", hidden_size))
 
-    def forward(self, hidden: Tensor, vector: Tensor) -> Stream:
-        """Add the projection of vector [T, P] to hidden [T, hidden] in place."""
-        gated = F.gelu(self.gate(hidden), approximate="tanh") * vector
-        return self.around.add(self.projection, hidden, gated)
+    def forward(self, stream: ResidualStream, vector: Tensor) -> ResidualStream:
+        """Add the projection of vector [T, P] to the residual stream [T, hidden] in place."""
+        gated = F.gelu(self.gate.run(stream.hidden), approximate="tanh") * vector
+        return self.projection.run(gated, self.after.into(stream))

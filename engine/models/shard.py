@@ -103,9 +103,9 @@ class Communicator(Protocol):
         """
 
     def add_product(
-        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        """As `add_sum` for product(x). May compute it for some rows of x after the others."""
+        """As `add_sum` of product(rows), for all rows of residual. May ask for some of the rows after the others."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         """Gather the columns x [T, n] of all ranks in out [T, W], in the order of ranks: the first W of them."""
@@ -125,9 +125,9 @@ class SingleRank:
         return None
 
     def add_product(
-        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        return self.add_sum(residual, product(x), norm)
+        return self.add_sum(residual, product(slice(None)), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(x[:, : out.shape[1]])

@@ -23,16 +23,9 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import Progress, listing, read_json, silent
 from engine.models.formats import weight_formats
-from engine.models.layers import (
-    FLOAT_DTYPES,
-    CheckpointModule,
-    CheckpointTensor,
-    Embedding,
-    Linear,
-    Matrix,
-    Norm,
-    Scope,
-)
+from engine.models.layers import Embedding, Linear
+from engine.models.matrix import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Matrix, Scope
+from engine.models.norms import Norm
 from engine.models.reading import DTYPES, is_readable, read_tensors, tensor_ranges
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.batch import TokenLogprobs
+from engine.core.params.errors import ParameterError
 from engine.core.params.sampling import SamplingParams
 
 MAX_BEAM_WIDTH = 10  # each step examines twice as many tokens, the most that a request may ask for
@@ -19,7 +20,7 @@ MAX_LENGTH_PENALTY = 10  # in absolute value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search. Raises `ValueError` that names a field out of range."""
+    """Parameters of a beam search. Raises `ParameterError` for a field out of range."""
 
     beam_width: int  # number of beams, and of completions
     max_tokens: int  # of each completion
@@ -30,14 +31,14 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
-            raise ValueError(f"beam_width must be in [1, {MAX_BEAM_WIDTH}], got {self.beam_width}")
+            raise ParameterError("beam_width", f"must be in [1, {MAX_BEAM_WIDTH}], got {self.beam_width}")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
         if self.temperature != 0:
-            raise ValueError(f"temperature must be 0 in a beam search, got {self.temperature}")
+            raise ParameterError("temperature", f"must be 0 in a beam search, got {self.temperature}")
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             most = MAX_LENGTH_PENALTY
-            raise ValueError(f"length_penalty must be in [-{most}, {most}], got {self.length_penalty}")
+            raise ParameterError("length_penalty", f"must be in [-{most}, {most}], got {self.length_penalty}")
 
     def step_sampling(self, num_logprobs: int = 0) -> SamplingParams:
         """Return parameters for the requests of a step, with at least `num_logprobs` log-probabilities."""

@@ -14,7 +14,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags
-from engine.errors import ConfigError, TagsError
+from engine.errors import ConfigError, ParameterError, TagsError
 from engine.models.classifier import Classifier, read_classifier
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
@@ -23,7 +23,7 @@ from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model
 from engine.models.pooling_config import read_pooling
 from engine.models.spec import ModelSpec
-from engine.processing.grammar_cache import Remembered, TooSlowError
+from engine.processing.grammar_cache import GrammarCache, TooSlowError
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
@@ -110,7 +110,8 @@ class InputProcessor:
     def check(self, request: EngineRequest) -> EngineRequest:
         """Check a request and return it in the form that the engine accepts.
 
-        Raises `ValueError`, with the valid values, if the engine could not run it. May take a second, unless the
+        Raises `ValueError`, with the valid values, if the engine could not run it: a `ParameterError` if one field of
+        the request is at fault. May take a second, unless the
         sampling parameters are prepared already.
         """
         if request.pooling is not None:
@@ -131,18 +132,19 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(sampling, name) or 0) > self.max_logprobs:
                 got = getattr(sampling, name)
-                raise ValueError(f"{name} must be at most max_logprobs={self.max_logprobs}, got {got}")
+                raise ParameterError(name, f"must be at most max_logprobs={self.max_logprobs}, got {got}")
         if sampling.thinking_token_budget is not None and sampling.thinking_marks is None:
-            raise ValueError("thinking_token_budget needs thinking_marks, the tokens around the reasoning")
+            raise ParameterError("thinking_token_budget", "needs thinking_marks, the tokens around the reasoning")
         if sampling.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and there is none (skip_tokenizer_init)")
+            raise ParameterError("stop", "strings need a tokenizer, and there is none (skip_tokenizer_init)")
         return self._with_grammar(sampling if sampling.checked else self._with_tokens(sampling))
 
     def _check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
         self._check_prompt(prompt_token_ids, 0)
         hidden_size = self.spec.hidden_size
         if (pooling.dimensions or 0) > hidden_size:
-            raise ValueError(f"dimensions must be at most {hidden_size}, the model's own, got {pooling.dimensions}")
+            reason = f"must be at most {hidden_size}, the model's own, got {pooling.dimensions}"
+            raise ParameterError("dimensions", reason)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], num_answer: int) -> None:
         num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
@@ -155,7 +157,7 @@ class InputProcessor:
             )
         if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
             wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
-            raise ValueError(f"prompt token ids must be from 0 to {vocab_size - 1}, got {wrong}")
+            raise ParameterError("prompt", f"token ids must be from 0 to {vocab_size - 1}, got {wrong}")
 
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
         breakers = sampling.dry_sequence_breakers
@@ -168,10 +170,11 @@ class InputProcessor:
             changes["bad_words"] = [list(each) for each in dict.fromkeys(map(tuple, ids))]
             longest, spellings = max(map(len, ids)), len(changes["bad_words"])
             if longest * spellings > MAX_BAD_TOKENS:  # the sampler examines so many for each row in each step
-                raise ValueError(
-                    f"bad_words must be fewer or shorter: {spellings} spellings of up to {longest} tokens, whose product "
+                reason = (
+                    f"must be fewer or shorter: {spellings} spellings of up to {longest} tokens, whose product "
                     f"is above {MAX_BAD_TOKENS}"
                 )
+                raise ParameterError("bad_words", reason)
         if sampling.dry_multiplier == 0:
             changes |= {"dry_sequence_breakers": None} if breakers else {}
         elif breakers is not None or self.tokenizer is not None:
@@ -182,22 +185,22 @@ class InputProcessor:
         vocab_size = self.spec.vocab_size
         for name in (*ID_FIELDS, "dry_sequence_breakers"):
             if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
-                raise ValueError(f"{name} must be below {vocab_size}, got {highest}")
+                raise ParameterError(name, f"must be below {vocab_size}, got {highest}")
         for word in sampling.bad_words or ():
             if (highest := max(word)) >= vocab_size:  # type: ignore[operator]
-                raise ValueError(f"bad_words must be below {vocab_size}, got {highest}")
+                raise ParameterError("bad_words", f"must be below {vocab_size}, got {highest}")
         return sampling
 
     @cached_property
     def _compiler(self) -> Compiler:
         if self.tokenizer is None:
-            raise ValueError("structured_outputs need a tokenizer, and there is none (skip_tokenizer_init)")
+            raise ParameterError("structured_outputs", "need a tokenizer, and there is none (skip_tokenizer_init)")
         return Compiler(partial(vocabulary_of, self.tokenizer, self.spec.vocab_size, self.eos_token_ids))
 
     def _with_grammar(self, sampling: SamplingParams) -> SamplingParams:
         """Compile and check the requested grammar, unless that has been done.
 
-        Raises `ValueError` that names the unsupported part, or `TagsError` if only schemas of tags are unusable.
+        Raises `ParameterError` with the unsupported part, or `TagsError` if only schemas of tags are unusable.
         """
         asked = sampling.structured_outputs
         if asked is None or asked.compiled is not None:
@@ -205,8 +208,8 @@ class InputProcessor:
         return sampling.clone(structured_outputs=self._grammars(asked))
 
     @cached_property
-    def _grammars(self) -> Remembered:
-        return Remembered(self._grammar)
+    def _grammars(self) -> GrammarCache:
+        return GrammarCache(self._grammar)
 
     def _grammar(self, asked: StructuredOutputs) -> StructuredOutputs:
         content = None
@@ -230,12 +233,12 @@ class InputProcessor:
 
     def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[str]:
         if len(tags.tags) > MAX_TAGS:
-            raise ValueError(f"structured_outputs.tags must be at most {MAX_TAGS}, got {len(tags.tags)}")
+            raise ParameterError("structured_outputs.tags", f"must be at most {MAX_TAGS}, got {len(tags.tags)}")
         grammars, reasons = [], {}
         until = time.monotonic() + CHECK_SECONDS
         for place, tag in enumerate(tags.tags):
             if time.monotonic() > until:
-                raise TooSlowError("structured_outputs.tags: together, their schemas are too complex")
+                raise TooSlowError("structured_outputs.tags", "together, their schemas are too complex", ": ")
             try:
                 found: list[str] = []
                 grammars.append(self._tag_grammar(tag, found, in_messages))
@@ -243,7 +246,8 @@ class InputProcessor:
             except ValueError as error:
                 reasons[place] = str(error)
             if sum(map(len, grammars)) > MAX_TAGS_LENGTH:
-                raise ValueError(f"structured_outputs.tags: their schemas may have {MAX_TAGS_LENGTH} characters in all")
+                reason = f"their schemas may have {MAX_TAGS_LENGTH} characters in all"
+                raise ParameterError("structured_outputs.tags", reason, ": ")
         if reasons:
             raise TagsError(reasons)
         return grammars
@@ -263,12 +267,12 @@ class InputProcessor:
         return found
 
     def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
-        """Return the grammar of a value. The message of a `ValueError` begins with `name`."""
+        """Return the grammar of a value. Raises `ParameterError` for the field `name`, or `ValueError` if that is empty."""
         try:
             grammar = write(value)
             self._compiler.check(grammar)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}" if name else str(error)) from None
+            raise (ParameterError(name, str(error), ": ") if name else ValueError(str(error))) from None
         return grammar
 
     @cached_property
@@ -284,10 +288,11 @@ class InputProcessor:
 
     def _encode_part(self, name: str, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{name}: texts need a tokenizer, and there is none (skip_tokenizer_init): give token ids")
+            reason = "texts need a tokenizer, and there is none (skip_tokenizer_init): give token ids"
+            raise ParameterError(name, reason, ": ")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
-            raise ValueError(f"{name}: {text!r} has no tokens in this model's vocabulary")
+            raise ParameterError(name, f"{text!r} has no tokens in this model's vocabulary", ": ")
         return ids
 
 

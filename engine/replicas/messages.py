@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
+from engine.core.params.structured import Literals, Parameters, Syntax
 
 # Commands: API process → engine process
 
@@ -75,6 +78,14 @@ class Step(msgspec.Struct, tag=True, omit_defaults=True):
 
 Event = Starting | Ready | Failed | Step
 
+
+def _decode_other(kind: type, value: Any) -> Any:
+    """A `Syntax` from its fields: msgpack has no names of classes, and msgspec takes one dataclass in a union."""
+    if kind is not Syntax:
+        raise NotImplementedError(kind)
+    return msgspec.convert(value, Parameters if "key" in value else Literals)
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command], dec_hook=_decode_other).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode

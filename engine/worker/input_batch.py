@@ -12,10 +12,9 @@ from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
+from engine.worker.options import RING
 from kernels.data import layout
 from kernels.data.layout import RowState, StepTensors
-
-RING = 3  # packed buffers: the step before the last has been read before its buffer is written again
 
 
 @dataclass(slots=True)
@@ -63,8 +62,10 @@ class InputBatch:
     the longest context is.
     """
 
-    def __init__(self, num_rows: int, num_groups: int, max_blocks: int, device: Device) -> None:
-        """`max_blocks`: entries of a block table."""
+    def __init__(
+        self, num_rows: int, num_groups: int, max_blocks: int, device: Device, num_buffers: int = RING
+    ) -> None:
+        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`."""
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
         self.rows: dict[str, Row] = {}
@@ -76,7 +77,7 @@ class InputBatch:
         self._num_blocks = np.zeros((num_groups, num_rows), dtype=np.int32)  # used entries of the block tables
         self._members: Members | None = None  # the last step's
         self._free = list(range(num_rows - 1, -1, -1))
-        self._ring = [self._new_buffer(4096) for _ in range(RING)]
+        self._ring = [self._new_buffer(4096) for _ in range(num_buffers)]
         self._newest = 0  # index in the ring
 
     def apply(self, output: SchedulerOutput) -> tuple[list[Row], list[Row]]:
@@ -210,7 +211,7 @@ class InputBatch:
         return self._members
 
     def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
-        self._newest = (self._newest + 1) % RING
+        self._newest = (self._newest + 1) % len(self._ring)
         length = len(self._ring[self._newest][1])
         if length < size:
             self._ring[self._newest] = self._new_buffer(max(size, 2 * length))

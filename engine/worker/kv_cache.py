@@ -16,6 +16,7 @@ from engine.models.shard import WHOLE, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Memory
 from engine.worker.options import RunnerOptions
+from engine.worker.sampling.token_history import history_bytes
 
 
 class KVCacheTooSmallError(ValueError):
@@ -195,12 +196,15 @@ class KVCacheLayout:
         return longest
 
     def cpu_cache_bytes(self, options: RunnerOptions, free: int) -> tuple[int, str]:
-        """Return the cache's size on a CPU with `free` bytes, and what limits it, for display."""
+        """Return the cache's size on a CPU with `free` bytes, and what limits it, for display.
+
+        The sampler's token history is not counted as free.
+        """
         of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.block_bytes
         bounds = {
             f"room for {options.max_num_seqs:,} full contexts": options.max_num_seqs * of_one,
             "4 GiB, or one full context": max(4 << 30, of_one),
-            "a quarter of the free memory": free // 4,
+            "a quarter of the free memory": max(free - token_history_bytes(options), 0) // 4,
         }
         bound = min(bounds, key=bounds.__getitem__)
         return bounds[bound], bound
@@ -225,12 +229,17 @@ def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[int
     return None
 
 
-def blocks_that_fit(layout: KVCacheLayout, memory: Memory, utilization: float) -> int:
-    """Return how many blocks fit in the fraction `utilization` of a GPU's memory beside this process's peak use.
+def blocks_that_fit(layout: KVCacheLayout, memory: Memory, options: RunnerOptions) -> int:
+    """Return how many blocks fit in `options.gpu_memory_utilization` of a GPU's memory beside this process's peak use.
 
     `memory` is measured after a profiling run, so its peak includes weights and activations. Memory of other processes
-    counts against the fraction. `GRAPH_RESERVE` stays free.
+    counts against the fraction. `GRAPH_RESERVE` and the token history, allocated when it is first needed, stay free.
     """
-    outside = memory.total - memory.free - memory.used
-    num_bytes = int(memory.total * utilization) - outside - memory.peak - GRAPH_RESERVE
+    outside, reserve = memory.total - memory.free - memory.used, GRAPH_RESERVE + token_history_bytes(options)
+    num_bytes = int(memory.total * options.gpu_memory_utilization) - outside - memory.peak - reserve
     return max(num_bytes // layout.block_bytes, 0)
+
+
+def token_history_bytes(options: RunnerOptions) -> int:
+    """Return the memory that the sampler's token history takes once a request needs it."""
+    return history_bytes(options.max_num_seqs, options.max_model_len)

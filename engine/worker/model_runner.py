@@ -37,9 +37,6 @@ from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from kernels.data.layout import StepTensors
 
-# Minimum number of host buffers for sampled tokens: one more than the number of unread steps when a step is launched.
-RING = 3
-
 
 @dataclass(slots=True)
 class StepHandle:
@@ -121,10 +118,12 @@ class ModelRunner:
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups, max_tokens = len(self.cache_groups), max(options.max_num_batched_tokens, max_seqs)
-        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device)
+        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device, options.num_step_buffers)
         self._step = StepTensors.allocate(max_seqs + 2, max_tokens, num_groups, device)  # see `PrefillShape`
         self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
-        self._sampler = Sampler(self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len)
+        self._sampler = Sampler(
+            self.batch, self._step, spec.eos_token_ids, spec.vocab_size, options.max_model_len, options.num_stages
+        )
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
         self.kv_cache: list[Tensor] = []
         # For each cache group, decode plans in ascending order of the number of sequences that they fit.
@@ -137,7 +136,7 @@ class ModelRunner:
             self._logits, head = new_logits(spec.vocab_size), model.lm_head
             self._own_logits = self._logits if head.shard.size == 1 else new_logits(head.num_rows)  # this rank's
             self._host_tokens = [
-                self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(max(RING, options.num_stages + 1))
+                self.device.pinned(max_seqs, dtype=torch.int64) for _ in range(options.num_step_buffers)
             ]
         limits = sorted({min(n, max_seqs) for n in (*kernels.FEW_SEQS, max_seqs)})
         allocate = partial(kernels.DecodePlan.allocate, device=device, kv_dtype=options.kv_dtype)
@@ -238,10 +237,11 @@ class ModelRunner:
         plan = self._sampler.plan(packed)
         handle.num_sampled, handle.unsampled = plan.num_sampled, plan.unsampled
         if plan.guided:
-            handle.guided, handle.masks = plan.guided, self._sampler.masks[: len(plan.guided)].numpy()
-            handle.finish = partial(self._finish, handle, packed, plan, logits, tokens, size)
+            masks = self._sampler.masks(plan)
+            handle.guided, handle.masks = plan.guided, masks.numpy()
+            handle.finish = partial(self._finish, handle, packed, plan, logits, tokens, size, masks)
         else:
-            self._finish(handle, packed, plan, logits, tokens, size)
+            self._finish(handle, packed, plan, logits, tokens, size, None)
         return handle
 
     def _unsampled(self, handle: StepHandle, packed: PackedStep) -> StepHandle:
@@ -447,10 +447,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _finish(
         self, handle: StepHandle, packed: PackedStep, plan: SamplingPlan, logits: Tensor, tokens: Tensor, size: int,
-        deferred: Sequence[int] = (),
+        masks: Tensor | None, deferred: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU. `size`: of the
-        graph that ran, which has left its own logits; 0: none did, and `logits` are all.
+        graph that ran, which has left its own logits; 0: none did, and `logits` are all. `masks`: of guided requests.
 
         The plan is the same on all ranks, so all gather logits or none does.
         """
@@ -461,7 +461,7 @@ class ModelRunner:
             self._sampler.sample_filtered(logits, tokens)
         elif size and (plan.groups or plan.with_logprobs):
             logits = self._gathered(logits)
-        self._sampler.sample_groups(plan, logits, tokens)
+        self._sampler.sample_groups(plan, masks, logits, tokens)
         self._defer(handle, packed, deferred)
         if plan.with_logprobs:
             handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, self.device.upload)

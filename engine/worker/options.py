@@ -8,6 +8,8 @@ import torch
 
 from engine.worker.device import Device
 
+RING = 3  # minimum number of buffers for data that the CPU and the device exchange in each step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
@@ -32,3 +34,12 @@ class RunnerOptions:
     expert_load_interval: int = 0  # count experts' tokens in every n-th step with prompts; 0: never
     num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
     num_stages: int = 1  # pipeline stages, of successive layers
+
+    @property
+    def num_step_buffers(self) -> int:
+        """Number of buffers in a ring, each for one step's data.
+
+        At most `num_stages` steps are launched and not read, the newest included (with one stage: two); a stage before
+        the last one may not have begun any of them.
+        """
+        return max(RING, self.num_stages + 1)

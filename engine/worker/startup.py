@@ -152,7 +152,7 @@ def count_blocks(runner: ModelRunner) -> tuple[int, str]:
     with _temporary_cache(runner, 1):
         _fullest_steps(runner)
         runner.device.synchronize()
-        num_blocks = blocks_that_fit(layout, runner.device.memory(), options.gpu_memory_utilization)
+        num_blocks = blocks_that_fit(layout, runner.device.memory(), options)
     runner.device.reset_peak_memory()
     return num_blocks, f"what is left of {options.gpu_memory_utilization:.0%} of the memory"
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
-from engine.errors import TagsError
+from engine.errors import ParameterError, TagsError
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool
 from server.generation.served_model import ServedModel
 from server.http.errors import APIError
 from server.http.warnings import Warnings
-from server.parsing.tools import ToolFormat, call_tags
+from server.parsing.formats import ToolFormat
+from server.parsing.tools import call_tags
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # A schema with one of these keywords defines its additional properties itself.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
-_REFUSAL = re.compile(r"structured_outputs(?:\.(\w+))?(:? )(.*)", re.DOTALL)
 
 
 async def guided(
@@ -33,7 +32,9 @@ async def guided(
     the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.
     """
     mode = request.tool_mode
-    format = model.tool_format if mode != "none" else None
+    format = model.format_for(request)
+    if format is not None and format.arguments is not None:
+        format = None  # no grammar yet
     content = request.structured_outputs if mode != "required" else {}
     if format is None and not content:
         return sampling
@@ -124,10 +125,8 @@ def _not_enforced(request: GenerationRequest, error: TagsError, warnings: Warnin
 
 def _refused(error: ValueError, has_content: bool) -> APIError:
     """Convert the engine's error, naming the field at fault. `has_content`: the request has structured outputs."""
-    match = _REFUSAL.match(str(error))
-    if match is None:
+    if not isinstance(error, ParameterError) or error.path[0] != "structured_outputs":
         return APIError(400, str(error), lead=None)
-    name, lead, reason = match.groups()
-    if name == "tags" or not has_content:
-        return APIError(400, reason, "tools", lead=lead)
-    return APIError(400, reason, "structured_outputs", *([name] if name else []), lead=lead)
+    if error.path[1:] == ("tags",) or not has_content:
+        return APIError(400, error.reason, "tools", lead=error.lead)
+    return APIError(400, error.reason, *error.path, lead=error.lead)

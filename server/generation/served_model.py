@@ -35,8 +35,9 @@ from server.metrics import Metrics, ReplicaClient
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
+from server.parsing.formats import GENERIC, ToolFormat
+from server.parsing.probe import find_tool_format
 from server.parsing.reasoning import HARMONY, find_reasoning_format
-from server.parsing.tools import find_tool_format
 from server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -105,12 +106,10 @@ class ServedModel:
         # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
         self._pair_template = self.template if settings.chat_template is not None else None
         source = self.template.source if self.template is not None else ""
-        self.tool_format = find_tool_format(settings.tool_call_parser, source)
+        self.tool_format = find_tool_format(settings.tool_call_parser, self.template)
         self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
         if self.tool_format is not None and self.tool_format.name == "openai":
             self.reasoning_format = HARMONY  # tool calls can be told apart only with this format
-        # At most one call in each answer, because the template rejects several calls in one message.
-        self._takes_single_calls = "single tool-calls" in source or self.writes_harmony
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.requests = RequestLog()
         metrics.registry.register(self.requests)
@@ -158,9 +157,16 @@ class ServedModel:
         """Whether answers are in gpt-oss's harmony format."""
         return self.reasoning_format is HARMONY
 
+    def format_for(self, request: GenerationRequest) -> ToolFormat | None:
+        """Return the format of the answer's tool calls. None: it has no calls, or the model's format is unknown."""
+        if request.tool_mode == "none":
+            return None
+        return GENERIC if self.tool_format is None and request.tool_mode == "required" else self.tool_format
+
     def takes_several_calls(self, request: GenerationRequest) -> bool:
         """Whether an answer may call more than one tool."""
-        return request.tool_choice.several and not self._takes_single_calls
+        format = self.format_for(request)
+        return request.tool_choice.several and not self.writes_harmony and not (format is not None and format.single)
 
     # ---- text ----
 

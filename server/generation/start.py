@@ -23,7 +23,7 @@ from server.generation.request import EmbeddingRequest, GenerationRequest, Promp
 from server.generation.served_model import ServedModel
 from server.generation.usage import Usage
 from server.http.callers import Caller
-from server.http.errors import APIError, engine_error, spelled
+from server.http.errors import APIError, invalid, spelled
 from server.http.limits import MAX_ANSWERS
 from server.http.warnings import Warnings
 from server.observability.recorder import Ended
@@ -37,15 +37,6 @@ _log = logging.getLogger(__name__)
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000  # characters
 _BEGUN_AT_ONCE = 8  # samples started before yielding to the event loop: about a millisecond
-# Parameter names that an engine error may begin with, each with its path in the request.
-_FIELDS = {
-    name: (name,)
-    for name in (
-        "prompt",
-        *(field.name for field in dataclasses.fields(SamplingParams)),
-        *(field.name for field in dataclasses.fields(PoolingParams)),
-    )
-}
 
 
 async def generate(model: ServedModel, request: GenerationRequest, warnings: Warnings, caller: Caller) -> Generation:
@@ -70,7 +61,7 @@ async def _generate(
 ) -> Generation:
     if request.conversation is not None:
         request.conversation.check()
-    _check_tools(model, request)
+    _check_tools(model, request, warnings)
     _warn_of_unused_variables(model, request, warnings)
     prompts = await model.encode(request, is_to_fit=True)
     if prompts[0].is_merged:
@@ -104,7 +95,7 @@ async def embed(model: ServedModel, request: EmbeddingRequest, caller: Caller) -
         try:
             pooling = PoolingParams(**{"pooling": model.engine.default_pooling, **request.pooling})
         except ValueError as error:
-            raise engine_error(error, _FIELDS) from None
+            raise invalid(error) from None
         _check_num_answers(request, 1)
         with model.queue.entering(request.num_prompts, request.owner):
             prompts = await model.encode(request, is_to_fit=True)
@@ -122,7 +113,7 @@ def _check_priority(request: PromptRequest, caller: Caller) -> None:
         raise APIError(403, "values below 0 require a key with `priority: true` in the key file", "priority")
 
 
-def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
+def _check_tools(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
     choice, names = request.tool_choice, {tool.name for tool in request.tools}
     if not names and (choice.names or choice.mode == "required"):
         raise APIError(400, "requires tools", "tool_choice")
@@ -133,8 +124,10 @@ def _check_tools(model: ServedModel, request: GenerationRequest) -> None:
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
         raise APIError(400, '"auto" is disabled on this server: use "none", "required" or a function', "tool_choice")
     if model.tool_format is None and model.template is not None:
-        reason = "the chat template has no known tool call format: start the server with --tool-call-parser NAME"
-        raise APIError(400, reason, "tools")
+        is_off = model.settings.tool_call_parser == "none"
+        why = "the server parses no tool calls" if is_off else "the chat template has no known tool call format"
+        forced = "the answer is a list of JSON objects" if request.tool_mode == "required" else "the answer is text"
+        warnings.add(f"{why}, so {forced}: --tool-call-parser NAME sets a format", "tools", names=request.names)
 
 
 def _check_stop(request: GenerationRequest) -> None:
@@ -202,7 +195,7 @@ def _sampling(model: ServedModel, request: GenerationRequest) -> SamplingParams:
     try:
         return SamplingParams(**{**defaults, **request.sampling})
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 async def _prepared(model: ServedModel, request: PromptRequest, sampling: SamplingParams) -> SamplingParams:
@@ -210,7 +203,7 @@ async def _prepared(model: ServedModel, request: PromptRequest, sampling: Sampli
     try:
         return await model.engine.prepare(sampling, request.owner)
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
@@ -218,8 +211,8 @@ def _with_marks(model: ServedModel, request: GenerationRequest, sampling: Sampli
     if request.conversation is None:
         return sampling
     marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
-    if model.tool_format is not None and request.tool_mode != "none":
-        marks.append(model.tool_format.begin)
+    if (format := model.format_for(request)) is not None:
+        marks += format.special_marks
     if any(model.tokenizer.token_to_id(mark) in model.tokenizer.special_ids for mark in marks):
         sampling = sampling.clone(skip_special_tokens=False)
     if model.writes_harmony:
@@ -252,7 +245,7 @@ def _limited(model: ServedModel, prompt: list[int], sampling: SamplingParams) ->
     try:
         return sampling.clone(max_tokens=max_tokens)
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
 
 
 # ---- to the engine ----
@@ -294,7 +287,7 @@ async def _begin(
             updates = begin_one(one)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
-        raise engine_error(error, _FIELDS) from None
+        raise invalid(error) from None
     except EngineDeadError as error:
         raise APIError(503, f"the engine is not running: {error}") from None
     if model.settings.enable_log_requests:
@@ -339,12 +332,11 @@ def _numbers(params: SamplingParams | PoolingParams) -> str:
 
 def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
     """Return a new parser for one answer to a conversation."""
-    names: list[str] = []
-    if model.tool_format is not None and request.tool_mode != "none":
-        names = request.tool_choice.names or [tool.name for tool in request.tools]
+    format = model.format_for(request)
+    callable = [tool for _, tool in request.callable_tools] if format is not None else []
     if model.writes_harmony:
         return HarmonyReader(
-            names,
+            [tool.name for tool in callable],
             model.tokenizer.token_text,
             continued=prompt.past_reasoning,
             shows_reasoning=request.include_reasoning,
@@ -353,7 +345,8 @@ def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> A
     if (marks := model.reasoning_format) is not None:
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
         counter = TokenCounter(marks.end, model.tokenizer.token_text)
-    if model.tool_format is not None and names:
+    if format is not None and callable:
         max_calls = None if model.takes_several_calls(request) else 1
-        tools = ToolReader(model.tool_format, names, max_calls, required=request.tool_mode == "required")
+        schemas = {tool.name: tool.parameters for tool in callable}
+        tools = ToolReader(format, schemas, max_calls, required=request.tool_mode == "required")
     return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from engine.errors import ParameterError
 from engine.utils.log import traceback_without_text
 from server.http.context import CURRENT
 
@@ -85,16 +86,11 @@ def spelled(names: Names) -> Iterator[None]:
         raise error.spelled(names) from None
 
 
-def engine_error(error: ValueError, fields: Mapping[str, tuple[str, ...]]) -> APIError:
-    """Return a 400 for a `ValueError` of the engine whose message begins with the name of the invalid parameter.
-
-    `fields`: parameter name → path in the request.
-    """
-    word, _, reason = str(error).partition(" ")
-    name = word.removesuffix(":")
-    if name not in fields:
-        return APIError(400, str(error))
-    return APIError(400, reason, *fields[name], lead=": " if word.endswith(":") else " ")
+def invalid(error: ValueError) -> APIError:
+    """Return a 400 for an error of the engine's checks."""
+    if isinstance(error, ParameterError):
+        return APIError(400, error.reason, *error.path, lead=error.lead)
+    return APIError(400, str(error))
 
 
 def unexpected(error: BaseException) -> APIError:

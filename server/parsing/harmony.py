@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+from server.parsing.formats import TOOL_FORMATS
 from server.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning, begun, json_object
 from server.parsing.reasoning import HARMONY
-from server.parsing.tools import TOOL_FORMATS
 
 ENDS = ("<|return|>", "<|call|>")  # tokens that end an answer
 _FORMAT = TOOL_FORMATS["openai"]

@@ -65,6 +65,31 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(clock: list[float
     assert [new.request_id for new in output.new_requests] == ["fine"]
 
 
+def test_the_prefix_is_looked_up_once_for_all_questions_on_an_admission(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = Scheduler(1000, 4, 8, 1000, 2000, clock=lambda: clock[0])
+    lookups: list[Request] = []
+    match_prefix = s.blocks.match_prefix
+
+    def counted(request: Request) -> list[list[int]]:
+        lookups.append(request)
+        return match_prefix(request)
+
+    monkeypatch.setattr(s.blocks, "match_prefix", counted)
+    for number in range(2):  # in time only because the prefix is cached
+        engine_request = EngineRequest(
+            str(number), [*range(500)], SamplingParams(max_tokens=1), deadline=number and clock[0] + 2
+        )
+        s.add(Request(engine_request, frozenset(), 0))
+        lookups.clear()
+        output = s.schedule()
+        assert len(lookups) == 1
+        clock[0] += 5
+        s.update(output, StepResult([9], [1]))
+    assert output.new_requests[0].num_computed_tokens == 496
+
+
 def test_a_wrong_guess_does_not_last(clock: list[float]) -> None:
     s = Scheduler(1000, 4, 8, 1000, 2000, clock=lambda: clock[0])
     add(s, "slow", 100)

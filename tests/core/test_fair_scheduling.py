@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.micro.fairness import DEVICES, FLOODS, Flood, Simulation
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
 from engine.core.fairness.arrivals import AWAY_SECONDS
 from engine.core.fairness.request_queues import FAVOURED_REQUESTS, FAVOURED_STEPS
+from engine.core.fairness.step_budget import EXPECTED_STEPS, SHARED_STEPS
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.scheduler import EXPECTED_STEPS, PAUSED_STEPS, SHARED_STEPS, Scheduler
+from engine.core.scheduler import PAUSED_STEPS, Scheduler
+from tests.support.flood import CPU, FLOODS, Flood, Simulation
 
 
 def make(
@@ -336,9 +337,8 @@ def test_a_step_has_the_same_time_where_one_is_always_in_flight() -> None:
 
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.name)
 def test_a_flood_hardly_slows_another_owner_and_costs_little(flood: Flood) -> None:
-    device = DEVICES[1]
-    alone = Simulation(device, None, fair=True, seconds=12).run()
-    fair, fcfs = (Simulation(device, flood, fair=each, seconds=12).run() for each in (True, False))
+    alone = Simulation(CPU, None, fair=True, seconds=12).run()
+    fair, fcfs = (Simulation(CPU, flood, fair=each, seconds=12).run() for each in (True, False))
     assert max(fair.latencies[2:]) < 2.2 * alone.p95, "the first ones met steps that were not bounded"
     assert fcfs.p95 > 50 * alone.p95
     assert fair.num_tokens > 0.95 * fcfs.num_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.batch import EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.kv import block_pool
 from engine.core.params.sampling import SamplingParams
@@ -550,3 +550,53 @@ def test_stats_of_the_queues() -> None:
     assert (stats.num_blocks, stats.num_free_blocks) == (10, 8)
     assert stats.kv_cache_usage == pytest.approx(0.2)
     assert (stats.prompt_tokens, stats.generation_tokens) == (8, 2)
+
+
+# NaN
+
+
+def _fail_with_nan(s: Scheduler, name: str) -> None:
+    output = plan(s)
+    (failed,) = (each for each in give(s, output, **{name: NOT_FINITE}) if each.finish_reason)
+    assert (failed.request_id, failed.finish_reason) == (name, "error")
+
+
+def _num_cached(s: Scheduler, name: str, prompt: list[int]) -> int:
+    (r,) = add(s, request(name, prompt, max_tokens=1))
+    step(s)
+    return r.num_cached_tokens
+
+
+def test_blocks_of_a_request_with_nan_may_be_held_by_others() -> None:
+    s, prompt = make(), list(range(1, 13))
+    add(s, request("a", [*prompt, 50]))
+    step(s)
+    others = add(s, request("b", [*prompt, 60]), request("c", [*prompt, 61]))
+    _fail_with_nan(s, "a")
+    assert [each.num_cached_tokens for each in others] == [12, 12]
+    step(s)
+    assert _num_cached(s, "d", [*prompt, 62]) == 0, "what `a` computed may hold NaN"
+    for each in others:
+        s.abort(each.request_id)
+        s.check()
+    assert s.blocks.num_free_blocks == s.blocks.num_blocks
+
+
+def test_a_request_with_nan_leaves_the_cached_prefix_that_it_has_sampled_with() -> None:
+    s, prompt = make(), list(range(1, 13))
+    add(s, request("a", [*prompt, 50]))
+    step(s)
+    add(s, request("b", [*prompt, 60, 61, 62, 63, 64]))
+    step(s)
+    _fail_with_nan(s, "b")
+    assert _num_cached(s, "c", [*prompt, 60, 61, 62, 63, 64]) == 12, "without the block that `b` computed"
+
+
+def test_a_request_whose_first_token_is_nan_leaves_nothing_that_may_be_the_cause() -> None:
+    s, prompt = make(), list(range(1, 13))
+    add(s, request("a", [*prompt, 50]))
+    step(s)
+    s.abort("a")
+    add(s, request("b", [*prompt, 60]))
+    _fail_with_nan(s, "b")
+    assert _num_cached(s, "c", [*prompt, 61]) == 0

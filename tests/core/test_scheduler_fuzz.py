@@ -7,7 +7,7 @@ A failure names its seed; `run_workload(seed)` repeats it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from string import ascii_letters
 from unittest.mock import patch
@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 
 from engine.core import scheduler
-from engine.core.batch import EngineOutput, SchedulerOutput
+from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
-from engine.core.fairness import deadlines, request_queues
+from engine.core.fairness import deadlines, request_queues, step_budget
 from engine.core.fairness import step_time as pace
 from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.block_pool import Name
@@ -67,6 +67,8 @@ EXPECTED_EVENTS = [
     "shorter for owners that may come",
     "batches that take turns",
     "more than two steps at a time",
+    "finished by error",
+    "NaN in blocks that others hold",
 ]
 
 
@@ -81,6 +83,9 @@ class Client:
 
     def receive(self, output: EngineOutput) -> None:
         tokens, finish_reason, stop_reason = self.answer
+        if output.finish_reason == "error":
+            assert (output.new_token_ids, output.embedding) == ([], None)
+            return
         assert output.embedding == self.embedding
         self.received += output.new_token_ids
         assert self.received == tokens[: len(self.received)], f"wrong tokens for {output.request_id}"
@@ -129,6 +134,8 @@ class Workload:
         self.reset_rate = rng.choice([0, 0, 0.02])
         self.lateness = Random(seed)
         self.turns = Random(seed)
+        self.faults = Random(seed)
+        self.nan_rate = self.faults.choice([0, 0, 0, 0.2])
         self.owners = Random(seed)
         self.owner_names = self.owners.choice(["", "a", "ab", "aaaab", "abcdefgh"])
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
@@ -156,7 +163,7 @@ class Workload:
         with (
             patch.object(deadlines, "MIN_PACED", 1),
             patch.object(pace, "SHORT_TOKENS", 2),
-            patch.object(scheduler, "SHARED_STEPS", 4),
+            patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
@@ -202,7 +209,7 @@ class Workload:
             self._abort()
         if self.in_flight and (launched is None or len(self.in_flight) >= self.num_batches - 1):
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for given in scheduler.update(*self.in_flight.popleft().read()):
+            for given in scheduler.update(*self._corrupted(*self.in_flight.popleft().read())):
                 self._deliver(given)
                 self.events["extra tokens to be dropped"] += (
                     given.finish_reason == "stop" and given.request_id in launched_ids
@@ -215,6 +222,24 @@ class Workload:
         if launched:
             self.in_flight.append(launched)
         self.runner.poison(scheduler.blocks.pool.free_and_empty())
+
+    def _corrupted(self, output: SchedulerOutput, result: StepResult) -> tuple[SchedulerOutput, StepResult]:
+        """The result, in which some requests got NaN instead of a token or an embedding."""
+        token_ids, embeddings, at = result.token_ids.copy(), result.embeddings.copy(), 0
+        for index, (request_id, count) in enumerate(zip(output.batch.request_ids, result.num_sampled, strict=True)):
+            if (count or index in embeddings) and self.faults.random() < self.nan_rate:
+                if count:
+                    token_ids[at] = NOT_FINITE
+                else:
+                    embeddings[index] = b""
+                running = {
+                    each.request_id: set(each.block_tables[0][each.num_passed[0] :])
+                    for each in self.scheduler.queues.running
+                }
+                own = running.pop(request_id, set())
+                self.events["NaN in blocks that others hold"] += any(own & other for other in running.values())
+            at += count
+        return output, replace(result, token_ids=token_ids, embeddings=embeddings)
 
     def _schedule(self) -> SchedulerOutput:
         queues = self.scheduler.queues
@@ -393,7 +418,7 @@ class Workload:
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks, "blocks are lost"
         assert stats.kv_cache_usage == 0
-        assert sorted(self.runner.rows) == sorted(scheduler._removed), "rows are lost"
+        assert sorted(self.runner.rows) == sorted(scheduler.requests.removed), "rows are lost"
         assert stats.generation_tokens >= sum(len(client.received) for client in self.finished)
         self.events["preemptions"] += stats.num_preemptions
         self.events["prefix-cache hits"] += stats.prefix_hits > 0

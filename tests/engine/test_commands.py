@@ -8,9 +8,12 @@ import weakref
 import pytest
 import zmq
 
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.core.params.structured import Literals, Parameters, StructuredOutputs, Syntax, Tag, Tags
 from engine.replicas import engine_process
 from engine.replicas.engine_process import EngineProcess
-from engine.replicas.messages import Abort, decode_commands
+from engine.replicas.messages import Abort, Add, decode_commands, encode
 
 
 def test_commands_of_one_iteration_of_the_event_loop_are_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +36,23 @@ def test_commands_of_one_iteration_of_the_event_loop_are_two_messages(monkeypatc
         return received
 
     assert asyncio.run(run()) == [["0"], ["1", "2", "3", "4"], ["later"], ["Shutdown"]]
+
+
+@pytest.mark.parametrize(
+    "syntax",
+    [
+        None,
+        Literals(assign=":", quote="<escape>"),
+        Parameters(key="<", value="{kind}>", end="</>", kinds=(("a", "b"),)),
+    ],
+)
+def test_a_request_arrives_as_it_was_sent(syntax: Syntax | None) -> None:
+    tags = Tags(trigger="<call>", tags=[Tag(begin="<call>", schema={"type": "object"}, end="</call>", syntax=syntax)])
+    params = SamplingParams(structured_outputs=StructuredOutputs(tags=tags))
+    request = EngineRequest("a", [1, 2, 3], params)
+    (command,) = decode_commands(encode([Add(request)]))
+    assert isinstance(command, Add)
+    assert command.request == request
 
 
 def test_a_process_that_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def _errors_of_products(communicator: GpuCommunicator, num_tokens: int, device: 
         for _ in range(2):  # without a pause between
             _late(chance)
             normed = communicator.add_product(
-                residual, xs[rank], lambda rows: torch.nn.functional.linear(rows, weights[rank]), (norm, EPS)
+                residual, lambda rows: torch.nn.functional.linear(xs[rank][rows], weights[rank]), (norm, EPS)
             )
         errors.append(relative_error(residual, 2 * want - before.double()))
         if normed is not None:

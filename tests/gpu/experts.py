@@ -15,7 +15,7 @@ from benchmarks.model_shapes import SHAPES
 from engine.models.decoder import Decoder
 from engine.models.families import read_spec
 from engine.models.formats import weight_formats
-from engine.models.layers import Scope
+from engine.models.matrix import Scope
 from engine.models.weights import checkpoint_tensors, load_model
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.families import MAX_ERROR, MAX_RATIO

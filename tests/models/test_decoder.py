@@ -16,7 +16,8 @@ from benchmarks.model_shapes import model_folder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.families import read_spec
 from engine.models.formats import weight_formats
-from engine.models.layers import Scope, Stream
+from engine.models.matrix import Scope
+from engine.models.residual import ResidualStream
 from engine.models.weights import load_model
 from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
 from tests.oracles.paged_runner import decode
@@ -177,9 +178,9 @@ def test_few_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """
     computed: list[tuple[DecoderLayer, bool]] = []
 
-    def forward(layer: DecoderLayer, x: Stream, *_: Any) -> Stream:
+    def forward(layer: DecoderLayer, x: ResidualStream, *_: Any) -> ResidualStream:
         computed.append((layer, x.normed is None))
-        return Stream(x.hidden, x.hidden)
+        return ResidualStream(x.hidden, x.hidden)
 
     monkeypatch.setattr(DecoderLayer, "forward", forward)
     spec = read_spec(Path(model_folder("gemma-3-12b", tmp_path)))

@@ -17,7 +17,10 @@ import kernels
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Embedding, LMHead, RMSNorm, Scope
+from engine.models.layers import Embedding, LMHead
+from engine.models.matrix import Scope
+from engine.models.norms import RMSNorm
+from engine.models.residual import SublayerInput
 from engine.models.shard import Shard, Span, Stage
 from engine.models.spec import AttentionSpec
 from engine.models.weights import checkpoint_tensors, load_model
@@ -54,8 +57,8 @@ class ThreadCommunicator:
         residual.add_(self.all_reduce(x))
         return None if norm is None else kernels.rms_norm(residual, *norm)
 
-    def add_product(self, residual: Any, x: Any, product: Any, norm: Any = None) -> Tensor | None:
-        return self.add_sum(residual, product(x), norm)
+    def add_product(self, residual: Any, product: Any, norm: Any = None) -> Tensor | None:
+        return self.add_sum(residual, product(slice(None)), norm)
 
     def all_gather(self, x: Any, out: Any) -> Any:
         return out.copy_(torch.cat(self.meeting.exchange(self.rank, x), dim=-1)[:, : out.shape[1]])
@@ -153,7 +156,7 @@ def test_a_vocabulary_that_ranks_cannot_divide(size: int) -> None:
             module.weight.fill_(torch.nan)  # type: ignore[operator]  # what memory may hold where no row is
             for tensor in module.tensors():
                 tensor.memory.copy_(value[tensor.index])
-        own, buffer, row = modules[1].after_norm(hidden, modules[2]), torch.empty(5, 9), torch.zeros(5)
+        own, buffer, row = modules[1].own_logits(SublayerInput(hidden, modules[2])), torch.empty(5, 9), torch.zeros(5)
         assert modules[1].gather(own, buffer) is buffer
         assert torch.equal(modules[1].gather(own), buffer)
         keys = kernels.best_keys(own, row, row.int(), row + 1, row, row.long(), row.int(), modules[1].first_id, 9)

@@ -10,7 +10,8 @@ import torch
 
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.formats.floats import FLOATS
-from engine.models.layers import Residual, Scope, Stream
+from engine.models.matrix import Scope
+from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
 from kernels import BlockSparse
@@ -65,7 +66,7 @@ def test_attention_is_that_over_the_cache(shape: dict[str, Any], widens: bool, m
     for each in (metadata, replace(metadata, wide_pages=wide)):
         hidden, kv = x.clone(), paged.kv.clone()
         with unwritten_is_nan():
-            stream = attention(Stream(hidden), hidden, Residual(None, None, 1.0), positions, kv, each)
+            stream = attention(SublayerInput(hidden), ResidualEpilogue(ResidualStream(hidden)), positions, kv, each)
         found.append(stream.hidden)
         caches.append(kv.view(torch.uint8))
     torch.testing.assert_close(found[1], found[0])

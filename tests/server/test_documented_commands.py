@@ -63,13 +63,13 @@ LESS = {
     "quire top": "--count 1",
 }
 RESULTS = {  # files that commands compare and plot
-    "before.json": "engines-h200.json",
-    "after.json": "engines-h200.json",
-    "engines.json": "engines-h200.json",
-    "engines-a.json": "engines-h200.json",
-    "engines-b.json": "engines-llama-3.1-8b-h200.json",
-    "servers.json": "servers-h200.json",
-    "kernels.json": "kernels-h200.json",
+    "before.json": "engines/engines-h200.json",
+    "after.json": "engines/engines-h200.json",
+    "engines.json": "engines/engines-h200.json",
+    "engines-a.json": "engines/engines-h200.json",
+    "engines-b.json": "engines/engines-llama-3.1-8b-h200.json",
+    "servers.json": "serving/servers-h200.json",
+    "kernels.json": "kernels/kernels-h200.json",
 }
 SHAPES = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B": "llama-3.1-8b"}  # for `quire plan`
 PLACEHOLDERS = {

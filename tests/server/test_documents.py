@@ -101,7 +101,7 @@ def test_the_speeds_are_those_of_the_results() -> None:
     rows = dict(re.findall(r"^\| `([\w-]+)`.*? \| (.*) \|$", text, re.MULTILINE))
     files = {"qwen3-0.6b": "engines-h200.json", "llama-3.1-8b": "engines-llama-3.1-8b-h200.json"}
     for column, (model, file) in enumerate(files.items()):
-        result = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        result = json.loads((ROOT / "benchmarks" / "results" / "engines" / file).read_text())
         runs = [run for run in result["runs"] + result["starts"] if (run["engine"], run["model"]) == ("quire", model)]
         ratios = {run.get("work", "start-up"): f"{run['ratio']:.{2 if 'work' in run else 1}f}" for run in runs}
         assert len(ratios) > 6
@@ -111,7 +111,8 @@ def test_the_speeds_are_those_of_the_results() -> None:
 def test_every_result_is_explained() -> None:
     folder = ROOT / "benchmarks" / "results"
     explained = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
-    assert sorted({path.name for path in folder.iterdir()} - {"README.md", *explained}) == []
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert sorted(files - {"README.md", *explained}) == []
 
 
 def test_flags_of_the_readme_exist() -> None:

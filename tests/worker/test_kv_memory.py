@@ -4,13 +4,21 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.core.kv.cache_groups import FULL, CacheGroup
-from engine.worker.device import CpuDevice
-from engine.worker.kv_cache import CachedLayer, KVCacheLayout, KVCacheTooSmallError
+from engine.worker.device import CpuDevice, Memory
+from engine.worker.kv_cache import (
+    GRAPH_RESERVE,
+    CachedLayer,
+    KVCacheLayout,
+    KVCacheTooSmallError,
+    blocks_that_fit,
+)
 from engine.worker.options import RunnerOptions
+from engine.worker.sampling.token_history import TokenHistory
 
 CPU = CpuDevice()
 
@@ -121,4 +129,17 @@ def test_what_bounds_the_cache_on_a_cpu_is_said() -> None:
     assert layout.cpu_cache_bytes(options_of(4096), 64 * gib)[1] == "room for 4 full contexts"
     many = options_of(131072, max_num_seqs=1000)
     assert layout.cpu_cache_bytes(many, 64 * gib) == (4 * gib, "4 GiB, or one full context")
-    assert layout.cpu_cache_bytes(many, 8 * gib) == (2 * gib, "a quarter of the free memory")
+    free = 8 * gib + 4 * 1000 * 131072  # the second part is for the sampler's token history
+    assert layout.cpu_cache_bytes(many, free) == (2 * gib, "a quarter of the free memory")
+
+
+def test_a_token_history_fits_beside_the_cache_on_a_gpu() -> None:
+    layout, options = layout_of([0]), options_of(1 << 16, max_num_seqs=32)
+    memory = Memory(total=1 << 30, free=1023 << 20, used=1 << 20, peak=1 << 20)
+    held = blocks_that_fit(layout, memory, options) * layout.block_bytes + memory.peak + GRAPH_RESERVE
+    history = TokenHistory(options.max_num_seqs, options.max_model_len, CPU)
+    slots = [history.take(np.array([i, 5], np.int32)) for i in range(options.max_num_seqs)]
+    assert len(set(slots)) == options.max_num_seqs
+    assert history.tokens[slots, 0].tolist() == list(range(options.max_num_seqs))
+    assert history.tokens.nbytes == 8 << 20
+    assert 0 <= memory.total * options.gpu_memory_utilization - held - history.tokens.nbytes < layout.block_bytes

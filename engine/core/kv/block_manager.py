@@ -157,8 +157,10 @@ class BlockManager:
         num_cached = len(cached[0]) if cached else 0
         pool.hold(held)
         new_ids = [pool.take(count) for count in counts]
-        if not request.block_tables and self.enable_prefix_caching:
-            request.next_commit = (num_cached + 1) * size
+        if not request.block_tables:
+            request.num_cached_blocks, request.num_admitted_tokens = num_cached, len(request.token_ids)
+            if self.enable_prefix_caching:
+                request.next_commit = (num_cached + 1) * size
         for g, table in enumerate(tables):
             table += cached[g] if num_cached else ()
             table += new_ids[g]
@@ -217,9 +219,15 @@ class BlockManager:
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
-        """Remove the request's blocks from the prefix cache: their content may be corrupt."""
+        """Remove the blocks that the request computed from the prefix cache: their content may be corrupt.
+
+        The blocks that it found in the cache stay there if it has sampled a token since it was admitted: the logits were
+        finite, so what they were computed from was sound. Otherwise one of these blocks may be the cause.
+        """
+        has_sampled = len(request.token_ids) > request.num_admitted_tokens
+        num_sound = request.num_cached_blocks if has_sampled else 0
         for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
-            self.pool.unpublish(table[num_passed:])
+            self.pool.unpublish(table[max(num_passed, num_sound) :])
 
     def release(self, request: Request) -> None:
         """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""
@@ -283,6 +291,6 @@ class BlockManager:
                 assert held[block_id] == 1, "a block yet to be written is shared"
                 assert name is None, "a block yet to be written is published"
             elif name is None:
-                assert held[block_id] == 1, "a shared block is not published"
+                assert held[block_id] == 1 or self.pool.is_suspect(block_id), "a shared block is not published"
             else:
                 assert name == (g, self._hash(request, index)), "a published block holds other tokens"

@@ -25,7 +25,9 @@ class BlockPool:
         self._published: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.num_groups = num_groups
         self.num_publications = 0  # since the start
+        self.version = 0  # changes with every change of the published blocks
         self.num_releases = 0  # calls of `release`
+        self._suspect: set[int] = set()  # held blocks that were unpublished
         # Hashes: the recent ones, and the ones before those.
         self._evicted: tuple[set[bytes], set[bytes]] = set(), set()
 
@@ -60,6 +62,7 @@ class BlockPool:
                 del self._published[group][block_hash]
                 self._names[block_id] = None
                 evicted.add(block_hash)
+                self.version += 1
             self._num_holders[block_id] = 1
             taken.append(block_id)
         if len(evicted) > MAX_EVICTED:
@@ -76,20 +79,25 @@ class BlockPool:
                 free[block_id] = None
                 if names[block_id] is None:
                     free.move_to_end(block_id, last=False)
+        if self._suspect:
+            self._suspect = {block_id for block_id in self._suspect if num_holders[block_id]}
 
     def publish(self, group: int, block_hash: bytes, block_id: int) -> None:
         """Publish a full block as the end of a prefix, unless another block is already published for it."""
         if self._published[group].setdefault(block_hash, block_id) == block_id:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
+            self.version += 1
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Forget the names of these held blocks."""
+        """Forget the names of these held blocks. They are suspect until their last holder releases them."""
         for block_id in block_ids:
             if (name := self._names[block_id]) is not None:
                 group, block_hash = name
                 del self._published[group][block_hash]
                 self._names[block_id] = None
+                self._suspect.add(block_id)
+                self.version += 1
 
     def published(self) -> Iterator[tuple[int, Name]]:
         """Yield the published blocks and their names as of the first call, the one to be evicted last first."""
@@ -105,6 +113,7 @@ class BlockPool:
         for block_id, (group, block_hash) in reversed(blocks):
             self._published[group][block_hash], self._names[block_id] = block_id, (group, block_hash)
             self._free.move_to_end(block_id)
+        self.version += 1
 
     def reset(self) -> bool:
         """Evict everything. Returns False, without any change, while a block is held."""
@@ -114,6 +123,7 @@ class BlockPool:
         self._evicted = set(), set()
         for published in self._published:
             published.clear()
+        self.version += 1
         return True
 
     def was_cached(self, block_hash: bytes) -> bool:
@@ -123,6 +133,10 @@ class BlockPool:
     def name_of(self, block_id: int) -> Name | None:
         """Return the name of a block, or None if it is not published."""
         return self._names[block_id]
+
+    def is_suspect(self, block_id: int) -> bool:
+        """Return whether a held block was unpublished because its content may be corrupt."""
+        return block_id in self._suspect
 
     def free_and_empty(self) -> list[int]:
         """Return the free blocks without cached content."""

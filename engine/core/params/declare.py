@@ -16,6 +16,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.params.errors import ParameterError
+
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
@@ -91,14 +93,14 @@ class NumberChecks:
                 )
 
     def __call__(self, instance: Any) -> None:
-        """Raise `ValueError` with the first parameter that is out of range, its value and the range."""
+        """Raise `ParameterError` for the first parameter that is out of range."""
         for parameter, name, default, is_optional, kinds, low, high in self._checks:
             value = getattr(instance, name)
             if value is default or (is_optional and value is None):
                 continue
             is_number = type(value) in kinds or (isinstance(value, kinds) and not isinstance(value, bool))
             if not (is_number and low <= value <= high):
-                raise ValueError(f"{name} must be {parameter.wanted}, got {value!r}")
+                raise ParameterError(name, f"must be {parameter.wanted}, got {value!r}")
 
 
 def _limits(declared: Declaration) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.params.declare import NumberChecks, parameter
+from engine.core.params.errors import ParameterError
 from engine.core.params.sampling import SamplingParams
 
 POOLINGS = ("last", "mean")
@@ -17,7 +18,7 @@ UNSAMPLED = SamplingParams(
 class PoolingParams:
     """The parameters for turning the prompt's hidden states, after the model's final norm, into one embedding.
 
-    Raises `ValueError` with the field and its value for a value out of range.
+    Raises `ParameterError` for a value out of range.
     """
 
     pooling: str = parameter(
@@ -35,7 +36,7 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}")
+            raise ParameterError("pooling", f"must be {' or '.join(POOLINGS)}, got {self.pooling!r}")
         _check_numbers(self)
 
 

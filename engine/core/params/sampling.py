@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.core.params.declare import NumberChecks, parameter, parameters_of
+from engine.core.params.errors import ParameterError
 from engine.core.params.structured import StructuredOutputs
 
 MAX_TEXT_LENGTH = 100  # characters of a text that stands for tokens, or tokens of a list
@@ -27,7 +28,7 @@ _TOKEN_FIELDS = frozenset(
 class SamplingParams:
     """The generation parameters of one request, under the names of vLLM and OpenAI.
 
-    Raises `ValueError` with the field, its value and its range for a value out of range.
+    Raises `ParameterError` with the value and the range for a value out of range.
 
     The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
     `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `thinking_token_budget`, the grammar of
@@ -216,9 +217,9 @@ _MAX_LENGTHS = [
 ]
 
 
-def _wrong(name: str, value: object, wanted: str) -> ValueError:
+def _wrong(name: str, value: object, wanted: str) -> ParameterError:
     shown = repr(value)
-    return ValueError(f"{name} must be {wanted}, got {shown if len(shown) <= 200 else shown[:200] + '…'}")
+    return ParameterError(name, f"must be {wanted}, got {shown if len(shown) <= 200 else shown[:200] + '…'}")
 
 
 def _is_number(value: object) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.params.errors import ParameterError
+
 MAX_TAGS = 512
 
 
@@ -15,6 +17,38 @@ class Thoughts:
     begin: str
     end: str
     opened: bool  # the prompt ends with `begin`, so there is reasoning; else it is optional
+
+
+class Syntax:
+    """Syntax of an object other than JSON: `Parameters` or `Literals`."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters(Syntax):
+    """Syntax of an object whose properties stand between marks: `key`, a name, `value`, a value, `end`, for each of them.
+
+    Strings are written as they are, without quotes and escapes; other values as JSON.
+    """
+
+    key: str
+    value: str  # `{kind}` stands for the text in `kinds` of the value's JSON type
+    end: str
+    kinds: tuple[tuple[str, str], ...] = ()
+
+    def value_mark(self, kind: str) -> str:
+        """Return the mark before a value of this JSON type."""
+        return self.value.replace("{kind}", dict(self.kinds).get(kind, "")) if self.kinds else self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literals(Syntax):
+    """Syntax of an object as `name=value, name=value`, with literals of Python, JSON or a relative of theirs as values."""
+
+    assign: str = "="  # between a name and its value
+    separator: str = ", "
+    quote: str = '"'  # around a string; strings have escapes only if it is `"`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +62,7 @@ class Tag:
     schema: dict[str, Any]
     end: str
     grammar: tuple[str, str] | None = None
+    syntax: Syntax | None = None  # of the instance, which is an object; None: JSON
     lenient: bool = False  # ignore the parts of schema or grammar that cannot be enforced; else they are an error
     head: str | None = None  # a regular expression: an alternative to `begin` at the start of an answer
 
@@ -51,7 +86,7 @@ class Tags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The required form of an answer: exactly one of the first five fields. Raises `ValueError` otherwise.
+    """The required form of an answer: exactly one of the first five fields. Raises `ParameterError` otherwise.
 
     With `tags` the answer has that form or consists of tags; with `tags` alone it is free text that may end in tags.
     With `thoughts` the answer follows the reasoning. With `in_messages` the form applies to the final message of an
@@ -76,16 +111,17 @@ class StructuredOutputs:
         given += ["json_object"] if self.json_object else []
         if len(given) > 1 or (not given and self.tags is None):
             got = ", ".join(given) or "none"
-            raise ValueError(
-                f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {got}"
-            )
+            reason = f"must have one of json, regex, choice, grammar, json_object, got {got}"
+            raise ParameterError("structured_outputs", reason)
         if given and self.tags is not None and self.tags.required:
-            raise ValueError(f"structured_outputs must have no {given[0]} where tags are required")
+            raise ParameterError("structured_outputs", f"must have no {given[0]} where tags are required")
         for name, kinds in (("json", (dict, str)), ("regex", str), ("grammar", str), ("choice", list)):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, kinds) and (value or value == {})):
-                raise ValueError(f"structured_outputs.{name} must not be empty or of type {type(value).__name__}")
+                raise ParameterError(
+                    f"structured_outputs.{name}", f"must not be empty or of type {type(value).__name__}"
+                )
         if not all(isinstance(text, str) and text for text in self.choice or ()):
-            raise ValueError("structured_outputs.choice must be a list of non-empty texts")
+            raise ParameterError("structured_outputs.choice", "must be a list of non-empty texts")
         if self.tags is not None and not (self.tags.trigger and self.tags.tags):
-            raise ValueError("structured_outputs.tags must have a trigger and at least one tag")
+            raise ParameterError("structured_outputs.tags", "must have a trigger and at least one tag")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FLOATS
 from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
-from engine.models.layers import WeightFormat, WeightFormats
+from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
 
 LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.layers import CheckpointTensor, Matrix, WeightFormat, by_rows, empty
+from engine.models.matrix import CheckpointTensor, Matrix, WeightFormat, by_rows, empty
 
 
 class FloatFormat(WeightFormat):

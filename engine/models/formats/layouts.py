@@ -12,7 +12,7 @@ import kernels
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FloatFormat
 from engine.models.formats.quantized import Decoded, QuantizedFormat, Stored, Tensors
-from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
+from engine.models.matrix import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
 
 I8, I32, U8, E4M3 = (frozenset({name}) for name in ("I8", "I32", "U8", "F8_E4M3"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kernels
 from engine.models.errors import ModelError
-from engine.models.layers import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
+from engine.models.matrix import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
 from engine.models.shard import Span
 

@@ -30,9 +30,9 @@ class GroupCommunicator:
         return None
 
     def add_product(
-        self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor], norm: WeightAndEps | None = None
+        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        return self.add_sum(residual, product(x), norm)
+        return self.add_sum(residual, product(slice(None)), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         size = dist.get_world_size(self._ranks)

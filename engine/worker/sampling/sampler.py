@@ -59,7 +59,7 @@ class SamplingPlan:
     filtered: bool = False  # whether some sequences need `Sampler.sample_filtered`
     guided: list[int] = field(default_factory=list)
     num_masked: int = 0
-    groups: list[tuple[Group, Tensor | None]] = field(default_factory=list)  # group, its masks [n, words] int32
+    groups: list[tuple[Group, int]] = field(default_factory=list)  # group, index of its first mask; -1: it has none
     unsampled: list[int] = field(default_factory=list)  # unfinished chunks and pooling requests, in descending order
     num_sampled: list[int] = field(default_factory=list)  # tokens of each sequence: 0 or 1
     with_logprobs: list[int] = field(default_factory=list)
@@ -84,15 +84,23 @@ class Sampler:
     """
 
     def __init__(
-        self, batch: InputBatch, step: StepTensors, eos_token_ids: tuple[int, ...], vocab_size: int, max_len: int
+        self,
+        batch: InputBatch,
+        step: StepTensors,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        max_len: int,
+        num_stages: int = 1,
     ) -> None:
-        """max_len: the maximum length of a sequence, in tokens."""
+        """max_len: the maximum length of a sequence, in tokens. num_stages: of the pipeline."""
         self._batch, self._step = batch, step
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        # The CPU writes masks, and the device reads them from the CPU's memory. The previous step has been read by
-        # then, so the device no longer needs its masks.
-        self.masks = batch.device.pinned(batch.num_rows, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
-        # [B]: index of each sequence's mask; -1: none.
+        # The CPU writes masks, and the device reads them from the CPU's memory. When a step's masks are written, the
+        # device may not have read those of the `num_stages - 1` steps before it, so there is an area for each.
+        self._num_areas, self._area = num_stages, 0
+        num_masks = num_stages * batch.num_rows
+        self._masks = batch.device.pinned(num_masks, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
+        # [B]: index of each sequence's mask in `_masks`; -1: none.
         self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device)
         self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
         self.clear()
@@ -140,14 +148,15 @@ class Sampler:
     def sample_filtered(self, logits: Tensor, tokens: Tensor) -> None:
         """Sample filtered and masked sequences into tokens [B]. Applies masks to the logits [B, V] in place."""
         mask_of = self._mask_of[: len(logits)]
-        kernels.mask_logits(logits, self.masks, mask_of)
+        kernels.mask_logits(logits, self._masks, mask_of)
         self._sample(logits, kernels.Part.REST, mask_of, tokens)
         self._store(tokens)
 
-    def sample_groups(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor) -> None:
-        """Sample the groups of `plan` from logits [B, V], which are not changed, into tokens [B]."""
-        for group, masks in plan.groups:
-            self._sample_group(group, masks, logits, tokens)
+    def sample_groups(self, plan: SamplingPlan, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
+        """Sample the groups of `plan` from logits [B, V], which are not changed, into tokens [B]. masks: by `masks`."""
+        for group, first in plan.groups:
+            own = None if masks is None or first < 0 else masks[first : first + len(group.indices)]
+            self._sample_group(group, own, logits, tokens)
 
     def _sample(
         self, logits: Tensor, part: kernels.Part, mask_of: Tensor | None = None, out: Tensor | None = None
@@ -184,11 +193,27 @@ class Sampler:
 
     def plan(self, packed: PackedStep) -> SamplingPlan:
         """Return the plan of the step packed last."""
-        if not self._plan.is_valid(packed):
+        was_masked, is_new = self._plan.num_masked > 0, not self._plan.is_valid(packed)
+        if is_new:
             self._plan = self._make_plan(packed)
-        for group, _ in self._plan.groups:
+        plan = self._plan
+        for group, _ in plan.groups:
             group.longest = int(packed.context_lens[group.indices].max())
-        return self._plan
+        if plan.guided:
+            self._area = (self._area + 1) % self._num_areas
+        if (is_new and (was_masked or plan.num_masked)) or (plan.num_masked and self._num_areas > 1):
+            mask_of = torch.full((self._batch.num_rows,), -1, dtype=torch.int32)
+            first = self._area * self._batch.num_rows
+            mask_of[plan.guided[: plan.num_masked]] = torch.arange(first, first + plan.num_masked, dtype=torch.int32)
+            self._mask_of.copy_(self._batch.device.upload(mask_of))
+        return plan
+
+    def masks(self, plan: SamplingPlan) -> Tensor:
+        """Return the CPU's memory for the masks of the step planned last, one for each of `plan.guided`, to be filled
+        before it is sampled: [n, (V + 31) // 32] int32, a bit for each token, the lowest first, set if it is allowed.
+        """
+        first = self._area * self._batch.num_rows
+        return self._masks[first : first + len(plan.guided)]
 
     def _make_plan(self, packed: PackedStep) -> SamplingPlan:
         members, rows = packed.members, packed.members.rows
@@ -204,10 +229,6 @@ class Sampler:
         plan.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and i not in partial]
         if self._processed:
             self._plan_processed(plan, packed)
-        if plan.num_masked or self._plan.num_masked:
-            mask_of = torch.full((self._batch.num_rows,), -1, dtype=torch.int32)
-            mask_of[plan.guided[: plan.num_masked]] = torch.arange(plan.num_masked, dtype=torch.int32)
-            self._mask_of.copy_(self._batch.device.upload(mask_of))
         return plan
 
     def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:
@@ -232,10 +253,10 @@ class Sampler:
         plan.lapse_at = np.array(untils, dtype=np.int32)
         plan.guided, plan.num_masked = masked + guided, len(masked)
         plan.filtered |= bool(masked)
-        plan.groups = [(group, None) for group in self._groups(free, packed)]
+        plan.groups = [(group, -1) for group in self._groups(free, packed)]
         start = len(masked)
         for group in self._groups(guided, packed):
-            plan.groups.append((group, self.masks[start : start + len(group.indices)]))
+            plan.groups.append((group, start))
             start += len(group.indices)
 
     def _groups(self, indices: list[int], packed: PackedStep) -> list[Group]:

@@ -8,29 +8,30 @@ from torch import Tensor
 
 from engine.worker.device import Device
 
+DTYPE = torch.int32
+
+
+def history_bytes(num_slots: int, max_len: int) -> int:
+    """Return the memory of a history with `num_slots` slots of `max_len` tokens."""
+    return num_slots * max_len * DTYPE.itemsize
+
 
 class TokenHistory:
     """A slot for each request that needs one: its tokens by position, including the newest, known only to the device.
 
-    Memory is allocated by the first such request, and doubled when slots run out.
+    The first such request allocates `history_bytes`, which the memory plan leaves free.
     """
 
-    def __init__(self, max_slots: int, max_len: int, device: Device) -> None:
-        self._max_slots, self._max_len, self._device = max_slots, max_len, device
+    def __init__(self, num_slots: int, max_len: int, device: Device) -> None:
+        self._num_slots, self._max_len, self._device = num_slots, max_len, device
         self._free: list[int] = []
-        self.tokens = self._allocate(0)  # [slots, max_len] int32
-
-    def _allocate(self, num_slots: int) -> Tensor:
-        return torch.zeros(num_slots, self._max_len, dtype=torch.int32, device=self._device.torch_device)
+        self.tokens = torch.empty(0, max_len, dtype=DTYPE, device=device.torch_device)  # [slots, max_len]
 
     def take(self, token_ids: np.ndarray) -> int:
         """Allocate a slot and fill it with these tokens."""
-        if not self._free:
-            old = len(self.tokens)
-            new = min(max(2 * old, 4), self._max_slots)
-            assert new > old, "more requests than slots"
-            self.tokens = torch.cat([self.tokens, self._allocate(new - old)])
-            self._free = list(range(new - 1, old - 1, -1))
+        if not len(self.tokens):
+            self.tokens = self._device.zeros(self._num_slots, self._max_len, dtype=DTYPE)
+            self._free = list(range(self._num_slots - 1, -1, -1))
         slot = self._free.pop()
         self.tokens[slot, : len(token_ids)] = self._device.upload(torch.from_numpy(token_ids))
         return slot

@@ -2,7 +2,8 @@
 
 import pytest
 
-from server.http.errors import APIError, engine_error, field_name, spelled
+from engine.errors import ParameterError
+from server.http.errors import APIError, field_name, invalid, spelled
 
 NAMES = {
     "stop": "stop_sequences",
@@ -44,7 +45,8 @@ def test_errors_leave_in_the_spelling_of_the_api() -> None:
 
 
 def test_errors_of_the_engine_name_their_field() -> None:
-    error = engine_error(ValueError("stop must be a text, got 5"), {"stop": ("stop",)})
+    error = invalid(ParameterError("stop", "must be a text, got 5"))
     assert error.spelled(NAMES).message == "stop_sequences must be a text, got 5"
-    assert engine_error(ValueError("stop: no, got 5"), {"stop": ("stop",)}).message == "stop: no, got 5"
-    assert engine_error(ValueError("the prompt is empty"), {"stop": ("stop",)}).param is None
+    assert invalid(ParameterError("stop", "no, got 5", ": ")).message == "stop: no, got 5"
+    assert invalid(ParameterError("format.json", "no", ": ")).spelled(NAMES).message == "output.format: no"
+    assert invalid(ValueError("stop must be a text")).param is None, "its words are not read"

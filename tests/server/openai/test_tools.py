@@ -122,9 +122,25 @@ def test_auto_can_be_turned_off(serve: Serve) -> None:
     error = live.chat(tools=TOOLS).json()["error"]
     assert (error["code"], error["param"]) == (400, "tool_choice")
     live = start(serve, HERMES, CALL, ServerConfig(tool_call_parser="none"))
-    assert live.chat(tools=TOOLS).json()["error"]["param"] == "tools"
+    answer = live.chat(tools=TOOLS).json()
+    assert answer["choices"][0]["message"]["content"] == CALL
+    assert answer["warnings"][0].startswith("tools: the server parses no tool calls, so the answer is text")
     live = start(serve, THINKER, CALL, ServerConfig(tool_call_parser="hermes", reasoning_parser="none"))
     assert live.chat(tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+
+
+def test_an_unknown_format(serve: Serve) -> None:
+    called = '[{"name": "weather", "arguments": {"city": "Köln"}}]'
+    live = start(serve, THINKER, called, ServerConfig(reasoning_parser="none"))
+    answer = live.chat(tools=TOOLS).json()
+    assert answer["choices"][0]["message"]["content"] == called
+    assert "has no known tool call format, so the answer is text" in answer["warnings"][0]
+    answer = live.chat(tools=TOOLS, tool_choice="required").json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "Köln"}')
+    assert "so the answer is a list of JSON objects" in answer["warnings"][0]
+    live = start(serve, THINKER, called, ServerConfig(strict=True))
+    assert live.chat(tools=TOOLS).json()["error"]["param"] == "tools"
 
 
 def test_one_call_where_the_template_takes_no_more(serve: Serve) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.text.chat_template import ChatTemplate
 from server.parsing.harmony import HarmonyReader, in_turns
 from server.parsing.pieces import Blocks, CallStart, Content, Reasoning
+from server.parsing.probe import find_tool_format
 from server.parsing.reasoning import HARMONY, find_reasoning_format
-from server.parsing.tools import find_tool_format
 from tests.support import templates
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -104,7 +105,7 @@ def test_it_is_found_by_the_template() -> None:
     assert find_reasoning_format("auto", templates.HARMONY) is HARMONY
     assert find_reasoning_format("openai_gptoss", "") is HARMONY
     assert find_reasoning_format("auto", "<|user|>{{ m }}<|end|>") is None  # Phi's
-    assert getattr(find_tool_format("auto", templates.HARMONY), "name", "") == "openai"
+    assert getattr(find_tool_format("auto", ChatTemplate(templates.HARMONY)), "name", "") == "openai"
 
 
 def call(name: str, call_id: str) -> dict[str, Any]:

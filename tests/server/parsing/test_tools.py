@@ -3,19 +3,18 @@
 import random
 import re
 import time
-from typing import Any
 
 import pytest
 
+from server.parsing.formats import TOOL_FORMATS
 from server.parsing.pieces import Blocks, CallArguments, CallStart, Content
-from server.parsing.tools import TOOL_FORMATS, ToolReader, call_tags, find_tool_format
-from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
+from server.parsing.tools import ToolReader, call_tags
 
 Found = list[tuple[str, str]]  # ("", content) or (name, arguments)
 
 
 def read(format: str, parts: list[str], max_calls: int | None = None) -> Found:
-    reader, blocks = ToolReader(TOOL_FORMATS[format], ["f", "g"], max_calls), Blocks()
+    reader, blocks = ToolReader(TOOL_FORMATS[format], {"f": None, "g": None}, max_calls), Blocks()
     for number, part in enumerate(parts, 1):
         blocks.extend(reader.push(part, number == len(parts)))
     return [(block.name, block.text) for block in blocks.all]
@@ -91,7 +90,7 @@ def test_forms(format: str, text: str, found: Found) -> None:
 
 
 def test_arguments_are_given_out_as_they_come() -> None:
-    reader = ToolReader(TOOL_FORMATS["hermes"], ["f"], None)
+    reader = ToolReader(TOOL_FORMATS["hermes"], {"f": None}, None)
     assert reader.push("Hm <tool", False) == [Content("Hm")]
     assert reader.push('_call>{"name": "f", "argum', False) == []
     start, arguments = reader.push('ents": {"a": "b', False)
@@ -103,7 +102,7 @@ def test_arguments_are_given_out_as_they_come() -> None:
 
 
 def test_content_is_held_back_only_while_it_may_be_a_mark() -> None:
-    reader = ToolReader(TOOL_FORMATS["llama3_json"], ["f"], None)
+    reader = ToolReader(TOOL_FORMATS["llama3_json"], {"f": None}, None)
     assert reader.push('{"c', False) == [Content('{"c')]
     assert reader.push("ity <|py", False) == [Content("ity")]
     assert reader.push("x", False) == [Content(" <|pyx")]
@@ -125,7 +124,7 @@ def test_nothing_is_lost_or_slow_in_a_long_answer() -> None:
 def test_hostile_answers_take_linear_time(text: str) -> None:
     """Each opening bracket or letter might be where the arguments begin: a minute's work, if all before were read again."""
     format = TOOL_FORMATS["hermes" if text.startswith("<") else "mistral"]
-    reader, start = ToolReader(format, ["f"], None), time.process_time()
+    reader, start = ToolReader(format, {"f": None}, None), time.process_time()
     for at in range(0, len(text), 20):
         assert not [piece for piece in reader.push(text[at : at + 20], False) if not isinstance(piece, Content)]
     assert time.process_time() - start < 5
@@ -139,26 +138,8 @@ def test_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "format"),
-    [
-        (HERMES, "hermes"),
-        (QWEN3, "hermes"),
-        (LLAMA3, "llama3_json"),
-        (MISTRAL, "mistral"),
-        (MISTRAL + "[ARGS]", "mistral_args"),
-        (THINKER, None),
-        ("<tool_call>\n<function=name>\n<parameter=x>", None),
-        ("", None),
-    ],
-)
-def test_the_template_tells_the_format(template: str, format: Any) -> None:
-    found = find_tool_format("auto", template)
-    assert (found.name if found else None) == format
-    assert find_tool_format("none", template) is None
-    assert find_tool_format("mistral", template) is TOOL_FORMATS["mistral"]
-
-
-@pytest.mark.parametrize("format", [name for name in TOOL_FORMATS if name != "openai"])  # test_harmony.py
+    "format", [each.name for each in TOOL_FORMATS.values() if each.name != "openai" and each.arguments is None]
+)  # test_harmony.py
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_the_grammar_allows_is_read_as_calls(format: str, number: int) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -166,7 +147,9 @@ def test_what_the_grammar_allows_is_read_as_calls(format: str, number: int) -> N
     tags = call_tags(form, [("f", schema), ("g", {})], required=True, several=number > 1)
     assert (tags.required, tags.several) == (True, number > 1)
     assert [tag.schema for tag in tags.tags] == [schema, {}]
-    calls = tags.between.join(tag.begin + '{"x": "]"}' + tag.end for tag in tags.tags[:number])
+    calls = tags.between.join(
+        tag.begin.replace("{index}", "0").replace("{id}", "ab0") + '{"x": "]"}' + tag.end for tag in tags.tags[:number]
+    )
     text = ("" if form.bare else tags.trigger) + tags.opening + calls + tags.closing
     assert read(format, [text]) == [("f", '{"x": "]"}'), ("g", '{"x": "]"}')][:number]
 
@@ -203,7 +186,7 @@ def test_what_is_written_around_a_cut_call_is_no_content(format: str) -> None:
     text = WRITTEN[format]
     whole, begins = '{"x": "a}"}', text.index("{" if format == "llama3_json" else TOOL_FORMATS[format].begin)
     for end in range(begins + 2, len(text)):
-        reader, blocks = ToolReader(TOOL_FORMATS[format], ["f", "g"], None), Blocks()
+        reader, blocks = ToolReader(TOOL_FORMATS[format], {"f": None, "g": None}, None), Blocks()
         blocks.extend(reader.push(text[:end], True, True))
         content = blocks.text(Content)
         if format == "llama3_json" and not blocks.calls:

@@ -78,12 +78,13 @@ class Sampling:
         plan = sampler.plan(packed)
         allowed = [(masks or {})[names[i]] for i in plan.guided]
         words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
-        sampler.masks[: len(words)] = torch.tensor(words).view(-1, 2).to(torch.int32)
+        grammar_masks = sampler.masks(plan)
+        grammar_masks[:] = torch.tensor(words).view(-1, 2).to(torch.int32)
         if plan.filtered:
             sampler.sample_filtered(table, tokens)
             masked = plan.guided[: plan.num_masked]
             table[masked] = before[masked]
-        sampler.sample_groups(plan, table, tokens)
+        sampler.sample_groups(plan, grammar_masks, table, tokens)
         assert torch.equal(table, before), "log-probabilities are of raw logits"
         rows = torch.tensor([row.index for row in packed.members.rows])
         assert torch.equal(self.batch.state.last_token[rows], tokens)

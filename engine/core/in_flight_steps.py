@@ -1,0 +1,149 @@
+"""Steps in flight, and how their results update the scheduler's requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from engine.core.batch import (
+    FAULTS,
+    NOT_FINITE,
+    EngineOutput,
+    SchedulerOutput,
+    StepOutputs,
+    StepResult,
+    TokenLogprobs,
+)
+from engine.core.fairness.step_budget import StepBudget
+from engine.core.kv.block_manager import BlockManager
+from engine.core.request import Request
+
+
+class InFlightSteps:
+    """Applies the results of steps, in the order in which the steps were launched. A result may finish requests."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        budget: StepBudget,
+        begun: Callable[[Request], None],
+        finish: Callable[[Request], None],
+    ) -> None:
+        """`budget`: gets the times of steps. `begun`: called with each request that gets its first token. `finish`:
+        called with each request that has a finish reason.
+        """
+        self._blocks, self._budget, self._begun, self._finish = blocks, budget, begun, finish
+        # Step number, launch time, and the requests of the batch.
+        self._steps: deque[tuple[int, float, list[Request]]] = deque()
+        self.generation_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, launched_time: float, requests: list[Request]) -> None:
+        """Append a step that is launched at `launched_time`, in monotonic seconds."""
+        self._steps.append((step, launched_time, requests))
+
+    def requests(self) -> list[Request]:
+        """Return the requests of all steps, once for each step that they are in."""
+        return [request for *_, requests in self._steps for request in requests]
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+    def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepOutputs:
+        """Apply the result of the oldest step, read `now`. Returns the outputs of its unfinished requests."""
+        step, launched_time, requests = self._steps.popleft()
+        assert step == output.step, "steps are read in the order they were launched"
+        self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
+        request_ids, token_ids = output.batch.request_ids, result.token_ids
+        outputs: list[EngineOutput] = []
+        for index, scores in result.prompt_logprobs.items():
+            if scores.logprobs:
+                requests[index].score(scores)
+            elif requests[index].finish_reason is None:
+                outputs.append(self._finish_corrupted(requests[index]))
+        # Requests that are not reported in the columns: index, and position and number of their tokens.
+        apart: list[tuple[int, int, int]] = []
+        position = 0
+        for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
+            if count == 1:
+                token_id, known = token_ids[position], request.token_ids
+                if len(known) < request.steady_until and token_id not in request.stop_ids:
+                    known.append(token_id)
+                    position += 1
+                    continue
+            if count and request.finish_reason is None:
+                found = self._learn(request, token_ids[position : position + count], result.logprobs.get(index))
+                if found is None:
+                    position += count
+                    continue
+                outputs.append(found)
+            apart.append((index, position, count))
+            position += count
+        if apart:
+            request_ids, token_ids = request_ids.copy(), token_ids.copy()
+            for index, position, count in reversed(apart):
+                del request_ids[index], token_ids[position : position + count]
+        self.generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
+        if result.embeddings:
+            outputs += self._finish_pooled(requests, result.embeddings)
+        return StepOutputs(request_ids, token_ids, outputs)
+
+    def defer(self, indices: Iterable[int]) -> None:
+        """Withdraw the sampling of these indices of the last launched step: their grammar masks are not ready.
+
+        Their requests compute their newest token again in the next step.
+        """
+        *_, requests = self._steps[-1]
+        for index in indices:
+            if requests[index].finish_reason is None:
+                self._retract(requests[index], 1)
+
+    def _retract(self, request: Request, num_tokens: int) -> None:
+        """Withdraw the newest `num_tokens` tokens in flight: undo what `_grant` assumed."""
+        request.num_tokens -= num_tokens
+        assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        request.steady_until = 0
+
+    def _learn(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineOutput | None:
+        """Append new tokens up to the request's last one, and finish the request if it ends. Returns None if there is
+        one new token and nothing else to report.
+        """
+        num_known = len(request.token_ids)
+        if num_known == request.num_prompt_tokens:
+            self._begun(request)
+        new_token_ids = request.append(token_ids)
+        num_tokens = len(request.token_ids)
+        if request.finish_reason != "error" and num_tokens >= request.next_commit:
+            self._blocks.commit(request)
+        if request.finish_reason is not None:
+            self._finish(request)
+        elif not request.needs_full_output:
+            request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+            if num_tokens == num_known + 1 and num_known > request.num_prompt_tokens:
+                return None
+        return request.output(new_token_ids, logprobs)
+
+    def _finish_pooled(self, requests: list[Request], embeddings: dict[int, bytes]) -> list[EngineOutput]:
+        outputs = []
+        for index, embedding in embeddings.items():
+            request = requests[index]
+            if request.finish_reason is None:
+                if not embedding:
+                    outputs.append(self._finish_corrupted(request))
+                    continue
+                request.finish_reason = "stop"
+                self._finish(request)
+                outputs.append(request.output([], embedding=embedding))
+        return outputs
+
+    def _finish_corrupted(self, request: Request) -> EngineOutput:
+        """Fail a request because the model computed NaN or infinity for its prompt."""
+        request.finish_reason, request.error = "error", FAULTS[NOT_FINITE]
+        self._finish(request)
+        return request.output([])
