@@ -77,7 +77,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
-        "kernels.triton.matmul": (
+        "kernels.cuda.linear": (
             "linear",
             "linear_add",
             "linear_add_norm",
@@ -87,7 +87,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "norms_apart",
             "quantized_input",
         ),
-        "kernels.triton.quantized": ("dequantize",),
+        "kernels.triton.weight_only": ("dequantize",),
         "kernels.triton.scaled": ("quantize_rows",),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
         "kernels.triton.prepare": ("prepare_step",),

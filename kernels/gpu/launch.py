@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents as launch_dependent
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 
 __all__ = [
-    "EARLY", "cdiv", "is_hopper", "launch_dependents", "next_power_of_2", "pdl_options",
+    "EARLY", "cdiv", "launch_dependents", "next_power_of_2", "pdl_options",
     "prefer_shared_memory", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
 
@@ -39,11 +39,6 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

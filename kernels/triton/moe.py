@@ -23,10 +23,10 @@ from kernels.data.moe import ExpertActivation
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight, in_panels
 from kernels.gpu.codes import decode
+from kernels.gpu.device import is_hopper
 from kernels.gpu.launch import (
     EARLY,
     cdiv,
-    is_hopper,
     launch_dependents,
     next_power_of_2,
     pdl_options,
@@ -34,8 +34,8 @@ from kernels.gpu.launch import (
 )
 from kernels.gpu.rounding import norm_arguments, store_norm
 from kernels.triton.pairs import Tiles, sort_pairs
-from kernels.triton.quantized import FOUR_BITS, _bytes, _or, _scales, _words
 from kernels.triton.scaled import finish_norm, quantize_pairs
+from kernels.triton.weight_only import FOUR_BITS, _bytes, _or, _scales, _words
 
 if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
     from kernels.gluon.moe import compressed as compressed_experts

@@ -1,16 +1,12 @@
-"""Products of x, rounded to codes, with matrices of the same codes, e4m3 or int8: the matrix unit multiplies codes by codes.
+"""Quantised activations: rows of x to codes with scales, and the GEMM of such codes by those of a weight, in Triton.
 
-x gets a scale for each token, or for each group of channels if the weight has them. Where they apply,
-`kernels.gluon.linear.scaled` or cuBLAS multiplies, else the kernel here.
+x gets a scale for each token, or for each group of channels if the weight has them.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import torch
 import triton
@@ -22,21 +18,13 @@ from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.launch import (
     EARLY,
     cdiv,
-    is_hopper,
     launch_dependents,
     next_power_of_2,
     pdl_options,
     wait_for_inputs,
 )
-from kernels.gpu.parts import sum_parts, sum_parts_norm
 from kernels.gpu.rounding import LARGEST, group_of, normed_row, rounded, store_rounded
-from kernels.triton.activation import gate_and_mul
 from kernels.triton.norm import rms_norm
-
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.linear import scaled as dense
-else:
-    dense = None  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_group"])  # one is the number of rows
@@ -158,12 +146,12 @@ def quantize_rows(
     `by_group`: see `QuantizedRows.empty`.
     """
     out = QuantizedRows.empty(x, dtype, group, by_group)
-    round_into(out, x, norm_weight, eps)
+    quantize_into(out, x, norm_weight, eps)
     return out.codes, out.scale
 
 
-def round_into(out: QuantizedRows, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
-    """Round x [M, K], or its norm, into unwritten memory."""
+def quantize_into(out: QuantizedRows, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> None:
+    """Quantise x [M, K], or its norm, into unwritten memory."""
     num_rows, k = x.shape
     assert x.stride(1) == 1
     if num_rows:
@@ -176,10 +164,10 @@ def round_into(out: QuantizedRows, x: Tensor, norm_weight: Tensor | None = None,
 
 
 def finish_norm(total: Tensor, norm: NextNorm) -> Tensor | QuantizedRows:
-    """The norm of a sum that another kernel has written."""
+    """Return the norm of a sum that another kernel has written, quantised if `norm` says so."""
     if norm.rounded is None:
         return rms_norm(total, norm.weight, norm.eps)
-    round_into(norm.rounded, total, norm.weight, norm.eps)
+    quantize_into(norm.rounded, total, norm.weight, norm.eps)
     return norm.rounded
 
 
@@ -203,75 +191,10 @@ def quantize_pairs(
     return codes, scale
 
 
-@functools.cache
-def multiplies_e4m3(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def unwritten(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> QuantizedRows:
-    """Memory for x [M, K] rounded to codes, as `multiply` takes it."""
-    group = 0 if weight.scale.shape[1] == 1 else weight.group
-    by_group = group > 0 and _dense_config(x, weight, bias, swiglu) is None and _by_cublas(x, weight)
-    return QuantizedRows.empty(x, weight.codes.dtype, group, by_group)
-
-
-def multiply(
-    x: Tensor | QuantizedRows,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
+def scaled_linear(
+    codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x [M, K], or its norm, rounded to codes, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it."""
-    config = _dense_config(x, weight, bias, swiglu)
-    x = _rounded(x, weight, bias, norm_weight, eps, swiglu)
-    if config is not None:
-        parts = dense.multiply(x, weight, config, swiglu=swiglu)
-        if len(parts) == 1 and bias is None and residual is None:
-            return parts[0]
-        out = torch.empty_like(parts[0]) if residual is None else residual
-        return sum_parts(parts, out, bias=bias, residual=residual)
-    product = _cublas if _by_cublas(x, weight) else _triton
-    out = product(x.codes, x.scale, weight, bias, x.dtype)[: len(x)]
-    if swiglu:
-        out = gate_and_mul(out, "silu")
-    return out if residual is None else residual.add_(out)
-
-
-def multiply_add_norm(
-    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | QuantizedRows:
-    """Add x [M, K], rounded to codes, times the weight, plus bias, to residual [M, N]. Returns the norm of that."""
-    config = _dense_config(x, weight, bias, False)
-    if config is None:
-        return finish_norm(multiply(x, weight, bias, residual=residual), norm)
-    parts = dense.multiply(_rounded(x, weight, bias), weight, config)
-    return sum_parts_norm(parts, residual, norm, bias=bias)
-
-
-def _dense_config(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Any:
-    return dense.config(x, weight, bias, swiglu) if dense is not None else None
-
-
-def _rounded(
-    x: Tensor | QuantizedRows,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-) -> QuantizedRows:
-    if isinstance(x, QuantizedRows):
-        return x
-    out = unwritten(x, weight, bias, swiglu)
-    round_into(out, x, norm_weight, eps)
-    return out
-
-
-def _triton(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute codes [M, K], scaled by x_scale, times the weight, plus bias [N] -> [M, N] of `dtype`."""
     num_tokens, n = len(codes), len(weight)
     out = torch.empty(num_tokens, n, dtype=dtype, device=codes.device)
     block_m = 64 if num_tokens <= 64 else 128
@@ -283,26 +206,3 @@ def _triton(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tenso
         BLOCK_K=128, num_warps=4 if block_m == 64 else 8, num_stages=3,
     )  # fmt: skip
     return out
-
-
-def _cublas(codes: Tensor, x_scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    by_row = weight.scale.shape[1] == 1
-    out = torch._scaled_mm(
-        codes, weight.codes.t(), x_scale, weight.scale.float().t(), bias if by_row else None, out_dtype=dtype,
-        use_fast_accum=by_row,
-    )  # fmt: skip
-    return out if bias is None or by_row else out.add_(bias)
-
-
-def _by_cublas(x: Tensor | QuantizedRows, weight: QuantizedWeight) -> bool:
-    """Whether cuBLAS multiplies these codes: e4m3, scaled by row, or on Hopper by block of 128 × 128."""
-    n, k = len(weight), weight.num_channels
-    by_row = weight.scale.shape == (n, 1)
-    by_block = weight.group == weight.rows == 128 and n % 128 == k % 128 == 0 and is_hopper(x.device)
-    return (
-        x.is_cuda
-        and weight.kind == "e4m3"
-        and (by_row or by_block)
-        and x.dtype == torch.bfloat16
-        and n % 16 == k % 16 == 0
-    )

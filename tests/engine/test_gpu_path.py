@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from engine.worker.attention.latent import LatentExpander
 
 pytest.importorskip("triton")
 
-from kernels.triton import quantized, scaled
+from kernels.cuda import quantized_linear
+from kernels.cuda.choice import CHOICE
 from tests.oracles.families import make_checkpoint
 from tests.oracles.quantised import make_quantised
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
@@ -87,8 +89,8 @@ def test_tokens_of_what_is_rounded_where_it_is_computed(
         settings, model = {"skip_tokenizer_init": True}, tmp_path
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
-    monkeypatch.setattr(quantized, "MAX_FEW", 1)
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "CHOICE", replace(CHOICE, small_batch_tokens=1))
     rounding, rounded, attended = kernels.quantized_input, [], []
     decode = kernels.paged_attention_decode
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from kernels import Weight, reference
-from kernels.triton import quantized
+from kernels.cuda import quantized_linear
 from tests.gpu.checks import BF16, Checks, relative_error
 from tests.oracles.random_weights import FORMS, random_weight
 
@@ -36,7 +36,7 @@ def check_formats(
         for x, call, weight in _calls(checks, form, name, n, k, num_tokens):
             exact = _exact(weight)
             want = _compute(name, exact, x.double(), torch.ones_like(x[0]).double(), torch.zeros(len(x), n).to(exact))
-            rounded = not isinstance(weight, Tensor) and quantized._rounds(x, weight)
+            rounded = not isinstance(weight, Tensor) and quantized_linear.quantizes(x, weight)
             limit = LIMITS[weight.kind] if rounded and not isinstance(weight, Tensor) else 6e-3
             num_bytes = weight.nbytes + x.nbytes + want.numel() * 2
             checks.add(_name(form, name, len(x)), relative_error(call(), want), 2 * limit, call, num_bytes)

@@ -177,7 +177,7 @@ def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bo
 
 
 def matmul(tokens: int, dtype: torch.dtype) -> None:
-    from kernels.triton.matmul import linear_add, norm_gated, norm_linear
+    from kernels.cuda.linear import linear_add, norm_gated, norm_linear
 
     x, scale, weight = tensor(tokens, 1024, dtype=dtype), tensor(1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     norm_linear(x, scale, 1e-6, weight, tensor(2048, dtype=dtype))
@@ -189,8 +189,8 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
 
 def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torch.dtype = BF16, **more: bool) -> None:
     """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, e4m3_scales, rounds."""
-    from kernels.triton.matmul import linear_add, norm_gated, norm_linear
-    from kernels.triton.quantized import dequantize
+    from kernels.cuda.linear import linear_add, norm_gated, norm_linear
+    from kernels.triton.weight_only import dequantize
 
     n, k = 2048, 1024
     halves, code_dtype = {"e4m3": (1, E4M3), "int8": (1, torch.int8)}.get(kind, (2, torch.uint8))
@@ -447,10 +447,12 @@ def main(capability: int) -> int:
             module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
         if capability >= 89 and hasattr(module, "multiplies_e4m3"):
             module.multiplies_e4m3 = lambda device: True  # type: ignore[attr-defined]
-        if hasattr(module, "_has_matrix_unit"):
-            module._has_matrix_unit = lambda device: True  # type: ignore[attr-defined]
+        if hasattr(module, "has_tensor_cores"):
+            module.has_tensor_cores = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "is_hopper"):
             module.is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
+        if hasattr(module, "num_multiprocessors"):
+            module.num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
         if hasattr(module, "_num_multiprocessors") and (hopper or module.__name__ not in HOPPER):
             module._num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     torch.cuda.is_available = lambda: True

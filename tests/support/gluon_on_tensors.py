@@ -236,7 +236,7 @@ def run_on_tensors(
     monkeypatch.setattr(module, "gl", gluon)
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
-        monkeypatch.setattr(module, "_has_matrix_unit", lambda device: True, raising=False)
+        monkeypatch.setattr(module, "has_tensor_cores", lambda device: True, raising=False)
     if hasattr(module, "warpgroup_mma"):
         _on_hopper(monkeypatch, [module, shared], gluon)
 

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.data.plan import DecodePlan
 from kernels.gluon.common.layouts import barrier
-from kernels.gpu.launch import is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.device import is_hopper
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 TILE = 64
 LOG2E = 1.4426950408889634

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gluon.common.code_bits import decode_words, scale_of
-from kernels.gluon.linear.small_batch import MAX_FEW, MAX_OUTPUTS, _has_matrix_unit, _last, _middle, _warps
+from kernels.gluon.linear.small_batch import _last, _middle, _warps
+from kernels.gpu.device import has_tensor_cores, num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
@@ -352,22 +353,15 @@ def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int,
     return Config(16, warps, chunk, min(2, chunks // warps), per_sm=2, max_registers=128)
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def config(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Config | None:
-    """How to multiply x [M, K] by the weight; None where this kernel does not apply: see `matmul_few.config`."""
+    """Return how to compute x [M, K], M <= 16, times the weight; None where `launch` cannot: see `small_batch.supports`."""
     if (
-        x.shape[0] <= MAX_FEW
-        and x.dtype == torch.bfloat16
+        x.dtype == torch.bfloat16
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.order is None
-        and len(weight) <= MAX_OUTPUTS * (2 if swiglu else 1)
         and (not swiglu or len(weight) // 2 % weight.rows == 0)
-        and _has_matrix_unit(x.device)
+        and has_tensor_cores(x.device)
     ):
         m = max(next_power_of_2(x.shape[0]), 8)
         num_bytes = weight.codes.shape[1]
@@ -387,13 +381,13 @@ def launch(
     swiglu: bool = False,
     residual: Tensor | None = None,
 ) -> None:
-    """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `config`."""
+    """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`; see `config`."""
     num_tokens, n = x.shape[0], out.shape[1]
     codes = weight.codes.view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.stride(1) == out.stride(1) == 1
     assert weight.zero is None or weight.zero.stride() == scale.stride()
-    num_programs = min(cdiv(n, config.block_n), config.per_sm * _num_multiprocessors(x.device))
+    num_programs = min(cdiv(n, config.block_n), config.per_sm * num_multiprocessors(x.device))
     _few_quantized_kernel[(num_programs,)](
         x, codes, scale, scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
         x if bias is None else bias, x if norm_weight is None else norm_weight, out if residual is None else residual, out,

@@ -11,7 +11,6 @@ that one thread has the sums of both.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,8 @@ from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gluon.common.layouts import box_descriptor
 from kernels.gluon.moe.scaled import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
 from kernels.gluon.moe.small_batch import _activate
-from kernels.gpu.launch import cdiv, is_hopper, launch_dependents, pdl_options, wait_for_inputs
+from kernels.gpu.device import is_hopper
+from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
 
 
 @gluon.jit
@@ -218,59 +218,26 @@ class Config(NamedTuple):
     halves: int = 2  # of 128 rows of the weight
 
 
-MAX_TOKENS = 256
-MIN_TILES = 66  # that SwiGLU is part of: their channels are not divided
-MAX_PARTS = 5  # more take longer to add up
+MAX_PARTS = 5  # of split-K: more take longer to add up
 
 
-@functools.cache
-def _choose(num_tokens: int, n: int, k: int, blocks: bool, swiglu: bool) -> Config | None:
-    """At most one program for each of some 132 multiprocessors; None where cuBLAS is faster, as measured.
-
-    Its tiles of 128 x 128 are too few for so many multiprocessors where the weight has few rows. A product with more outputs
-    than channels is taken for one that nothing is added to: if it is in one part, no other kernel follows. blocks: of scales.
-    """
-    rows, steps, halves = n // 256, k // 128, 2
-    if swiglu:
-        block_m, parts = (64 if num_tokens <= 64 else 128), 1
-        if rows * cdiv(num_tokens, block_m) < MIN_TILES:
-            return None
-    elif blocks and steps < 64:
-        tiles = cdiv(num_tokens, 64) * 2 * rows
-        if tiles > (96 if n > k else 128):
-            return None
-        block_m, halves = 64, 1
-        parts = max(64 // tiles, 2 if n <= k and tiles <= 64 else 1)
-    elif num_tokens <= 64:
-        block_m, parts = 64, 72 // rows
-    elif num_tokens <= 128 and (rows <= 16 or steps >= 64):
-        block_m, parts = 64, 66 // rows
-    elif rows <= 33 and steps >= 64:
-        block_m, parts = 128, 66 // rows
-    elif rows == 8 and steps >= 32:
-        block_m, parts = 64, 4
-    else:
-        return None
+def config(block_m: int, steps: int, parts: int, halves: int) -> Config:
+    """Return a division of `steps` steps of 128 channels into about `parts` parts of split-K, with as many stages as fit."""
     parts = max(min(parts, steps // 4, MAX_PARTS), 1)
     return Config(block_m, cdiv(steps, parts), min(SHARED_BYTES // ((halves * 128 + block_m) * 128), 8), halves)
 
 
-def config(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> Config | None:
-    """How to multiply tokens like x, rounded, by the weight; None where this kernel does not apply."""
-    n, k = len(weight), weight.num_channels
-    if (
-        len(x) <= MAX_TOKENS
-        and not (swiglu and bias is not None)
-        and weight.kind == "e4m3"
+def supports(x: Tensor | QuantizedRows, weight: QuantizedWeight) -> bool:
+    """Return whether `multiply` computes tokens like x, quantised, times the weight."""
+    return (
+        weight.kind == "e4m3"
         and (weight.group == weight.rows == GROUP or (weight.scale.shape[1] == weight.rows == 1))
         and weight.scale.dtype == torch.float32
         and weight.scale.is_contiguous()
-        and n % 256 == k % 128 == 0
+        and len(weight) % 256 == weight.num_channels % 128 == 0
         and x.dtype == torch.bfloat16
         and is_hopper(x.device)
-    ):
-        return _choose(len(x), n, k, weight.rows == GROUP, swiglu)
-    return None
+    )
 
 
 def multiply(x: QuantizedRows, weight: QuantizedWeight, config: Config, *, swiglu: bool = False) -> Tensor:

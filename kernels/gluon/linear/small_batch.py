@@ -11,7 +11,6 @@ are on their way before the program waits for the kernel ahead of it (programmat
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,12 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.reference import Gate
-
-MAX_FEW = 16  # tokens in one tile of the matrix unit
-MAX_WEIGHT = 1 << 24  # its elements, from 9 tokens on
-MAX_OUTPUTS = 32768  # beyond (output heads) this kernel saves little beside the time of the product
 
 
 @gluon.jit
@@ -239,7 +235,7 @@ class Config(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
 
-# Measured on an H200, in graphs of whole layers. (channels out, channels in, gated): up to 8 tokens, and up to 16.
+# Measured on an H200, in graphs of whole layers. (N, K, gated): up to 8 tokens, and up to 16; None: cuBLAS is faster.
 MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (4096, 1024, False): (
         Config(block_n=16, warps=4, ahead=4, x_ahead=4, chains=2),
@@ -279,16 +275,8 @@ MEASURED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
 }
 
 
-@functools.cache
-def _choose(n: int, k: int, gated: bool, more_than_8: bool) -> Config | None:
-    """For shapes that were not measured: loads into some 64 registers of each thread in flight.
-
-    Every program reads all of x, so beyond 8 tokens large weights are left to cuBLAS.
-    """
-    if (n, k, gated) in MEASURED:
-        return MEASURED[n, k, gated][more_than_8]
-    if more_than_8 and n * k * (1 + gated) > MAX_WEIGHT:
-        return None
+def config(n: int, k: int, gated: bool) -> Config:
+    """Return how to compute a shape that was not measured: loads into some 64 registers of each thread in flight."""
     chunks = k // 64
     warps = min(chunks & -chunks, 8)
     warps = warps if warps > 2 else 4  # of which some have a chunk less
@@ -298,29 +286,17 @@ def _choose(n: int, k: int, gated: bool, more_than_8: bool) -> Config | None:
     return Config(block_n, warps, ahead=ahead, x_ahead=2, chains=1 if gated else 2, tokens_first=narrow)
 
 
-@functools.cache
-def _has_matrix_unit(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def config(x: Tensor, n: int, gated: bool) -> Config | None:
-    """How to multiply x [M, K] by a weight for n outputs; None where this kernel does not apply.
-
-    It does to up to `MAX_FEW` tokens, or 8 of a large weight, and `MAX_OUTPUTS` outputs, K a multiple of 64, rows that begin
-    at multiples of 16 bytes, on compute capability 8 or later; to bfloat16 alone, because float16 might overflow before the
-    norm's factor comes.
+def supports(x: Tensor) -> bool:
+    """Return whether `launch` computes x [M, K], M <= 16: bfloat16, because float16 might overflow before the norm's factor
+    comes, K a multiple of 64, rows that begin at multiples of 16 bytes, tensor cores.
     """
-    if (
-        x.shape[0] <= MAX_FEW
-        and x.dtype == torch.bfloat16
+    return (
+        x.dtype == torch.bfloat16
         and x.shape[1] % 64 == 0
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and n <= MAX_OUTPUTS
-        and _has_matrix_unit(x.device)
-    ):
-        return _choose(n, x.shape[1], gated, x.shape[0] > 8)
-    return None
+        and has_tensor_cores(x.device)
+    )
 
 
 def launch(
@@ -335,7 +311,7 @@ def launch(
     gate: Gate | Literal[""] = "",
     residual: Tensor | None = None,
 ) -> None:
-    """x [M, K] -> out [M, N], 1 <= M <= MAX_FEW, plus `residual`, which lies in memory as out does; see `config`."""
+    """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`; see `supports`."""
     num_tokens, k = x.shape
     n = out.shape[1]
     assert k % config.chunk == 0

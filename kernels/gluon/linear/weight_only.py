@@ -41,7 +41,8 @@ from kernels.gluon.common.weight_only import (
     halves_of_sums,
     words_of_halves,
 )
-from kernels.gpu.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.device import is_hopper
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.gpu.parts import sum_parts
 
 
@@ -339,15 +340,11 @@ class Config(NamedTuple):
 
 SHARED_BYTES = 230_000  # of a multiprocessor
 BAND = 2  # tiles of tokens that are multiplied side by side
-MAX_TOKENS = 512  # more are multiplied faster by cuBLAS, once the matrix is written out as floats
-MAX_SWIGLU = 2048  # tokens with SwiGLU, which cuBLAS leaves to another kernel
 
 
 @functools.cache
-def _choose(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config | None:
-    """For 132 multiprocessors: the channels in parts where rows and tokens are too few for all of them."""
-    if num_tokens > (MAX_SWIGLU if swiglu else MAX_TOKENS):
-        return None
+def config(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -> Config:
+    """Return tiles for 132 multiprocessors; split-K where rows and tokens are too few for all of them."""
     if num_tokens > 128:
         block_m = min(256, 192, key=lambda height: cdiv(num_tokens, height) * height)
     else:
@@ -368,20 +365,17 @@ def _own_rows(swiglu: bool) -> int:
     return 64 if swiglu else 128
 
 
-def config(x: Tensor, weight: QuantizedWeight, swiglu: bool = False) -> Config | None:
-    """How to multiply x [M, K] by the weight; None where this kernel does not apply."""
-    row = weight.codes.shape[1]
-    if (
+def supports(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Return whether `launch` computes x [M, K] times the weight."""
+    return (
         x.dtype == torch.bfloat16
         and weight.order is None
-        and row % 16 == 0
+        and weight.codes.shape[1] % 16 == 0
         and (weight.scale.shape[1] == 1 or weight.group % 16 == 0)
         and weight.scale.is_contiguous()
         and (weight.zero is None or weight.zero.is_contiguous())
         and is_hopper(x.device)
-    ):
-        return _choose(len(x), len(weight) // (2 if swiglu else 1), row, weight.num_channels // row, swiglu)
-    return None
+    )
 
 
 def launch(

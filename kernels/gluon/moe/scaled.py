@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gluon.common.layouts import box_descriptor, side_by_side
 from kernels.gluon.moe.small_batch import _activate
-from kernels.gpu.launch import EARLY, is_hopper, launch_dependents, pdl_options, wait_for_inputs
+from kernels.gpu.device import is_hopper
+from kernels.gpu.launch import EARLY, launch_dependents, pdl_options, wait_for_inputs
 
 GROUP = 128  # channels of a panel, which one scale is for, and rows of a weight
 SHARED_BYTES = 224_000  # of a multiprocessor

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gluon.common.code_bits import decode_bytes, decode_small, scale_of
-from kernels.gluon.linear.small_batch import _has_matrix_unit, _last, _middle, activate
+from kernels.gluon.linear.small_batch import _last, _middle, activate
+from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
@@ -455,7 +456,7 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
         or x.stride(0) % 8 != 0
         or x.data_ptr() % 16 != 0
         or n % (16 * streams) != 0
-        or not _has_matrix_unit(x.device)
+        or not has_tensor_cores(x.device)
     ):
         return None
     if isinstance(weight, QuantizedWeight):

@@ -44,7 +44,8 @@ from kernels.gluon.common.weight_only import (
     words_of_halves,
 )
 from kernels.gluon.moe.small_batch import _activate
-from kernels.gpu.launch import cdiv, is_hopper, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.device import is_hopper
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import NextNorm, reference
-from kernels.triton import activation, kv_cache, matmul, norm, rotary
+from kernels.cuda import linear
+from kernels.triton import activation, kv_cache, norm, rotary
 from tests.support.paged import as_a_layer_of_one_tensor
 from tests.support.unwritten import unwritten_is_unknown
 
@@ -58,7 +59,7 @@ def test_norm_after_a_product_and_a_sum(num_tokens: int, biased: bool) -> None:
     want = reference.linear_add_norm(
         total, x.double(), weight.double(), None if bias is None else bias.double(), NextNorm(of_norm.double(), 1e-6)
     )
-    got = matmul.linear_add_norm(residual, x, weight, bias, NextNorm(of_norm, 1e-6))
+    got = linear.linear_add_norm(residual, x, weight, bias, NextNorm(of_norm, 1e-6))
     assert isinstance(want, torch.Tensor)
     torch.testing.assert_close(residual, total.float())
     torch.testing.assert_close(got, want.float())

@@ -10,12 +10,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import QuantizedWeight, reference
-from kernels.triton import matmul, quantized
+from kernels.cuda import linear, quantized_linear
+from kernels.cuda.choice import GLUON
+from kernels.gluon.linear import quantized_small_batch as few
 from tests.oracles.random_weights import FORMS, random_weight
 from tests.support.gluon_on_tensors import run_on_tensors
 
-few = quantized.few  # type: ignore[attr-defined]
-if few is None:
+if not GLUON:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
@@ -51,7 +52,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "decode_words", decode)
     monkeypatch.setattr(few, "_word_layout", lambda warps, rows, words: None)
     monkeypatch.setattr(few, "_x_layout", lambda warps, channels, tokens: None)
-    monkeypatch.setattr(few, "_num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(few, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
@@ -70,18 +71,18 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
         random(2 * n),
         random(num_tokens, n),
     )
-    assert few.config(x, one, False) is not None
-    assert few.config(x, two, True) is not None
+    assert quantized_linear.small_batch_config(x, one, False) is not None
+    assert quantized_linear.small_batch_config(x, two, True) is not None
     exact, wide = (reference.dequantize(each.codes, each, torch.float64) for each in (one, two))
     xd, bias_d = x.double(), bias.double()
     normed = reference.rms_norm(xd, scale.double(), 1e-6)
     cases = [
-        (matmul.linear(x, one), xd @ exact.T),
-        (matmul.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
-        (matmul.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
-        (matmul.norm_gated(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
-        (matmul.norm_gated(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
-        (matmul.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
+        (linear.linear(x, one), xd @ exact.T),
+        (linear.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
+        (linear.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
+        (linear.norm_gated(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
+        (linear.norm_gated(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
+        (linear.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
     ]
     for i, (got, want) in enumerate(cases):
         assert got.shape == want.shape
@@ -111,11 +112,13 @@ def test_chosen_configurations_divide_the_channels(n: int, k: int) -> None:
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     weight, x = random_weight("int4", 128, 512), torch.zeros(8, 512, dtype=torch.bfloat16)
-    assert few.config(x, weight, False) is not None
-    assert few.config(x.float(), weight, False) is None
-    assert few.config(torch.zeros(17, 512, dtype=torch.bfloat16), weight, False) is None
-    assert few.config(x, random_weight("int4 desc_act", 128, 512), False) is None
-    assert few.config(x, random_weight("nvfp4", 128, 512), False) is None  # groups of 16: the other kernel's
+    assert quantized_linear.small_batch_config(x, weight, False) is not None
+    assert quantized_linear.small_batch_config(x.float(), weight, False) is None
+    assert quantized_linear.small_batch_config(torch.zeros(17, 512, dtype=torch.bfloat16), weight, False) is None
+    assert quantized_linear.small_batch_config(x, random_weight("int4 desc_act", 128, 512), False) is None
+    assert (
+        quantized_linear.small_batch_config(x, random_weight("nvfp4", 128, 512), False) is None
+    )  # groups of 16: the other kernel's
 
 
 def prmt(low: int, high: int, selector: int) -> int:

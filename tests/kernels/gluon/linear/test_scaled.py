@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import reference
+from kernels.cuda import linear, quantized_linear
 from kernels.gluon.linear import scaled as scaled_dense
 from kernels.gluon.linear.scaled import Config
 from kernels.gluon.moe import scaled as scaled_experts
 from kernels.gluon.moe import small_batch as experts_few
-from kernels.triton import matmul, quantized, scaled
 from tests.oracles.random_weights import random_weight
 from tests.support.gluon_on_tensors import run_on_tensors
 
@@ -30,8 +30,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None
     monkeypatch.setattr(scaled_dense, "_activate", experts_few._activate.fn)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
     run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
-    monkeypatch.setattr(quantized, "few", None)
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks"])
@@ -43,18 +42,18 @@ def test_products(
     form: str, num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More steps than stages or fewer, the channels in parts, of which the last is short, and tiles of few tokens."""
-    monkeypatch.setattr(scaled_dense, "_choose", lambda *_: config)
+    monkeypatch.setattr(quantized_linear, "_scaled_config", lambda *_: config)
     torch.manual_seed(0)
     weight = random_weight(form, 512, 1152)
     x, norm, bias = torch.randn(num_tokens, 1152).bfloat16(), torch.randn(1152).bfloat16(), torch.randn(512).bfloat16()
     normed = reference.rms_norm(x, norm, 1e-6)
     wide = reference.dequantize(weight.codes, weight, F64)
     want = _rounded(normed, form) @ wide.T
-    assert _error(matmul.norm_linear(x, norm, 1e-6, weight), want) < 0.03  # the norm's rounding decides some codes
+    assert _error(linear.norm_linear(x, norm, 1e-6, weight), want) < 0.03  # the norm's rounding decides some codes
     want = _rounded(x, form) @ wide.T + bias.double()
-    assert _error(matmul.linear(x, weight, bias), want) < 8e-3
+    assert _error(linear.linear(x, weight, bias), want) < 8e-3
     residual = torch.randn(num_tokens, 512).bfloat16()
-    assert _error(matmul.linear_add(residual.clone(), x, weight, bias), want + residual) < 8e-3
+    assert _error(linear.linear_add(residual.clone(), x, weight, bias), want + residual) < 8e-3
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks"])
@@ -62,24 +61,24 @@ def test_products(
 def test_swiglu_is_part_of_the_product(
     form: str, num_tokens: int, config: Config, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled_dense, "_choose", lambda *_: config)
-    monkeypatch.setattr(scaled, "gate_and_mul", None)
+    monkeypatch.setattr(quantized_linear, "_scaled_config", lambda *_: config)
+    monkeypatch.setattr(quantized_linear, "gate_and_mul", None)
     torch.manual_seed(0)
     weight = random_weight(form, 512, 1152)
     x, norm = torch.randn(num_tokens, 1152).bfloat16(), torch.ones(1152).bfloat16()
     wide = reference.dequantize(weight.codes, weight, F64)
     want = reference.silu_and_mul(_rounded(reference.rms_norm(x, norm, 1e-6), form) @ wide.T)
-    assert _error(matmul.norm_gated(x, norm, 1e-6, weight), want) < 0.03
+    assert _error(linear.norm_gated(x, norm, 1e-6, weight), want) < 0.03
 
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     x = torch.zeros(40, 256, dtype=torch.bfloat16)
-    assert scaled_dense.config(x, random_weight("fp8", 256, 256), None, False)
-    assert not scaled_dense.config(x.half(), random_weight("fp8", 256, 256), None, False)
-    assert not scaled_dense.config(x, random_weight("fp8", 128, 256), None, False)
-    assert not scaled_dense.config(x, random_weight("fp8 rows of blocks", 256, 256), None, False)
-    assert not scaled_dense.config(x, random_weight("fp8", 512, 256), x[0], True)
-    assert not scaled_dense.config(x, random_weight("fp8", 512, 256), None, True)  # too few tiles
+    assert quantized_linear.scaled_config(x, random_weight("fp8", 256, 256), None, False)
+    assert not quantized_linear.scaled_config(x.half(), random_weight("fp8", 256, 256), None, False)
+    assert not quantized_linear.scaled_config(x, random_weight("fp8", 128, 256), None, False)
+    assert not quantized_linear.scaled_config(x, random_weight("fp8 rows of blocks", 256, 256), None, False)
+    assert not quantized_linear.scaled_config(x, random_weight("fp8", 512, 256), x[0], True)
+    assert not quantized_linear.scaled_config(x, random_weight("fp8", 512, 256), None, True)  # too few tiles
 
 
 def test_all_multiprocessors_have_a_program_where_cublas_has_too_few_tiles() -> None:
@@ -89,10 +88,10 @@ def test_all_multiprocessors_have_a_program_where_cublas_has_too_few_tiles() -> 
     for blocks, shapes in ((False, by_row), (True, of_blocks)):
         for n, k, wanted in shapes:
             for num_tokens, parts in zip((24, 128, 256), wanted, strict=True):
-                config = scaled_dense._choose(num_tokens, n, k, blocks, False)
+                config = quantized_linear._scaled_config(num_tokens, n, k, blocks, False)
                 assert (-(-k // 128 // config.part) if config else 0) == parts
                 assert config is None or config.halves == (1 if blocks and k < 8192 else 2)
-    gated = [scaled_dense._choose(n, 28672, 4096, True, True) for n in (64, 256)]
+    gated = [quantized_linear._scaled_config(n, 28672, 4096, True, True) for n in (64, 256)]
     assert gated == [Config(64, 32, 5), Config(128, 32, 4)]
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import reference
-from kernels.triton import matmul
+from kernels.cuda import linear
+from kernels.cuda.choice import GLUON
+from kernels.gluon.linear import small_batch as few
 from tests.support.gluon_on_tensors import run_on_tensors
 
-few = matmul.few  # type: ignore[attr-defined]
-if few is None:
+if not GLUON:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
@@ -48,28 +49,28 @@ def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> N
     weight, residual = random(2 * n, k, scale=k**-0.5), random(num_tokens, n)
     one, xd, scale_d, weight_d, bias_d = weight[:n], x.double(), scale.double(), weight.double(), bias.double()
     cases = [
-        (matmul.linear(x, one), reference.linear(xd, weight_d[:n])),
-        (matmul.norm_linear(x, scale, 1e-6, one), reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n])),
+        (linear.linear(x, one), reference.linear(xd, weight_d[:n])),
+        (linear.norm_linear(x, scale, 1e-6, one), reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n])),
         (
-            matmul.norm_linear(x, scale, 1e-6, one, bias[:n]),
+            linear.norm_linear(x, scale, 1e-6, one, bias[:n]),
             reference.norm_linear(xd, scale_d, 1e-6, weight_d[:n], bias_d[:n]),
         ),
-        (matmul.norm_gated(x, scale, 1e-6, weight), reference.norm_gated(xd, scale_d, 1e-6, weight_d)),
+        (linear.norm_gated(x, scale, 1e-6, weight), reference.norm_gated(xd, scale_d, 1e-6, weight_d)),
         (
-            matmul.norm_gated(x, scale, 1e-6, weight, bias),
+            linear.norm_gated(x, scale, 1e-6, weight, bias),
             reference.norm_gated(xd, scale_d, 1e-6, weight_d, bias_d),
         ),
         (
-            matmul.norm_gated(x, scale.float(), 1e-6, weight, bias, "gelu_tanh"),
+            linear.norm_gated(x, scale.float(), 1e-6, weight, bias, "gelu_tanh"),
             reference.norm_gated(xd, scale_d, 1e-6, weight_d, bias_d, "gelu_tanh"),
         ),
-        (matmul.linear_gated(x, weight), reference.linear_gated(xd, weight_d)),
+        (linear.linear_gated(x, weight), reference.linear_gated(xd, weight_d)),
         (
-            matmul.linear_gated(x, weight, bias, "gelu_tanh"),
+            linear.linear_gated(x, weight, bias, "gelu_tanh"),
             reference.linear_gated(xd, weight_d, bias_d, "gelu_tanh"),
         ),
         (
-            matmul.linear_add(residual.clone(), x, one, bias[:n]),
+            linear.linear_add(residual.clone(), x, one, bias[:n]),
             reference.linear_add(residual.double(), xd, weight_d[:n], bias_d[:n]),
         ),
     ]
@@ -83,7 +84,7 @@ def check(num_tokens: int, n: int, k: int, dtype: torch.dtype, device: str) -> N
 def test_every_configuration(
     num_tokens: int, n: int, config: Any, without_layouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few, "_choose", lambda *shape: config)
+    monkeypatch.setattr(linear, "_small_batch_config", lambda *shape: config)
     check(num_tokens, n, 512, torch.bfloat16, "cpu")
 
 
@@ -91,7 +92,7 @@ def test_every_configuration(
     ("n", "k", "swiglu"), [*few.MEASURED, (640, 192, False), (5120, 17408, False), (320, 64, True)]
 )
 def test_chosen_configurations_divide_the_channels(n: Any, k: Any, swiglu: Any) -> None:
-    for config in (few._choose(n, k, swiglu, False), few._choose(n, k, swiglu, True)):
+    for config in (linear._small_batch_config(n, k, swiglu, more) for more in (False, True)):
         if config is None:
             continue
         assert k % config.chunk == 0
@@ -100,11 +101,11 @@ def test_chosen_configurations_divide_the_channels(n: Any, k: Any, swiglu: Any) 
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     x = torch.zeros(8, 512, dtype=torch.bfloat16)
-    assert few.config(x, 512, False) is not None
-    assert few.config(x.float(), 512, False) is None
-    assert few.config(x[:, :500], 512, False) is None
-    assert few.config(torch.zeros(17, 512, dtype=torch.bfloat16), 512, False) is None
-    assert few.config(x, 100_000, False) is None
+    assert linear.small_batch_config(x, 512, False) is not None
+    assert linear.small_batch_config(x.float(), 512, False) is None
+    assert linear.small_batch_config(x[:, :500], 512, False) is None
+    assert linear.small_batch_config(torch.zeros(17, 512, dtype=torch.bfloat16), 512, False) is None
+    assert linear.small_batch_config(x, 100_000, False) is None
 
 
 @pytest.mark.gpu

@@ -10,23 +10,24 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import reference
+from kernels.cuda import linear, quantized_linear
+from kernels.cuda.choice import GLUON
 from kernels.gluon.common import code_bits
+from kernels.gluon.linear import weight_only
 from kernels.gpu import codes as codes_in_bits
-from kernels.triton import matmul, quantized
 from tests.kernels.gluon.linear.test_quantized_small_batch import bf16, halves, prmt, values_of
 from tests.oracles.random_weights import FORMS, random_weight
 from tests.support.steps_on_tensors import steps_on_tensors
 
-dense = quantized.dense  # type: ignore[attr-defined]
-if dense is None:
+if not GLUON:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_multiply", "_add_step", "_store", "_store_rows")
-    steps_on_tensors(monkeypatch, dense, "_dense_quantized_kernel", helpers)
-    monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
+    steps_on_tensors(monkeypatch, weight_only, "_dense_quantized_kernel", helpers)
+    monkeypatch.setattr(quantized_linear, "quantizes", lambda x, weight: False)
 
 
 def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
@@ -43,9 +44,9 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
     normed = reference.rms_norm(x.double(), norm.double(), 1e-6)
     both = normed @ reference.dequantize(weight.codes, weight, torch.float64).T
     for got, exact, limit in (
-        (matmul.linear(x, weight, bias), want + bias.double(), 6e-3),
-        (matmul.linear_add(residual.clone(), x, weight), want + residual.double(), 6e-3),
-        (matmul.norm_gated(x, norm, 1e-6, weight, bias), reference.silu_and_mul(both + bias.double()), 1.2e-2),
+        (linear.linear(x, weight, bias), want + bias.double(), 6e-3),
+        (linear.linear_add(residual.clone(), x, weight), want + residual.double(), 6e-3),
+        (linear.norm_gated(x, norm, 1e-6, weight, bias), reference.silu_and_mul(both + bias.double()), 1.2e-2),
     ):
         assert got.shape == exact.shape
         assert (got.double() - exact).norm() < limit * exact.norm()
@@ -53,15 +54,15 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_launched, launch = 0, dense.launch
+    num_launched, launch = 0, weight_only.launch
 
     def counted(*args: Any, **options: Any) -> None:
         nonlocal num_launched
         num_launched += 1
         launch(*args, **options)
 
-    monkeypatch.setattr(dense, "launch", counted)
-    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(32, 8))
+    monkeypatch.setattr(weight_only, "launch", counted)
+    monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(32, 8))
     n = 256 if form == "fp8 blocks" else 300
     check(form, 40, n, 512, "cpu")
     assert num_launched == 3
@@ -69,7 +70,7 @@ def test_every_form(form: str, without_layouts: None, monkeypatch: pytest.Monkey
 
 def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as many that there are not enough steps for all."""
-    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(32, 6, 1 if shape[-1] else 5))
+    monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(32, 6, 1 if shape[-1] else 5))
     check("int4 asymmetric", 40, 200, 768, "cpu")
 
 
@@ -86,20 +87,20 @@ def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.Monkey
 )
 def test_tiles_of_many_tokens(form: str, height: int, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of 192; the channels in parts, of which the last is shorter."""
-    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(height, 12, 1 if shape[-1] else 2))
+    monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(height, 12, 1 if shape[-1] else 2))
     check(form, 260, 200, 768, "cpu")
 
 
 def test_bands_of_tokens(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles side by side, and one at the end."""
-    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(32, 4))
-    monkeypatch.setattr(dense, "BAND", 2)
+    monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(32, 4))
+    monkeypatch.setattr(weight_only, "BAND", 2)
     check("int4", 150, 300, 512, "cpu")
 
 
 def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 96 bytes, as gpt-oss has; and an odd number of steps, also in parts."""
-    monkeypatch.setattr(dense, "_choose", lambda *shape: dense.Config(32, 3, 1 if shape[-1] else 2))
+    monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(32, 3, 1 if shape[-1] else 2))
     check("mxfp4", 40, 64, 192, "cpu")
     check("int4 asymmetric", 40, 64, 3 * 128, "cpu")
     check("fp8", 40, 64, 3 * 64, "cpu")
@@ -110,9 +111,7 @@ def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.Monk
 def test_chosen_configurations_fit(num_tokens: int, n: int, row: int) -> None:
     for pieces in (1, 2):
         for swiglu in (False, True):
-            chosen = dense._choose(num_tokens, n, row, pieces, swiglu)
-            if chosen is None:
-                continue
+            chosen = weight_only.config(num_tokens, n, row, pieces, swiglu)
             assert chosen.stages >= 3  # a warpgroup waits for a step before it has left the last two
             assert chosen.stages * (128 * 64 + pieces * chosen.block_m * 128) <= 231_000
 
@@ -224,12 +223,12 @@ def test_zero_points_in_bits() -> None:
 
 def test_what_it_does_not_apply_to(without_layouts: None) -> None:
     x = torch.zeros(24, 512, dtype=torch.bfloat16)
-    assert dense.config(x, random_weight("int4", 128, 512)) is not None
-    assert dense.config(x.half(), random_weight("int4", 128, 512)) is None
-    assert dense.config(x, random_weight("int4 desc_act", 128, 512)) is None
+    assert quantized_linear.weight_only_config(x, random_weight("int4", 128, 512), False) is not None
+    assert quantized_linear.weight_only_config(x.half(), random_weight("int4", 128, 512), False) is None
+    assert quantized_linear.weight_only_config(x, random_weight("int4 desc_act", 128, 512), False) is None
     many = torch.zeros(600, 512, dtype=torch.bfloat16)
-    assert dense.config(many, random_weight("int4", 128, 512)) is None
-    assert dense.config(many, random_weight("int4", 128, 512), swiglu=True) is not None
+    assert quantized_linear.weight_only_config(many, random_weight("int4", 128, 512), False) is None
+    assert quantized_linear.weight_only_config(many, random_weight("int4", 128, 512), True) is not None
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import NextNorm, QuantizedWeight, Weight, pack_e2m1, reference
-from kernels.triton import matmul, quantized, scaled
+from kernels.cuda import linear, quantized_linear
+from kernels.triton import scaled, weight_only
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
 from tests.oracles.random_weights import FORMS, random_weight
@@ -27,11 +28,6 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.fixture(autouse=True)
-def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "few", None)
-
-
 def test_the_values_of_codes() -> None:
     """One by one, as the formats say: sign, exponent and mantissa."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -39,12 +35,12 @@ def test_the_values_of_codes() -> None:
     codes = torch.randint(16, (67, 8), generator=torch.Generator().manual_seed(0))
     codes[:16] = torch.arange(16)[:, None]
     eight = QuantizedWeight("e2m1", pack_e2m1(codes), torch.ones(67, 1), 8)
-    assert torch.equal(quantized.dequantize(eight.codes, eight, torch.float32), table[codes])
+    assert torch.equal(weight_only.dequantize(eight.codes, eight, torch.float32), table[codes])
     assert torch.equal(exact(eight).float(), table[codes])
     codes = torch.arange(256, dtype=torch.uint8)[:, None]
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8)):
         weight = QuantizedWeight(kind, codes.view(dtype), torch.ones(256, 1), 1)  # type: ignore[arg-type]
-        got, want = quantized.dequantize(weight.codes, weight, torch.float32), codes.view(dtype).float()
+        got, want = weight_only.dequantize(weight.codes, weight, torch.float32), codes.view(dtype).float()
         finite = want.isfinite()
         assert torch.equal(got[finite], want[finite])
         assert finite.sum() >= 254
@@ -53,19 +49,19 @@ def test_the_values_of_codes() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_dequantize(form: str) -> None:
     weight = random_weight(form, 130, 320 if FORMS[form][1] != 128 else 384)
-    assert error(quantized.dequantize(weight.codes, weight, torch.float32), exact(weight)) < 1e-6
-    assert error(quantized.dequantize(weight.codes, weight, torch.float16), exact(weight)) < 1e-3
+    assert error(weight_only.dequantize(weight.codes, weight, torch.float32), exact(weight)) < 1e-6
+    assert error(weight_only.dequantize(weight.codes, weight, torch.float16), exact(weight)) < 1e-3
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.float32), (33, torch.float16)])
 def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows that lie in a larger tensor, a number of rows that tiles do not divide, and a last group that is short."""
-    monkeypatch.setattr(quantized, "_rounds", lambda x, weight: False)
+    monkeypatch.setattr(quantized_linear, "quantizes", lambda x, weight: False)
     weight = random_weight(form, 130, 448 if FORMS[form][0] == "e4m3" else 384)
     x, bias = torch.randn(num_tokens, 1000).to(dtype)[:, : weight.num_channels], torch.randn(130).to(dtype)
     want = x.double() @ exact(weight).T + bias.double()
-    assert error(matmul.linear(x, weight, bias), want) < {torch.float32: 1e-5}.get(dtype, 8e-3)
+    assert error(linear.linear(x, weight, bias), want) < {torch.float32: 1e-5}.get(dtype, 8e-3)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4 asymmetric", "int4 desc_act"])
@@ -77,16 +73,16 @@ def test_what_stands_around_them(form: str, num_tokens: int) -> None:
     x, norm, residual = torch.randn(num_tokens, k), torch.randn(k), torch.randn(num_tokens, 128)
     wide, wx = exact(weight), x.double()
     normed = reference.rms_norm(wx, norm.double(), 1e-6)
-    limit = 0.06 if quantized._rounds(x, weight) else 1e-5
-    assert error(matmul.norm_linear(x, norm, 1e-6, weight), normed @ wide.T) < limit
-    assert error(matmul.norm_gated(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
-    got = matmul.norm_gated(x, norm, 1e-6, weight, gate="gelu_tanh")
+    limit = 0.06 if quantized_linear.quantizes(x, weight) else 1e-5
+    assert error(linear.norm_linear(x, norm, 1e-6, weight), normed @ wide.T) < limit
+    assert error(linear.norm_gated(x, norm, 1e-6, weight), reference.silu_and_mul(normed @ wide.T)) < limit
+    got = linear.norm_gated(x, norm, 1e-6, weight, gate="gelu_tanh")
     assert error(got, reference.gelu_and_mul(normed @ wide.T)) < limit
-    assert error(matmul.linear_gated(x, weight), reference.silu_and_mul(wx @ wide.T)) < limit
-    assert error(matmul.linear_gated(x, weight, None, "gelu_tanh"), reference.gelu_and_mul(wx @ wide.T)) < limit
+    assert error(linear.linear_gated(x, weight), reference.silu_and_mul(wx @ wide.T)) < limit
+    assert error(linear.linear_gated(x, weight, None, "gelu_tanh"), reference.gelu_and_mul(wx @ wide.T)) < limit
     out = torch.empty(num_tokens, 128)
-    assert matmul.norm_linear(x, norm, 1e-6, weight, None, out) is out
-    assert matmul.linear_add(residual, x, weight) is residual
+    assert linear.norm_linear(x, norm, 1e-6, weight, None, out) is out
+    assert linear.linear_add(residual, x, weight) is residual
 
 
 @pytest.mark.parametrize("form", ["float", "fp8", "int4 asymmetric", "int4 desc_act"])
@@ -95,17 +91,17 @@ def test_what_stands_around_them(form: str, num_tokens: int) -> None:
 def test_a_norm_apart_is_one_that_a_kernel_computes_alone(
     form: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, exact_float8: None
 ) -> None:
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
     weight: Weight = torch.randn(128, 256) if form == "float" else random_weight(form, 128, 256)
     x, norm, alone = torch.randn(num_tokens, 256), torch.randn(256), Mock(wraps=rms_norm)
-    for module in (matmul, quantized):
+    for module in (linear, quantized_linear):
         monkeypatch.setattr(module, "rms_norm", alone)
-    matmul.norm_linear(x, norm, 1e-6, weight)
-    assert matmul.norms_apart(x, weight) == alone.called
+    linear.norm_linear(x, norm, 1e-6, weight)
+    assert linear.norms_apart(x, weight) == alone.called
     for gate in ("silu", "gelu_tanh"):
         alone.reset_mock()
-        matmul.norm_gated(x, norm, 1e-6, weight, None, gate)  # type: ignore[arg-type]
-        assert matmul.norms_apart(x, weight, gate) == alone.called  # type: ignore[arg-type]
+        linear.norm_gated(x, norm, 1e-6, weight, None, gate)  # type: ignore[arg-type]
+        assert linear.norms_apart(x, weight, gate) == alone.called  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["float", "fp8", "fp8 blocks", "int8", "int4 asymmetric", "int4 desc_act"])
@@ -115,7 +111,7 @@ def test_a_norm_with_the_sum_before(
     form: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch, exact_float8: None
 ) -> None:
     """QuantizedRows where the next product rounds it, it gives what that product's own norm gives."""
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
     first: Weight = torch.randn(256, 256) if form == "float" else random_weight(form, 256, 256)
     second: Weight = torch.randn(512, 256) if form == "float" else random_weight(form, 512, 256)
     residual, x, weight, bias = (
@@ -124,35 +120,35 @@ def test_a_norm_with_the_sum_before(
         torch.randn(256),
         torch.randn(256),
     )
-    rounded = matmul.quantized_input(residual, second)
+    rounded = linear.quantized_input(residual, second)
     assert (rounded is not None) == (num_tokens == 70 and form in ("fp8", "fp8 blocks", "int8"))
     total = residual.clone()
-    normed = matmul.linear_add_norm(total, x, first, bias, NextNorm(weight, 1e-6, rounded))
-    want = matmul.linear_add(residual.clone(), x, first, bias)
+    normed = linear.linear_add_norm(total, x, first, bias, NextNorm(weight, 1e-6, rounded))
+    want = linear.linear_add(residual.clone(), x, first, bias)
     torch.testing.assert_close(total, want)
-    got = matmul.linear(normed, second)
-    assert error(got, matmul.norm_linear(total, weight, 1e-6, second)) < 1e-5
+    got = linear.linear(normed, second)
+    assert error(got, linear.norm_linear(total, weight, 1e-6, second)) < 1e-5
     if rounded is not None:
-        rounded = matmul.quantized_input(residual, second, None, "silu")
-        normed = matmul.linear_add_norm(residual.clone(), x, first, bias, NextNorm(weight, 1e-6, rounded))
-        assert error(matmul.linear_gated(normed, second), matmul.norm_gated(total, weight, 1e-6, second)) < 1e-5
+        rounded = linear.quantized_input(residual, second, None, "silu")
+        normed = linear.linear_add_norm(residual.clone(), x, first, bias, NextNorm(weight, 1e-6, rounded))
+        assert error(linear.linear_gated(normed, second), linear.norm_gated(total, weight, 1e-6, second)) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "fp8 rows of blocks", "int8"])
 def test_codes_times_codes(form: str, monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None:
     """With many tokens x is rounded as well: the product is exact but for that."""
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: True)
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
     weight = random_weight(form, 200, 256)
     x, norm, bias = torch.randn(130, 256), torch.randn(256), torch.randn(200)
-    assert quantized._rounds(x, weight)
+    assert quantized_linear.quantizes(x, weight)
     group = 0 if weight.scale.shape[1] == 1 else 128
     normed = reference.rms_norm(x, norm, 1e-6)
     codes, scale = scaled.quantize_rows(normed, weight.codes.dtype, group=group)
     rounded = codes.double() * scale.double().repeat_interleave(group or 256, 1)
     assert error(rounded, normed.double()) < (0.015 if form == "int8" else 0.04)
     want = rounded @ exact(weight).T + bias.double()
-    assert error(matmul.norm_linear(x, norm, 1e-6, weight, bias), want) < 2e-3  # the norm's rounding decides some codes
-    assert error(matmul.linear(normed, weight, bias), want) < 1e-5
+    assert error(linear.norm_linear(x, norm, 1e-6, weight, bias), want) < 2e-3  # the norm's rounding decides some codes
+    assert error(linear.linear(normed, weight, bias), want) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -209,5 +205,5 @@ def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
 
 def test_a_gpu_that_cannot_multiply_e4m3_keeps_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("fp8", 64, 64), torch.randn(100, 64)
-    monkeypatch.setattr(scaled, "multiplies_e4m3", lambda device: False)
-    assert error(matmul.linear(x, weight), x.double() @ exact(weight).T) < 1e-5
+    monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: False)
+    assert error(linear.linear(x, weight), x.double() @ exact(weight).T) < 1e-5

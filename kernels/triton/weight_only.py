@@ -1,41 +1,20 @@
-"""Products with matrices of few bits, in Triton.
-
-Few tokens are bound by reading the weight, whose codes become floats in registers:
-`kernels.gluon.linear.quantized_small_batch` where it applies, else the kernel here. Beyond `MAX_FEW` tokens, where the
-checkpoint allows it, x is rounded, too, see `kernels.triton.scaled`. Else, beyond `MAX_WEIGHT_ONLY` tokens, the matrix
-is written out as floats, for cuBLAS.
-"""
+"""Weight-only GEMM and dequantisation, in Triton, for any form of quantised weight: x stays in floats."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
-from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.codes import values
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.reference import Gate
-from kernels.triton import scaled
-from kernels.triton.activation import gate_and_mul
-from kernels.triton.norm import rms_norm
 
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.linear import quantized_small_batch as few
-    from kernels.gluon.linear import weight_only as dense
-else:
-    dense = few = None  # type: ignore[assignment]
-
-MAX_FEW = 16  # tokens up to which x stays as it is: one tile of the matrix unit
-MAX_WEIGHT_ONLY = 64  # tokens up to which the kernel here does better than cuBLAS with the matrix written out
 FOUR_BITS = ("int4", "e2m1")
 
 
@@ -163,7 +142,8 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     return out
 
 
-def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Compute x [M, K] times the weight, plus bias [N] -> [M, N]."""
     num_tokens, n = len(x), len(weight)
     out = x.new_empty(num_tokens, n)
     block_m = min(max(next_power_of_2(num_tokens), 16), 64)
@@ -178,145 +158,3 @@ def _weight_only(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Ten
         **_constants(weight), **pdl_options(x.device),
     )  # fmt: skip
     return out
-
-
-def _rounds(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether x is to be rounded, too: allowed, worth it, and in a form that the kernel multiplies."""
-    return (
-        weight.rounds_activations
-        and len(x) > MAX_FEW
-        and weight.zero is None
-        and weight.factor is None
-        and (weight.scale.shape[1] == 1 or weight.group % 128 == 0)
-        and (weight.kind == "int8" or (weight.kind == "e4m3" and scaled.multiplies_e4m3(x.device)))
-    )
-
-
-def _empty(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Tensor:
-    return x.new_empty(len(x), len(weight) // (2 if swiglu else 1))
-
-
-def _multiply(
-    x: Tensor | QuantizedRows,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x [M, K], or its norm, times the weight, plus bias, and SwiGLU of that; in `residual`, added to it, or in
-    `out`.
-    """
-    if isinstance(x, QuantizedRows):
-        assert norm_weight is None
-        assert out is None
-        return scaled.multiply(x, weight, bias, swiglu=swiglu, residual=residual)
-    if weight.order is not None:
-        x, norm_weight = x[:, weight.order], None if norm_weight is None else norm_weight[weight.order]
-        weight = dataclasses.replace(weight, order=None)
-    into = out if residual is None else residual  # of the kernels that do all in one
-    few_config = few.config(x, weight, swiglu) if few is not None else None
-    if few_config is not None:
-        into = _empty(x, weight, swiglu) if into is None else into
-        few.launch(
-            x, weight, bias, into, few_config, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual
-        )
-        return into
-    if _rounds(x, weight):
-        result = scaled.multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
-        return result if out is None else out.copy_(result)
-    dense_config = dense.config(x, weight, swiglu) if dense is not None else None
-    if dense_config is not None:
-        into = _empty(x, weight, swiglu) if into is None else into
-        x = dense.in_order(x, weight, norm_weight, eps)
-        dense.launch(x, weight, bias, into, dense_config, residual=residual, swiglu=swiglu)
-        return into
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    if len(x) > MAX_WEIGHT_ONLY:
-        result = F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
-    else:
-        result = _weight_only(x, weight, bias)
-    if swiglu:
-        result = gate_and_mul(result, "silu")
-    if residual is not None:
-        return residual.add_(result)
-    return result if out is None else out.copy_(result)
-
-
-def linear(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """See `kernels.reference.linear`."""
-    return _multiply(x, weight, bias)
-
-
-def linear_add(
-    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None
-) -> Tensor:
-    """See `kernels.reference.linear_add`."""
-    return _multiply(x, weight, bias, residual=residual)
-
-
-def linear_gated(
-    x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
-) -> Tensor:
-    """See `kernels.reference.linear_gated`."""
-    if gate != "silu":
-        return gate_and_mul(_multiply(x, weight, bias), gate)
-    return _multiply(x, weight, bias, swiglu=True)
-
-
-def linear_add_norm(
-    residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, norm: NextNorm
-) -> Tensor | QuantizedRows:
-    """See `kernels.reference.linear_add_norm`."""
-    if isinstance(x, QuantizedRows) or _takes_codes(x, weight, False):
-        return scaled.multiply_add_norm(residual, x, weight, bias, norm)
-    return scaled.finish_norm(linear_add(residual, x, weight, bias), norm)
-
-
-def quantized_input(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate | None = None
-) -> QuantizedRows | None:
-    """See `kernels.reference.quantized_input`."""
-    swiglu = gate == "silu"
-    return scaled.unwritten(x, weight, bias, swiglu) if _takes_codes(x, weight, swiglu) else None
-
-
-def _takes_codes(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> bool:
-    """Whether `_multiply` rounds x, whose channels are in order."""
-    is_few = few is not None and few.config(x, weight, swiglu) is not None
-    return weight.order is None and not is_few and _rounds(x, weight)
-
-
-def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:
-    """See `kernels.reference.norms_apart`. A kernel that rounds x, or brings it into order, also computes the norm."""
-    weight, swiglu = dataclasses.replace(weight, order=None), gate == "silu"
-    return (
-        (few is None or few.config(x, weight, swiglu) is None)
-        and not _rounds(x, weight)
-        and (dense is None or dense.config(x, weight, swiglu) is None)
-    )
-
-
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: QuantizedWeight,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.reference.norm_linear`."""
-    return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
-
-
-def norm_gated(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
-) -> Tensor:
-    """See `kernels.reference.norm_gated`."""
-    if gate != "silu":
-        return gate_and_mul(_multiply(x, weight, bias, norm_weight=norm_weight, eps=eps), gate)
-    return _multiply(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)

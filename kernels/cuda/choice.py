@@ -1,0 +1,36 @@
+"""When an operation changes its kernel: the one version gate, and every limit on sizes by which the operations choose.
+
+A kernel says what it can compute (`supports`) and how it cuts a shape into tiles (`config`); the modules beside this one say
+which kernel computes what. Limits were measured on an H200 in CUDA graphs of whole layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+GLUON = triton.__version__.startswith(
+    ("3.6.", "3.7.")
+)  # Gluon's interface is not stable: the versions that were checked
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Numbers of tokens are those of a step; each limit is the last size at which the kernel that it names runs."""
+
+    # Linear layers.
+    small_batch_tokens: int = 16  # Gluon's small-batch kernels: one tile of the tensor core
+    small_batch_weight: int = 1 << 24  # elements of a float weight, from 9 tokens on: every program reads all of x
+    small_batch_outputs: int = 32768  # beyond (output heads) these kernels save little beside the time of the GEMM
+    cuda_core_tokens: int = 2  # the Triton kernel for float weights on CUDA cores; then cuBLAS
+    add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
+    # Quantised weights.
+    scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
+    scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle
+    weight_only_tokens: int = 512  # Gluon's weight-only GEMM; then cuBLAS on the dequantised weight
+    weight_only_swiglu_tokens: int = 2048  # with SwiGLU, which cuBLAS leaves to another kernel
+    portable_weight_only_tokens: int = 64  # Triton's weight-only GEMM; then cuBLAS on the dequantised weight
+
+
+CHOICE = Choice()
