@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for layer, skips, kv, metadata, vector in layers:
             if skips:
-                stream = ResidualStream(stream.hidden)  # a norm that is computed already was for this layer
+                stream = replace(stream, normed=None)  # a norm that is computed already was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
         return stream.hidden
@@ -242,21 +242,21 @@ class DecoderLayer(nn.Module):
         """Return the stream after this layer, or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens'
         per-layer embeddings, if the model has them.
         """
+        slots = None if isinstance(self.mlp, MLP) else metadata.slot_mapping
+        stream = replace(stream, context=stream.context._replace(slots=slots, vector=vector))
         x = self.attention_norm(stream)
         if self.parallel:
-            x = SublayerInput(x.hidden, normed=x.value)
+            x = x.with_normed(x.value)
         stream = self.attention(x, self.attention_sum.into(stream), positions, kv, metadata)
         if self.parallel:
-            stream = ResidualStream(stream.hidden, metadata.select(x.value))
+            stream = replace(stream, normed=metadata.select(x.value))
         x = self.mlp_norm(stream)
-        if isinstance(self.mlp, MLP):
-            stream = self.mlp(x, self.mlp_sum.into(stream))
-        else:
-            stream = self.mlp(x, self.mlp_sum.into(stream), metadata.select(metadata.slot_mapping))
+        stream = self.mlp(x, self.mlp_sum.into(stream))
         if self.per_layer is not None:
-            assert vector is not None
-            stream = self.per_layer(stream, metadata.select(vector))
-        return stream if self.output_scale is None else ResidualStream(self.output_scale(stream.hidden))
+            stream = self.per_layer(stream)
+        if self.output_scale is not None:
+            stream = replace(stream, hidden=self.output_scale(stream.hidden), normed=None)
+        return stream
 
 
 def _form(value: Any) -> object:

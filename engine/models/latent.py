@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         if self.query_norm is None:
             query = self.query.run(x)
         else:
-            query = self.query.run(SublayerInput(query_input, self.query_norm))
+            query = self.query.run(SublayerInput(query_input, self.query_norm, context=x.context))
         query = query.unflatten(1, (spec.num_heads, -1))
         key_up, value_up = self.up.of_heads(spec)
         stored = (

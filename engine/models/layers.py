@@ -93,7 +93,10 @@ class Linear(Matrix):
         assert not isinstance(x, SublayerInput), "no model has such a layer"
         if self.is_partial:
             assert isinstance(x, Tensor), "see `quantized_input`"
-            return epilogue.add_product(self.communicator, lambda rows: self.run(x[rows]))
+            context = epilogue.stream.context
+            return epilogue.add_product(
+                self.communicator, lambda rows: self.run(SublayerInput(x[rows], context=context.select(rows)))
+            )
         hidden, norm = epilogue.hidden, epilogue.next_norm()
         if norm is None:
             return epilogue.done(kernels.linear_add(hidden, x, self.weight, self.bias))

@@ -38,13 +38,11 @@ class MoE(nn.Module):
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
         self.compressed: tuple[kernels.CompressedWeight, kernels.CompressedWeight] | None = None  # both matrices
 
-    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue, slots: Tensor) -> ResidualStream:
-        """Add the experts' output for x [T, hidden] to the residual stream [T, hidden] in place. slots [T] int64: -1 marks
-        padding.
-        """
-        normed, ids, weights = self.router(x, slots)
+    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
+        """Add the experts' output for x [T, hidden] to the residual stream [T, hidden] in place."""
+        normed, ids, weights = self.router(x)
         # Computed before the sum overwrites x.
-        inner = None if self.shared is None else self.shared.activate(SublayerInput(x.hidden, normed=normed))
+        inner = None if self.shared is None else self.shared.activate(x.with_normed(normed))
         in_place = self.num_ranks == 1 and epilogue.is_sum
         gate_up, down = self.compressed or (self.gate_up.weight, self.down.weight)
         chosen = normed, ids, weights, gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation
@@ -55,7 +53,8 @@ class MoE(nn.Module):
         if self.shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)
-            stream = self.shared.down.run(inner, epilogue if in_place else ResidualEpilogue(ResidualStream(total)))
+            partial = ResidualEpilogue(ResidualStream(total, context=x.context))
+            stream = self.shared.down.run(inner, epilogue if in_place else partial)
         else:
             stream = epilogue.done(total)
         return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
@@ -91,11 +90,12 @@ class DenseAndExperts(nn.Module):
         self.experts = MoE(replace(spec, shared=None, apart=None), hidden_size, scope)
         self.before_experts, self.after_shared, self.after_experts = InputNorm(before), *map(OutputSum, after)
 
-    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue, slots: Tensor) -> ResidualStream:
+    def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
         """As `MoE.forward`. x has the norm of the dense MLP; the epilogue normalises the sum of both."""
-        total = self.shared(x, self.after_shared.into(ResidualStream(torch.zeros_like(x.hidden))))
-        experts_input = self.before_experts(ResidualStream(x.hidden))
-        return epilogue.add(self.experts(experts_input, self.after_experts.into(total), slots).hidden)
+        total = ResidualStream(torch.zeros_like(x.hidden), context=x.context)
+        total = self.shared(x, self.after_shared.into(total))
+        x = self.before_experts(ResidualStream(x.hidden, context=x.context))
+        return epilogue.add(self.experts(x, self.after_experts.into(total)).hidden)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> None:
         """See `Linear.next_norm`. Each part has its own norm, which it computes itself."""
@@ -147,9 +147,9 @@ class Router(CheckpointModule):
         # [1 + E] int64: counts of padding and of each expert's tokens; None: not counted.
         self.counts: Tensor | None = None
 
-    def forward(self, x: SublayerInput, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: SublayerInput) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
-        norm = self.norm or x.norm
+        norm, slots = self.norm or x.norm, x.context.slots
         if isinstance(norm, RMSNorm):
             normed, ids, weights = kernels.norm_route(
                 x.hidden, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots

@@ -13,7 +13,7 @@ import kernels
 from engine.models.layers import Embedding, Linear
 from engine.models.matrix import Scope
 from engine.models.norms import MakeNorm
-from engine.models.residual import OutputSum, ResidualStream
+from engine.models.residual import OutputSum, ResidualStream, SublayerInput
 from engine.models.spec import PerLayerSpec
 
 
@@ -50,7 +50,10 @@ class PerLayerInput(nn.Module):
         self.projection = Linear(scope, spec.size, {"per_layer_projection": hidden_size})
         self.after = OutputSum(make_norm(scope / "post_per_layer_input_norm", hidden_size))
 
-    def forward(self, stream: ResidualStream, vector: Tensor) -> ResidualStream:
-        """Add the projection of vector [T, P] to the residual stream [T, hidden] in place."""
-        gated = F.gelu(self.gate.run(stream.hidden), approximate="tanh") * vector
+    def forward(self, stream: ResidualStream) -> ResidualStream:
+        """Add the projection of the tokens' vectors to the residual stream [T, hidden] in place."""
+        vector = stream.context.vector
+        assert vector is not None
+        x = SublayerInput(stream.hidden, context=stream.context)
+        gated = F.gelu(self.gate.run(x), approximate="tanh") * vector
         return self.projection.run(gated, self.after.into(stream))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,12 +18,27 @@ from engine.models.norms import Norm, RMSNorm
 from engine.models.shard import Communicator, WeightAndEps
 
 
+class TokenContext(NamedTuple):
+    """Facts about each of T tokens beside its hidden state. A field that no sublayer reads is None."""
+
+    slots: Tensor | None = None  # [T] int64: -1 marks padding, which gets no experts
+    vector: Tensor | None = None  # [T, P]: the token's embedding of this layer's own, see `per_layer`
+
+    def select(self, rows: slice | Tensor) -> TokenContext:
+        """Return the context of some of the tokens."""
+        return TokenContext(*(None if each is None else each[rows] for each in self))
+
+
+NO_CONTEXT = TokenContext()
+
+
 @dataclass(frozen=True, slots=True)
 class ResidualStream:
     """The residual stream between sublayers."""
 
     hidden: Tensor  # [T, hidden]
     normed: Tensor | kernels.QuantizedRows | None = None  # the next sublayer's norm of it, if computed already
+    context: TokenContext = NO_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +48,11 @@ class SublayerInput:
     hidden: Tensor  # [T, hidden]
     norm: Norm | None = None  # still to be computed; a GEMM does so in its prologue where a kernel can
     normed: Tensor | kernels.QuantizedRows | None = None
+    context: TokenContext = NO_CONTEXT
+
+    def with_normed(self, normed: Tensor) -> SublayerInput:
+        """Return the input with its norm [T, hidden], which has been computed."""
+        return SublayerInput(self.hidden, normed=normed, context=self.context)
 
     @property
     def operand(self) -> Tensor | kernels.QuantizedRows:
@@ -63,8 +83,8 @@ class InputNorm(nn.Module):
 
     def forward(self, stream: ResidualStream) -> SublayerInput:
         if stream.normed is not None:
-            return SublayerInput(stream.hidden, normed=stream.normed)
-        return SublayerInput(stream.hidden, self.norm)
+            return SublayerInput(stream.hidden, normed=stream.normed, context=stream.context)
+        return SublayerInput(stream.hidden, self.norm, context=stream.context)
 
     def fused(self, hidden: Tensor) -> kernels.NextNorm | None:
         """Return the norm, if the kernel that adds to hidden [T, hidden] is to compute it, too. None: the sublayer does."""
@@ -111,7 +131,9 @@ class ResidualEpilogue:
 
     def select(self, indices: Tensor | None) -> ResidualEpilogue:
         """Return the epilogue that adds to these rows alone; None: to all."""
-        return self if indices is None else replace(self, stream=ResidualStream(self.hidden[indices]))
+        if indices is None:
+            return self
+        return replace(self, stream=ResidualStream(self.hidden[indices], context=self.stream.context.select(indices)))
 
     @property
     def is_sum(self) -> bool:
@@ -151,7 +173,7 @@ class ResidualEpilogue:
 
     def done(self, hidden: Tensor, normed: Tensor | kernels.QuantizedRows | None = None) -> ResidualStream:
         """Return the stream after the sum, and its norm if that is computed already."""
-        return ResidualStream(hidden, normed)
+        return ResidualStream(hidden, normed, self.stream.context)
 
 
 Epilogue: TypeAlias = GateEpilogue | ResidualEpilogue

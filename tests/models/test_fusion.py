@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.models.families import read_spec
+from engine.models.layers import Linear
+from engine.models.residual import SublayerInput
 from engine.models.shard import Shard
 from engine.models.weights import load_model
 from tests.oracles.families import make_checkpoint
@@ -124,6 +127,31 @@ def test_kernels_of_a_step(name: str, tmp_path: Path) -> None:
         found.append(logits)
     for each in found:
         torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.parametrize("chunk", [100, 2])
+def test_linear_layers_know_their_tokens(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's input and context have the same rows: also in chunks, and where the last layer leaves out tokens."""
+    communicator = EchoCommunicator(chunk)
+    model = load(tmp_path, "mixtral", shard=Shard(0, 2), communicator=communicator)
+    runner, seen, run = PagedRunner(model, 1, max_len=64), list[tuple[int, list[int]]](), Linear.run
+    sequence = runner.start([5, 6, 7, 8, 9])
+
+    def watched(self: Linear, x: Any, epilogue: Any = None) -> Any:
+        if isinstance(x, SublayerInput) and x.context.slots is not None:
+            seen.append((len(x.hidden), x.context.slots.tolist()))
+        return run(self, x, epilogue)
+
+    forward = partial(model.forward, logits_indices=torch.tensor([4, 1]))
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(model, "logits", lambda hidden: hidden.new_zeros(5, 1))
+    monkeypatch.setattr(Linear, "run", watched)
+    runner.step([(sequence, 5)])
+    slots = seen[0][1]
+    rows = [slice(start, start + chunk) for start in range(0, 5, chunk)]
+    assert len(slots) == 5
+    first = [(5, slots), *((len(slots[each]), slots[each]) for each in rows)]
+    assert seen == [*first, (5, slots), (2, [slots[4], slots[1]])]
 
 
 def test_ranks_add_their_products_in_chunks(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def recorded(backend: Backend) -> Iterator[list[str]]:
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             held = options.get("out")
-            given = [arg.value if isinstance(arg, HeldRows) else arg for arg in args]
+            given: list[Any] = [arg.value if isinstance(arg, HeldRows) else arg for arg in args]
             for i, arg in enumerate(given):
                 if isinstance(arg, kernels.NextNorm) and arg.rounded is not None:
                     held, given[i] = arg.rounded, replace(arg, rounded=None)
