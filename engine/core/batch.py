@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 
 from engine.core.engine_request import EngineRequest
 
@@ -137,8 +138,9 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step gave to all requests. A request with one new token and nothing else is in the columns:
-    `request_ids[i]` got `token_ids[i]`. All others are in `outputs`, among them every request that starts or finishes.
+    """The outputs of a step for all requests. A request with new tokens and nothing else is in the columns:
+    `request_ids[i]` got the next `counts[i]` of the flat `token_ids`, or one token each if `counts` is empty. All others
+    are in `outputs`, among them every request that starts or finishes.
 
     The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to
     get an `EngineOutput` for each request.
@@ -147,14 +149,22 @@ class StepOutputs:
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     outputs: list[EngineOutput] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.request_ids or self.outputs)
 
     def __iter__(self) -> Iterator[EngineOutput]:
-        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
-            yield EngineOutput(request_id, [token_id])
+        for request_id, token_ids in self.runs():
+            yield EngineOutput(request_id, token_ids)
         yield from self.outputs
+
+    def runs(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield each request of the columns with its new tokens."""
+        end = 0
+        for request_id, count in zip(self.request_ids, self.counts or repeat(1, len(self.request_ids)), strict=True):
+            start, end = end, end + count
+            yield request_id, self.token_ids[start:end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,9 @@ class InFlightSteps:
                 outputs.append(self._finish_corrupted(requests[index]))
         # Requests that are not reported in the columns: index, and position and number of their tokens.
         apart: list[tuple[int, int, int]] = []
-        position = 0
-        for index, (request, count) in enumerate(zip(requests, result.num_sampled, strict=True)):
+        position, counts = 0, result.num_sampled
+        has_runs = False  # a request in the columns got more than one token
+        for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if count == 1:
                 token_id, known = token_ids[position], request.token_ids
                 if len(known) < request.steady_until and token_id not in request.stop_ids:
@@ -75,21 +76,22 @@ class InFlightSteps:
                     position += 1
                     continue
             if count and request.finish_reason is None:
-                found = self._learn(request, token_ids[position : position + count], result.logprobs.get(index))
+                found = self._append(request, token_ids[position : position + count], result.logprobs.get(index))
                 if found is None:
                     position += count
+                    has_runs |= count > 1
                     continue
                 outputs.append(found)
             apart.append((index, position, count))
             position += count
         if apart:
-            request_ids, token_ids = request_ids.copy(), token_ids.copy()
+            request_ids, token_ids, counts = request_ids.copy(), token_ids.copy(), counts.copy()
             for index, position, count in reversed(apart):
-                del request_ids[index], token_ids[position : position + count]
-        self.generation_tokens += len(request_ids) + sum(len(each.new_token_ids) for each in outputs)
+                del request_ids[index], token_ids[position : position + count], counts[index]
+        self.generation_tokens += len(token_ids) + sum(len(each.new_token_ids) for each in outputs)
         if result.embeddings:
             outputs += self._finish_pooled(requests, result.embeddings)
-        return StepOutputs(request_ids, token_ids, outputs)
+        return StepOutputs(request_ids, token_ids, outputs, counts if has_runs else [])
 
     def defer(self, indices: Iterable[int]) -> None:
         """Withdraw the sampling of these indices of the last launched step: their grammar masks are not ready.
@@ -99,22 +101,28 @@ class InFlightSteps:
         *_, requests = self._steps[-1]
         for index in indices:
             if requests[index].finish_reason is None:
-                self._retract(requests[index], 1)
+                self._retract(requests[index], num_tokens=1, num_computed=0)
 
-    def _retract(self, request: Request, num_tokens: int) -> None:
-        """Withdraw the newest `num_tokens` tokens in flight: undo what `_grant` assumed."""
+    def _retract(self, request: Request, num_tokens: int, num_computed: int) -> None:
+        """Withdraw the newest `num_tokens` tokens in flight and the newest `num_computed` computed ones: undo what
+        `Scheduler._grant` assumed.
+        """
         request.num_tokens -= num_tokens
         assert request.num_tokens >= len(request.token_ids), "a known token was retracted"
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        remaining = max(request.num_computed_tokens - num_computed, 0)  # a preempted request has none
+        request.num_computed_tokens = min(remaining, request.num_tokens)
         request.steady_until = 0
 
-    def _learn(
+    def _append(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineOutput | None:
         """Append new tokens up to the request's last one, and finish the request if it ends. Returns None if there is
-        one new token and nothing else to report.
+        nothing to report but the tokens.
         """
-        num_known = len(request.token_ids)
+        num_known, end = len(request.token_ids), len(request.token_ids) + len(token_ids)
+        if end <= request.steady_until and request.stop_ids.isdisjoint(token_ids):
+            request.token_ids += token_ids
+            return None
         if num_known == request.num_prompt_tokens:
             self._begun(request)
         new_token_ids = request.append(token_ids)
@@ -125,7 +133,7 @@ class InFlightSteps:
             self._finish(request)
         elif not request.needs_full_output:
             request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
-            if num_tokens == num_known + 1 and num_known > request.num_prompt_tokens:
+            if num_known > request.num_prompt_tokens:
                 return None
         return request.output(new_token_ids, logprobs)
 

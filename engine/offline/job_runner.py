@@ -136,7 +136,7 @@ class JobRunner:
                         if not answer.collector.finished:
                             engine.abort(request_id)
                         progress.finish_one(job, answer)
-                progress.output_tokens += len(outputs.request_ids) + len(outputs.outputs) if generates else 0
+                progress.output_tokens += len(outputs.token_ids) + len(outputs.outputs) if generates else 0
                 progress.show(now)
                 if interrupted:
                     raise KeyboardInterrupt

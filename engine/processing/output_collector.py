@@ -139,14 +139,20 @@ class OutputReceiver(Protocol):
     """Receives the outputs of one request. `now`: monotonic seconds."""
 
     def add_token(self, token_id: int, now: float) -> None: ...
+    def add_tokens(self, token_ids: list[int], now: float) -> None: ...
     def add(self, output: EngineOutput, now: float) -> None: ...
 
 
 def deliver(outputs: StepOutputs, receivers: Mapping[str, OutputReceiver], now: float) -> None:
     """Pass each request's output of a step to its receiver. Skips aborted requests, which have no receiver."""
-    for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
-        if (receiver := receivers.get(request_id)) is not None:
-            receiver.add_token(token_id, now)
+    if outputs.counts:
+        for request_id, token_ids in outputs.runs():
+            if (receiver := receivers.get(request_id)) is not None:
+                receiver.add_tokens(token_ids, now)
+    else:
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            if (receiver := receivers.get(request_id)) is not None:
+                receiver.add_token(token_id, now)
     for output in outputs.outputs:
         if (receiver := receivers.get(output.request_id)) is not None:
             receiver.add(output, now)
@@ -216,6 +222,11 @@ class OutputCollector:
         metrics.last_token_ts = now
         metrics.num_generation_tokens += 1
         (self._tokens if self._pending is None else self._pending.new_token_ids).append(token_id)
+
+    def add_tokens(self, token_ids: list[int], now: float) -> None:
+        """As `add_token`, for several tokens."""
+        for token_id in token_ids:
+            self.add_token(token_id, now)
 
     def take(self) -> RequestUpdate:
         """Return all outputs since the last call as one update. Call it only if `has_output`.

@@ -63,6 +63,11 @@ class Stream:
             self.output.add_token(token_id, now)
             self._hold(1, now)
 
+    def add_tokens(self, token_ids: list[int], now: float) -> None:
+        if not self.output.finished:
+            self.output.add_tokens(token_ids, now)
+            self._hold(len(token_ids), now)
+
     def _hold(self, num_tokens: int, now: float) -> None:
         """Count new tokens. Wakes the reader if there are `interval` tokens and the last update is long enough ago."""
         self._num_held += num_tokens

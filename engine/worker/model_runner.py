@@ -251,10 +251,14 @@ class ModelRunner:
         handle.finish = partial(self._defer, handle, packed)
         return handle
 
-    def learn(self, token_ids: Mapping[str, int]) -> None:
-        """Take the newest tokens of these requests, sampled by the last stage. Only the first stage needs them."""
+    def learn(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Take the new tokens of these requests, sampled by the last stage, at least one each. Only the first stage needs
+        them: its rows hold the newest.
+        """
         known = [
-            (row.index, token) for name, token in token_ids.items() if (row := self.batch.rows.get(name)) is not None
+            (row.index, tokens[-1])
+            for name, tokens in token_ids.items()
+            if (row := self.batch.rows.get(name)) is not None
         ]
         if known and self.model.stage.is_first:
             rows, tokens = self.device.upload(torch.tensor(known)).T

@@ -161,6 +161,22 @@ def test_what_a_stream_interval_holds_back() -> None:
         stream.add(EngineOutput("a", [6], "length"), 0.0)
         assert stream.ready, "nor does the last one"
         assert stream.take().token_ids == [5, 6]
+        stream.add_tokens([7, 8], 0.0)
+        assert not stream.output.has_output, "nothing comes after it"
+
+    asyncio.run(test())
+
+
+def test_a_run_of_tokens_counts_in_full() -> None:
+    async def test() -> None:
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), Turns(1))
+        stream.add(EngineOutput("a", [7]), 0.0)
+        assert stream.take().token_ids == [7]
+        stream.add_tokens([0, 1, 2], 0.0)
+        assert not stream.ready
+        stream.add_tokens([3, 4], 0.0)
+        assert stream.ready
+        assert stream.take().token_ids == [0, 1, 2, 3, 4]
 
     asyncio.run(test())
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.batch import EngineOutput, TokenLogprobs
+from engine.core.batch import EngineOutput, StepOutputs, TokenLogprobs
 from engine.core.params.sampling import SamplingParams
-from engine.processing.output_collector import OutputCollector, logprobs_by_id, with_samples
+from engine.processing.output_collector import OutputCollector, deliver, logprobs_by_id, with_samples
 from engine.text.tokenizer import Tokenizer
 
 
@@ -36,6 +36,17 @@ def test_news_merge_until_taken(tokenizer: Tokenizer) -> None:
     times = update.timings
     assert (times.queued_ts, times.scheduled_ts, times.first_token_ts, times.last_token_ts) == (1.0, 2.0, 10.0, 12.0)
     assert times.num_generation_tokens == 6
+
+
+def test_each_receiver_gets_its_run_of_the_columns(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello")
+    collectors = {name: stream(tokenizer) for name in "ab"}
+    deliver(StepOutputs(outputs=[EngineOutput(name, ids[:1]) for name in "ab"]), collectors, 1.0)
+    deliver(StepOutputs(["a", "gone", "b"], [*ids[1:], 7, ids[1]], counts=[len(ids) - 1, 1, 1]), collectors, 2.0)
+    update = collectors["a"].take()
+    assert (update.text, update.token_ids, update.timings.num_generation_tokens) == ("hello", ids, len(ids))
+    assert update.timings.last_token_ts == 2.0
+    assert collectors["b"].take().token_ids == ids[:2]
 
 
 def test_stop_string_ends_the_request_at_its_token(tokenizer: Tokenizer) -> None:

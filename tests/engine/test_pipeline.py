@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
+from engine.worker.model_runner import StepHandle
 from engine.worker.parallel.ranks import PipelinedStep, RankedRunner
 from tests.engine.test_ranks import KINDS, PROMPTS, start
 
@@ -76,3 +80,13 @@ def test_a_step_is_launched_while_the_last_stage_works_on_another(
     two.generate(PROMPTS[:2], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), use_tqdm=False)
     assert len(ran) == len(told)
     assert sum(number == 2 for number in ran) > len(ran) / 2, "two steps, of which the other stage has one"
+
+
+def test_the_first_stage_gets_runs_of_tokens() -> None:
+    """All tokens since it was told last, in order: of two steps that are read between two launches, too."""
+    sampled: dict[str, list[int]] = {}
+    for ids, counts, token_ids in ((["a", "b", "c"], [1, 3, 0], [4, 5, 6, 7]), (["b", "a"], [1, 2], [8, 9, 10])):
+        output = SchedulerOutput(1, [], ScheduledBatch(ids, [1] * len(ids), len(ids), len(ids), []), {}, [])
+        handle = SimpleNamespace(read=partial(tuple, (output, StepResult(token_ids, counts))))
+        PipelinedStep(partial(cast, StepHandle, handle), sampled).read()
+    assert sampled == {"a": [4, 9, 10], "b": [5, 6, 7, 8]}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -73,12 +74,12 @@ class Build:
 class Launch:
     """A step to run. `repeated`: it has the batch of the previous step, which the output leaves out.
 
-    `sampled`: with pipeline parallelism, the newest tokens of requests, for the first stage.
+    `sampled`: with pipeline parallelism, the tokens of requests since the last `Launch`, for the first stage.
     """
 
     output: SchedulerOutput
     repeated: bool
-    sampled: dict[str, int]
+    sampled: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class PipelinedStep:
 
     device_waited, has_ended = False, False
 
-    def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, int]) -> None:
+    def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, list[int]]) -> None:
         """`launch`: launches this rank's part. `sampled`: receives its tokens."""
         self._launch, self._sampled = launch, sampled
         self._handle: StepHandle | None = None
@@ -194,8 +195,8 @@ class PipelinedStep:
         output, result = self.run().read()
         tokens = iter(result.token_ids)
         for request_id, count in zip(output.batch.request_ids, result.num_sampled, strict=True):
-            for _ in range(count):
-                self._sampled[request_id] = next(tokens)
+            if count:
+                self._sampled.setdefault(request_id, []).extend(islice(tokens, count))
         return output, result
 
 
@@ -264,7 +265,7 @@ class RankedRunner:
         self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
         self._batch = NO_BATCH  # the last step's
         self._is_pipelined = runner.options.num_stages > 1
-        self._sampled: dict[str, int] = {}  # request id → newest token, not yet sent to the other ranks
+        self._sampled: dict[str, list[int]] = {}  # request id → tokens that are not yet sent to the other ranks
         self._guided: set[str] = set()  # ids of guided requests
         self._waiting: list[PipelinedStep] = []  # steps that this rank has not run, the oldest first
 
