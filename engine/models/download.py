@@ -21,8 +21,8 @@ from engine.models.errors import ModelError
 from engine.models.files import Progress
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
-# Exports in subfolders (but not 1_Pooling), and Mistral's second copy of the weights.
-OTHER_FORMATS = ["[!1]*/*", "consolidated*"]
+# Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
+OTHER_FORMATS = ["[!1]*/*.json", "[!1]*/*.safetensors", "tokenizer*/*", "consolidated*"]
 
 
 def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:

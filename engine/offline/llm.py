@@ -8,6 +8,7 @@ for result in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +39,13 @@ from engine.processing.output_collector import (
     with_samples,
 )
 from engine.processing.prompts import Prompt, as_list, read_prompt
-from engine.text.chat_template import ChatTemplate
+from engine.text.chat_renderer import ChatRenderer
+from engine.text.chat_templates import choose_renderer
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.utils.progress import TerminalProgress
 
 Messages: TypeAlias = list[dict[str, Any]]
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -116,9 +119,9 @@ class LLM:
             for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
                 if not isinstance(message, Mapping) or "role" not in message:
                     raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
-        template = self._chat_template(chat_template)
-        prompts = [
-            template.render(
+        renderer = self._chat_renderer(chat_template, has_tools=bool(tools))
+        rendered = [
+            renderer.render(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -127,7 +130,9 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._generate(prompts, sampling_params, use_tqdm, False, None)
+        for change in dict.fromkeys(change for each in rendered for change in each.changes):
+            _log.warning("messages: %s", change)
+        return self._generate([each.text for each in rendered], sampling_params, use_tqdm, False, None)
 
     def embed(
         self,
@@ -219,16 +224,15 @@ class LLM:
         """Release the device's memory. The LLM cannot be used afterwards."""
         self._runner.close()
 
-    def _chat_template(self, given: str | None) -> ChatTemplate:
+    def _chat_renderer(self, given: str | None, has_tools: bool) -> ChatRenderer:
+        """Return the renderer of a chat template: `given`, its path, or the model's."""
         tokenizer = self.get_tokenizer()
-        source = given
-        if source is None:
-            source = tokenizer.chat_template
-            if source is None:
-                raise ValueError(f"{self._input_processor.model_name} has no chat template: give one as chat_template")
-        elif "{" not in source:
-            source = Path(source).read_text(encoding="utf-8")
-        return ChatTemplate(source, tokenizer.special_tokens_map)
+        sources: Mapping[str, str] = tokenizer.chat_templates
+        if given is not None:
+            sources = {"default": given if "{" in given else Path(given).read_text(encoding="utf-8")}
+        elif not sources:
+            raise ValueError(f"{self._input_processor.model_name} has no chat template: give one as chat_template")
+        return choose_renderer(sources, tokenizer.special_tokens_map, has_tools=has_tools)
 
     def _generate(
         self,

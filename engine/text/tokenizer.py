@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,18 @@ class _Config(msgspec.Struct):
 class Tokenizer:
     """The tokenizer of a model folder."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None) -> None:
-        """`config`: content of tokenizer_config.json, including special tokens. Raises `TokenizerError` if invalid."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        chat_template: str | Mapping[str, str] | None = None,
+    ) -> None:
+        """`config`: content of tokenizer_config.json, including special tokens. `chat_template`: the model's, or several by
+        their names. Raises `TokenizerError` if the configuration is invalid.
+        """
         self._backend = backend
-        self.chat_template = chat_template
+        named = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        self.chat_templates: dict[str, str] = named
         read = _read_config(config)
         self._add_config_tokens(read)
         self.special_tokens_map: dict[str, str] = {
@@ -94,6 +102,11 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template; of several, the one named `default`, else the first."""
+        return self.chat_templates.get("default", next(iter(self.chat_templates.values()), None))
+
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         path = folder / "tokenizer.json"
@@ -111,7 +124,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-        return cls(backend, config, _read_chat_template(folder, config))
+        return cls(backend, config, _read_chat_templates(folder, config))
 
     def _add_config_tokens(self, config: _Config) -> None:
         """Add the config's tokens to those of tokenizer.json, and mark special tokens.
@@ -342,16 +355,28 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Read chat_template.jinja, chat_template.json or tokenizer_config.json; of several templates, the default."""
+def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Read the chat templates by their names, from the layouts in which transformers has saved them.
+
+    The default is in chat_template.jinja, or else in chat_template.json or tokenizer_config.json, which may have a list of
+    named ones. The folder additional_chat_templates holds others.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
-    template = _read_config(config | _read_json(folder / "chat_template.json")).chat_template
-    if isinstance(template, list):
-        named = {entry.name: entry.template for entry in template}
-        return named.get("default", next(iter(named.values()), None))
-    return template
+        named = {"default": _read_text(path)}
+    else:
+        template = _read_config(config | _read_json(folder / "chat_template.json")).chat_template
+        if isinstance(template, list):
+            named = {entry.name: entry.template for entry in template}
+        else:
+            named = {"default": template} if template is not None else {}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        named.setdefault(path.stem, _read_text(path))
+    return named
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None

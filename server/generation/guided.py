@@ -9,6 +9,7 @@ from typing import Any
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import ParameterError, TagsError
+from server.generation.chat_format import ChatFormat
 from server.generation.conversation import Prompt
 from server.generation.request import GenerationRequest, Tool
 from server.generation.served_model import ServedModel
@@ -24,7 +25,12 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 
 
 async def guided(
-    model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
+    model: ServedModel,
+    request: GenerationRequest,
+    chat: ChatFormat | None,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    warnings: Warnings,
 ) -> SamplingParams:
     """Return `sampling` with a grammar for the answer, if the request needs one. `APIError` names the field at fault.
 
@@ -32,7 +38,7 @@ async def guided(
     the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.
     """
     mode = request.tool_mode
-    format = model.format_for(request)
+    format = chat.format_for(request) if chat is not None else None
     if format is not None and format.arguments is not None:
         format = None  # no grammar yet
     content = request.structured_outputs if mode != "required" else {}
@@ -44,12 +50,14 @@ async def guided(
         reason = "cannot be given together with tools, which this model calls with JSON objects: use tool_choice none"
         raise APIError(400, reason, "structured_outputs")
     thoughts = None
-    in_messages = model.writes_harmony and not prompt.past_reasoning
-    if (marks := model.reasoning_format) is not None and not prompt.past_reasoning and not in_messages:
+    in_messages = chat is not None and chat.writes_harmony and not prompt.past_reasoning
+    marks = chat.reasoning_format if chat is not None else None
+    if marks is not None and not prompt.past_reasoning and not in_messages:
         thoughts = Thoughts(begin=marks.begin, end=marks.end, opened=prompt.in_reasoning)
+    several = chat is not None and chat.takes_several_calls(request)
     free_form: set[int] = set()
     while True:
-        tags = _tags(request, format, model.takes_several_calls(request), free_form) if format is not None else None
+        tags = _tags(request, format, several, free_form) if format is not None else None
         try:
             structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts, in_messages=in_messages)
             sampling = await model.engine.prepare(sampling.clone(structured_outputs=structured), request.owner)

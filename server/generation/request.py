@@ -78,25 +78,7 @@ class Conversation:
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     verbosity: Verbosity | None = None
-    may_be_merged: bool = False  # retry with `merged` if the template rejects the order
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # additional variables
-
-    def merged(self) -> Conversation:
-        """Return the conversation for templates that accept one leading system message and alternating roles."""
-        messages: list[Message] = []
-        texts: list[list[str]] = []  # of each message
-        for message in self.messages:
-            is_system = message.role in ("system", "developer")
-            role = message.role if not is_system else "system" if all(m.role == "system" for m in messages) else "user"
-            if messages and messages[-1].role == role and role in ("system", "user"):
-                texts[-1].append(message.content or "")
-            else:
-                messages.append(replace(message, role=role))
-                texts.append([message.content or ""])
-        for message, parts in zip(messages, texts, strict=True):
-            if len(parts) > 1:
-                message.content = "\n\n".join(filter(None, parts))
-        return replace(self, messages=messages)
 
     @property
     def thinking_variables(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -13,17 +12,17 @@ from fastapi import Request
 from engine.core.batch import SchedulerStats
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.errors import ConfigError
 from engine.models.classifier import Classifier
 from engine.processing.output_collector import RequestUpdate
 from engine.replicas.in_flight import Outstanding
 from engine.replicas.state import EngineState
-from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TokenizerError
+from server.generation.chat_format import ChatFormats
 from server.generation.conversation import CheckText, ConversationEncoder, Prompt
 from server.generation.generation import Generation
 from server.generation.queue import RequestQueue
-from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest, TextPrompts
+from server.generation.request import PromptRequest, TextPrompts
 from server.http.bodies import Body
 from server.http.callers import Caller, caller_of
 from server.http.errors import APIError
@@ -35,12 +34,8 @@ from server.metrics import Metrics, ReplicaClient
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
-from server.parsing.formats import GENERIC, ToolFormat
-from server.parsing.probe import find_tool_format
-from server.parsing.reasoning import HARMONY, find_reasoning_format
 from server.settings import ServerConfig
 
-_log = logging.getLogger(__name__)
 _SHORT_TEXT = 2000  # characters, tokenized in less than a millisecond
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -102,14 +97,9 @@ class ServedModel:
         self.names = list(served_model_names)
         self.readiness = readiness
         self.started = int(time.time())
-        self.template, self._no_template = self._load_template()
+        self.chats = ChatFormats(engine.tokenizer, settings, self.names[0])
         # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
-        self._pair_template = self.template if settings.chat_template is not None else None
-        source = self.template.source if self.template is not None else ""
-        self.tool_format = find_tool_format(settings.tool_call_parser, self.template)
-        self.reasoning_format = find_reasoning_format(settings.reasoning_parser, source)
-        if self.tool_format is not None and self.tool_format.name == "openai":
-            self.reasoning_format = HARMONY  # tool calls can be told apart only with this format
+        self._pair_format = self.chats.default if settings.chat_template is not None else None
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.requests = RequestLog()
         metrics.registry.register(self.requests)
@@ -121,27 +111,6 @@ class ServedModel:
         if settings.record_trace is not None:
             self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), engine.block_size)
 
-    def _load_template(self) -> tuple[ChatTemplate | None, str]:
-        """Return the chat template, or why there is none. A broken template in the model folder is not an error."""
-        tokenizer = self.engine.tokenizer
-        special = tokenizer.special_tokens_map if tokenizer is not None else {}
-        if reserved := RESERVED_TEMPLATE_VARIABLES & self.settings.default_chat_template_kwargs.keys():
-            raise ConfigError(f"default_chat_template_kwargs must not contain {min(reserved)}")
-        own = self.settings.read_chat_template()
-        if own is not None:
-            try:
-                return ChatTemplate(own, special), ""
-            except ChatTemplateError as error:
-                raise ConfigError(f"chat_template: {error}") from None
-        advice = "use /v1/completions, or start the server with --chat-template FILE"
-        if tokenizer is None or tokenizer.chat_template is None:
-            return None, f"the model {self.names[0]} has no chat template: {advice}"
-        try:
-            return ChatTemplate(tokenizer.chat_template, special), ""
-        except ChatTemplateError as error:
-            _log.warning("the model's chat template does not work: %s", error)
-            return None, f"the chat template of the model {self.names[0]} does not work ({error}): {advice}"
-
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
@@ -151,22 +120,6 @@ class ServedModel:
         if name is not None and name not in self.names:
             reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
             raise APIError(404, reason, "model", lead=None)
-
-    @property
-    def writes_harmony(self) -> bool:
-        """Whether answers are in gpt-oss's harmony format."""
-        return self.reasoning_format is HARMONY
-
-    def format_for(self, request: GenerationRequest) -> ToolFormat | None:
-        """Return the format of the answer's tool calls. None: it has no calls, or the model's format is unknown."""
-        if request.tool_mode == "none":
-            return None
-        return GENERIC if self.tool_format is None and request.tool_mode == "required" else self.tool_format
-
-    def takes_several_calls(self, request: GenerationRequest) -> bool:
-        """Whether an answer may call more than one tool."""
-        format = self.format_for(request)
-        return request.tool_choice.several and not self.writes_harmony and not (format is not None and format.single)
 
     # ---- text ----
 
@@ -209,8 +162,8 @@ class ServedModel:
         check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
         if isinstance(given, list):
             num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in given)
-            if self._pair_template is not None:
-                num_chars += len(given) * len(self._pair_template.source)
+            if self._pair_format is not None:
+                num_chars += len(given) * len(self._pair_format.source)
             return await self.in_thread(
                 self._encode_texts,
                 given,
@@ -219,15 +172,9 @@ class ServedModel:
                 owner=request.owner,
                 num_chars=num_chars,
             )
-        if self.template is None:
-            raise APIError(400, self._no_template)
-        encoder = ConversationEncoder(
-            self.template,
-            self.tokenizer,
-            self.reasoning_format,
-            default_variables=self.settings.default_chat_template_kwargs,
-            short_call_ids=self.tool_format is not None and self.tool_format.short_ids,
-        )
+        if (chat := self.chats.of(request)) is None:
+            raise APIError(400, self.chats.missing)
+        encoder = ConversationEncoder(chat, self.tokenizer)
         return [
             await self.in_thread(
                 encoder.encode,
@@ -248,12 +195,12 @@ class ServedModel:
 
     def _rendered(self, pair: tuple[str, str]) -> str | tuple[str, str]:
         """Render a pair of texts for a reranker with the configured template, if there is one."""
-        if self._pair_template is None:
+        if self._pair_format is None:
             return pair
         messages = [{"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
         variables = self.settings.default_chat_template_kwargs
         try:
-            return self._pair_template.render(messages, add_generation_prompt=False, **variables)
+            return self._pair_format.renderer.template.render(messages, add_generation_prompt=False, **variables)
         except ChatTemplateError as error:
             raise APIError(400, f"the chat template rejected the texts: {error}", lead=None) from None
 

@@ -16,6 +16,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
 from engine.processing.output_collector import RequestUpdate, with_samples
 from server.generation.beam_search import beam_searches
+from server.generation.chat_format import ChatFormat
 from server.generation.conversation import Prompt
 from server.generation.generation import Generation, Sample, already_running
 from server.generation.guided import guided
@@ -61,16 +62,14 @@ async def _generate(
 ) -> Generation:
     if request.conversation is not None:
         request.conversation.check()
-    _check_tools(model, request, warnings)
-    _warn_of_unused_variables(model, request, warnings)
+    chat = model.chats.of(request)
+    _check_tools(model, request, chat, warnings)
+    _warn_of_unused_variables(request, chat, warnings)
     prompts = await model.encode(request, is_to_fit=True)
-    if prompts[0].is_merged:
-        warnings.add(
-            "the chat template rejected their order: adjacent messages are merged", "messages", names=request.names
-        )
-    sampling = _with_budget(model, request, prompts[0], _with_marks(model, request, sampling), warnings)
+    warn_of_changes(request, prompts[0], warnings)
+    sampling = _with_budget(model, request, chat, prompts[0], _with_marks(model, request, chat, sampling), warnings)
     sampling = await _prepared(model, request, sampling)
-    sampling = await guided(model, request, prompts[0], sampling, warnings)
+    sampling = await guided(model, request, chat, prompts[0], sampling, warnings)
     if not model.engine.generates:
         kind, path = ("embeddings", "embeddings") if model.engine.classifier is None else ("classification", "classify")
         reason = f"The model `{model.names[0]}` is published for {kind} and generates no text. Use /v1/{path}."
@@ -82,7 +81,7 @@ async def _generate(
     begin_one = model.engine.generate
     if request.length_penalty is not None:
         begin_one = (await beam_searches(model, request, sampling, warnings)).generate
-    new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
+    new_reader = partial(_reader, model, request, chat, prompts[0]) if request.conversation is not None else None
     return await _begin(model, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
 
 
@@ -113,7 +112,7 @@ def _check_priority(request: PromptRequest, caller: Caller) -> None:
         raise APIError(403, "values below 0 require a key with `priority: true` in the key file", "priority")
 
 
-def _check_tools(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
+def _check_tools(model: ServedModel, request: GenerationRequest, chat: ChatFormat | None, warnings: Warnings) -> None:
     choice, names = request.tool_choice, {tool.name for tool in request.tools}
     if not names and (choice.names or choice.mode == "required"):
         raise APIError(400, "requires tools", "tool_choice")
@@ -123,7 +122,7 @@ def _check_tools(model: ServedModel, request: GenerationRequest, warnings: Warni
         return
     if request.tool_mode == "auto" and not model.settings.enable_auto_tool_choice:
         raise APIError(400, '"auto" is disabled on this server: use "none", "required" or a function', "tool_choice")
-    if model.tool_format is None and model.template is not None:
+    if chat is not None and chat.tool_format is None:
         is_off = model.settings.tool_call_parser == "none"
         why = "the server parses no tool calls" if is_off else "the chat template has no known tool call format"
         forced = "the answer is a list of JSON objects" if request.tool_mode == "required" else "the answer is text"
@@ -146,16 +145,26 @@ def _check_num_answers(request: PromptRequest, n: int) -> None:
         raise APIError(400, f"must be at most {MAX_ANSWERS // n} prompts{each}, got {num_prompts}", "prompt", lead=" ")
 
 
-def _warn_of_unused_variables(model: ServedModel, request: GenerationRequest, warnings: Warnings) -> None:
+def warn_of_changes(request: PromptRequest, prompt: Prompt, warnings: Warnings) -> None:
+    """Warn of each way in which the prompt differs from the request's conversation."""
+    for change in prompt.changes:
+        warnings.add(change, "messages", names=request.names)
+
+
+def _warn_of_unused_variables(request: GenerationRequest, chat: ChatFormat | None, warnings: Warnings) -> None:
     if (conversation := request.conversation) is None:
         return
-    source = model.template.source if model.template is not None else ""
+    source = chat.source if chat is not None else ""
     for name in ("reasoning_effort", "enable_thinking"):
         if getattr(conversation, name) is not None and not any(
             variable in source for variable in conversation.thinking_variables
         ):
             warnings.add("has no effect: the chat template does not use it", name, names=request.names)
-    if model.writes_harmony and (nearest := EFFORTS.get(conversation.reasoning_effort or "")) is not None:
+    if (
+        chat is not None
+        and chat.writes_harmony
+        and (nearest := EFFORTS.get(conversation.reasoning_effort or "")) is not None
+    ):
         warnings.add(
             f"the model supports low, medium and high: treated as {nearest}", "reasoning_effort", names=request.names
         )
@@ -206,28 +215,36 @@ async def _prepared(model: ServedModel, request: PromptRequest, sampling: Sampli
         raise invalid(error) from None
 
 
-def _with_marks(model: ServedModel, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
+def _with_marks(
+    model: ServedModel, request: GenerationRequest, chat: ChatFormat | None, sampling: SamplingParams
+) -> SamplingParams:
     """Keep special tokens in the text if they mark reasoning or tool calls, so that the parsers see them."""
-    if request.conversation is None:
+    if request.conversation is None or chat is None:
         return sampling
-    marks = [model.reasoning_format.end] if model.reasoning_format is not None else []
-    if (format := model.format_for(request)) is not None:
+    marks = [chat.reasoning_format.end] if chat.reasoning_format is not None else []
+    if (format := chat.format_for(request)) is not None:
         marks += format.special_marks
     if any(model.tokenizer.token_to_id(mark) in model.tokenizer.special_ids for mark in marks):
         sampling = sampling.clone(skip_special_tokens=False)
-    if model.writes_harmony:
+    if chat.writes_harmony:
         ends = [i for i in map(model.tokenizer.token_to_id, ENDS) if i is not None]
         sampling = sampling.clone(stop_token_ids=[*(sampling.stop_token_ids or ()), *ends])
     return sampling
 
 
 def _with_budget(
-    model: ServedModel, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
+    model: ServedModel,
+    request: GenerationRequest,
+    chat: ChatFormat | None,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    warnings: Warnings,
 ) -> SamplingParams:
     """Add the tokens that delimit the reasoning, for its token budget; without such tokens drop the budget."""
     if sampling.thinking_token_budget is None:
         return sampling
-    if request.conversation is not None and (marks := model.reasoning_format) is not None:
+    marks = chat.reasoning_format if chat is not None and request.conversation is not None else None
+    if marks is not None:
         begin, end = model.tokenizer.token_to_id(marks.begin), model.tokenizer.token_to_id(marks.end)
         if end is not None and (begin is not None or prompt.in_reasoning):
             return sampling.clone(thinking_marks=(-1 if prompt.in_reasoning or begin is None else begin, end))
@@ -294,7 +311,8 @@ async def _begin(
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         _log.info("request %s: %s prompt tokens, %s", public_id, lengths, _numbers(pooling or asked[0][1]))
     usage = Usage(sum(map(len, prompts)))
-    if new_reader is not None and model.reasoning_format is not None:
+    chat = model.chats.of(request)
+    if new_reader is not None and chat is not None and chat.reasoning_format is not None:
         usage.reasoning_tokens = 0
     role, conversation = model.settings.response_role, request.conversation
     if conversation is not None and not conversation.add_generation_prompt:
@@ -330,11 +348,12 @@ def _numbers(params: SamplingParams | PoolingParams) -> str:
     return f"{type(params).__name__}({', '.join(shown)})"
 
 
-def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> AnswerReader:
+def _reader(model: ServedModel, request: GenerationRequest, chat: ChatFormat | None, prompt: Prompt) -> AnswerReader:
     """Return a new parser for one answer to a conversation."""
-    format = model.format_for(request)
+    assert chat is not None  # the prompt was rendered with it
+    format = chat.format_for(request)
     callable = [tool for _, tool in request.callable_tools] if format is not None else []
-    if model.writes_harmony:
+    if chat.writes_harmony:
         return HarmonyReader(
             [tool.name for tool in callable],
             model.tokenizer.token_text,
@@ -342,11 +361,11 @@ def _reader(model: ServedModel, request: GenerationRequest, prompt: Prompt) -> A
             shows_reasoning=request.include_reasoning,
         )
     reasoning = tools = counter = None
-    if (marks := model.reasoning_format) is not None:
+    if (marks := chat.reasoning_format) is not None:
         reasoning = ReasoningReader(marks, prompt.in_reasoning)
         counter = TokenCounter(marks.end, model.tokenizer.token_text)
     if format is not None and callable:
-        max_calls = None if model.takes_several_calls(request) else 1
+        max_calls = None if chat.takes_several_calls(request) else 1
         schemas = {tool.name: tool.parameters for tool in callable}
         tools = ToolReader(format, schemas, max_calls, required=request.tool_mode == "required")
     return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

@@ -10,9 +10,7 @@ https://github.com/openai/harmony/blob/main/docs/format.md
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
 from server.parsing.formats import TOOL_FORMATS
 from server.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning, begun, json_object
@@ -30,36 +28,6 @@ _BEGINNINGS = ("<|channel|>", "<|start|>", _FORMAT.begin)  # a header starts wit
 
 # Reasoning efforts that the format does not support, and the nearest supported ones.
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-
-
-def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a conversation to the form that harmony chat templates require.
-
-    They accept one call per message, followed by its result, and name reasoning `thinking`. A message with a call may
-    have `thinking` or content, not both.
-    """
-    turns: list[dict[str, Any]] = []
-    rest = list(reversed(messages))
-    while rest:
-        message = rest.pop()
-        thoughts = [message[key] for key in ("reasoning", "content") if message.get(key)]
-        calls = message.get("tool_calls", [])
-        if calls and len(thoughts) == 2:
-            message = message | {"content": "", "thinking": "\n\n".join(thoughts)}
-        elif message.get("reasoning"):
-            message = message | {"thinking": message["reasoning"]}
-        if not calls:
-            turns.append(message)
-            continue
-        results: dict[str | None, list[dict[str, Any]]] = {}  # results by call id
-        while rest and rest[-1]["role"] == "tool":
-            result = rest.pop()
-            results.setdefault(result.get("tool_call_id"), []).append(result)
-        for number, call in enumerate(calls):
-            turns.append((message if not number else {"role": message["role"], "content": ""}) | {"tool_calls": [call]})
-            turns += results.pop(call["id"], [])
-        turns += chain.from_iterable(results.values())
-    return turns
 
 
 class HarmonyReader:

@@ -6,7 +6,7 @@ import os
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +29,15 @@ from engine.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'refused' or m.content == 'refuse me' %}{{ raise_exception('no such words') }}"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
-    "{% endfor %}<|im_end|>\n{% endfor %}{{ extra }}{{ tools | length if tools else '' }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{{ extra }}{{ tools | length if tools else '' }}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HIDDEN_SIZE = 8
 ANSWER = "Grüße! Ein 👋 von mir. Zwei plus zwei ist vier.\n\nEnd"
 
 
-def make_tokenizer(template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+def make_tokenizer(template: str | Mapping[str, str] | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
     """One token for each byte, so that most characters outside ASCII are several tokens; from 256 they are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -63,7 +63,7 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        template: str | None = TEMPLATE,
+        template: str | Mapping[str, str] | None = TEMPLATE,
         max_model_len: int = 512,
         delay: float = 0.0,
         max_num_seqs: int = 1000,

@@ -126,10 +126,15 @@ def test_chat_template_places(model_folder: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert load(named) == "plain"
     assert load(named[:1]) == "tools"
+    assert Tokenizer.from_folder(model_folder).chat_templates == {"tool_use": "tools"}
     (model_folder / "chat_template.json").write_text('{"chat_template": "in json"}')
     assert load("in config") == "in json"
     (model_folder / "chat_template.jinja").write_text("in jinja")
     assert load("in config") == "in jinja"
+    (model_folder / "additional_chat_templates").mkdir()
+    (model_folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools in jinja")
+    assert load("in config") == "in jinja"
+    assert Tokenizer.from_folder(model_folder).chat_templates == {"default": "in jinja", "tool_use": "tools in jinja"}
 
 
 def test_config_adds_and_marks_tokens(backends: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from server.apis.anthropic.errors import failure
 from server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, parsed_arguments
 from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.served_model import ServedModel
-from server.generation.start import generate
+from server.generation.start import generate, warn_of_changes
 from server.generation.usage import Usage
 from server.http.callers import caller_of
 from server.http.errors import spelled
@@ -47,6 +47,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         with spelled(asked.names):
             model.check_name(asked.model)
             [prompt] = await model.encode(asked.of(caller_of(request)))
+            warn_of_changes(asked, prompt, warnings)
         return json_response({"input_tokens": len(prompt.token_ids)}, warnings)
 
 

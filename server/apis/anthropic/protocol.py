@@ -201,7 +201,6 @@ class _Conversation(Body):
             add_generation_prompt=not continues,
             continue_final_message=continues,
             reasoning_effort=config.effort,
-            may_be_merged=True,
             template_variables={"enable_thinking": thinks, "thinking": thinks},
         )
         return GenerationRequest(

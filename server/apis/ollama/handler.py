@@ -39,7 +39,7 @@ _encode = msgspec.json.encode
 def add_routes(app: FastAPI, model: ServedModel) -> None:
     async def answer(body: ChatRequest | GenerateRequest, request: Request, shape: _Shape) -> Response:
         name = served_name(model, body.model)
-        has_template = model.template is not None
+        has_template = model.chats.default is not None
         warnings, asked = await model.read(request, body, lambda body: body.neutral(name, has_template))
         if body.is_empty:
             model.check_name(name)
@@ -156,17 +156,17 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
 
 
 def _description(model: ServedModel) -> dict[str, Any]:
-    family = _family(model)
+    family, chat, with_tools = _family(model), model.chats.default, model.chats.with_tools
     can = {
         "completion": model.engine.generates,
-        "tools": model.engine.generates and model.tool_format is not None,
-        "thinking": model.engine.generates and model.reasoning_format is not None,
+        "tools": model.engine.generates and with_tools is not None and with_tools.tool_format is not None,
+        "thinking": model.engine.generates and chat is not None and chat.reasoning_format is not None,
         "embedding": not model.engine.generates,  # clients do not offer embedding models for chats
     }
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in sorted(model.engine.default_sampling.items())),
-        "template": model.template.source if model.template is not None else "",
+        "template": chat.source if chat is not None else "",
         "details": _details(model),
         "model_info": {"general.architecture": family, f"{family}.context_length": model.engine.max_model_len},
         "capabilities": [name for name, there in can.items() if there],

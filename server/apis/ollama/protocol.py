@@ -124,9 +124,7 @@ class _Answering(_Loading):
     def _conversation(self, messages: list[Message], **more: Any) -> Conversation:
         effort = self.think if isinstance(self.think, str) else None
         thinks = self.think if isinstance(self.think, bool) else None
-        return Conversation(
-            messages=messages, reasoning_effort=effort, enable_thinking=thinks, may_be_merged=True, **more
-        )
+        return Conversation(messages=messages, reasoning_effort=effort, enable_thinking=thinks, **more)
 
 
 class FunctionCall(Body):

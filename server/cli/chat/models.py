@@ -45,30 +45,30 @@ class Model(Protocol):
 class OwnModel:
     """A model in an engine process that this program starts."""
 
-    def __init__(self, engine: Any, template: Any) -> None:
-        self._engine, self._template = engine, template
+    def __init__(self, engine: Any, renderer: Any) -> None:
+        self._engine, self._renderer = engine, renderer
         self._ids = itertools.count()
         self.name: str = engine.model_name
 
     @classmethod
     async def start(cls, config: EngineConfig) -> OwnModel:
         from engine.async_engine import AsyncEngine
-        from engine.text.chat_template import ChatTemplate
+        from engine.text.chat_templates import choose_renderer
 
         engine = await AsyncEngine.start(config)
         print(engine.summary, file=sys.stderr)
         tokenizer = engine.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
+        if tokenizer is None or not tokenizer.chat_templates:
             engine.close()
             missing = "chat template" if tokenizer is not None else "tokenizer (skip_tokenizer_init)"
             raise ConfigError(f"{engine.model_name} has no {missing}: it cannot chat; try quire generate")
-        return cls(engine, ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map))
+        return cls(engine, choose_renderer(tokenizer.chat_templates, tokenizer.special_tokens_map))
 
     async def answer(self, messages: list[Message], sampling: SamplingFlags) -> AsyncGenerator[Piece, None]:
         from engine.text.chat_template import ChatTemplateError
 
         try:
-            token_ids = self._engine.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+            token_ids = self._engine.tokenizer.encode(self._renderer.render(messages).text, add_special_tokens=False)
             params = sampling.params(self._engine.default_sampling)
             updates = self._engine.generate(EngineRequest(str(next(self._ids)), token_ids, params))
         except (ValueError, ChatTemplateError) as error:

@@ -302,7 +302,7 @@ def test_messages_as_the_template_sees_them(live: Live) -> None:
     assert live.post("/v1/chat/completions", messages=messages).status_code == 200
     text = prompt_text(live)
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n")
-    assert "<|im_start|>assistant\n42<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n" in text
+    assert '<|im_start|>assistant\nf{"x": 42}<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n' in text
 
 
 def test_template_options(live: Live) -> None:

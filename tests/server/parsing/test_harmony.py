@@ -1,4 +1,4 @@
-"""gpt-oss's harmony format: answers read as they arrive, conversations as its templates take them."""
+"""gpt-oss's harmony format: answers read as they arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.text.chat_template import ChatTemplate
-from server.parsing.harmony import HarmonyReader, in_turns
+from server.parsing.harmony import HarmonyReader
 from server.parsing.pieces import Blocks, CallStart, Content, Reasoning
 from server.parsing.probe import find_tool_format
 from server.parsing.reasoning import HARMONY, find_reasoning_format
@@ -108,58 +108,9 @@ def test_it_is_found_by_the_template() -> None:
     assert getattr(find_tool_format("auto", ChatTemplate(templates.HARMONY)), "name", "") == "openai"
 
 
-def call(name: str, call_id: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
-
-
-def result(call_id: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": call_id}
-
-
-def test_each_call_stands_before_its_result() -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": "", "reasoning": "Two.", "tool_calls": [call("f", "1"), call("g", "2")]},
-        result("2"),
-        result("1"),
-        {"role": "user", "content": "And?"},
-    ]
-    turns = in_turns(messages)
-    assert [(turn["role"], turn.get("tool_call_id")) for turn in turns] == [
-        ("user", None),
-        ("assistant", None),
-        ("tool", "1"),
-        ("assistant", None),
-        ("tool", "2"),
-        ("user", None),
-    ]
-    assert [turn["tool_calls"][0]["function"]["name"] for turn in turns if "tool_calls" in turn] == ["f", "g"]
-    assert [turn.get("thinking") for turn in turns if "tool_calls" in turn] == ["Two.", None]
-
-
-def test_no_result_is_lost() -> None:
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call("f", "1")]}, result("9"), result("1")]
-    assert [turn["content"] for turn in in_turns(messages)] == ["", "1", "9"]
-
-
-def test_many_calls_and_results_are_put_in_order_at_once() -> None:
-    """By id: comparing each with each would take minutes."""
-    num = 20_000
-    message = {"role": "assistant", "content": "", "tool_calls": [call("f", str(i)) for i in range(num)]}
-    turns = in_turns([message, *(result(str(i)) for i in reversed(range(num)))])
-    assert [turn["content"] for turn in turns[1::2]] == [str(i) for i in range(num)]
-
-
 def test_a_header_without_an_end_is_content() -> None:
     text = "<|channel|>final" + "x" * 5000
     assert read(text, 40)[1].text(Content) == text
-
-
-def test_words_and_thoughts_beside_a_call_are_its_thinking() -> None:
-    (turn,) = in_turns(
-        [{"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": [call("f", "1")]}]
-    )
-    assert (turn["content"], turn["thinking"]) == ("", "Hm.\n\nI look.")
 
 
 def test_kinds_of_blocks() -> None:

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 
 from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeRequest
 from server.generation.served_model import ServedModel
+from server.generation.start import warn_of_changes
 from server.http.callers import caller_of
 from server.http.errors import APIError, spelled
 from server.http.responses import json_response
@@ -31,7 +32,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
             **tokenizer.special_tokens_map,
             "vocab_size": tokenizer.vocab_size,
             "model_max_length": model.engine.max_model_len,
-            "chat_template": model.template.source if model.template is not None else None,
+            "chat_template": model.chats.default.source if model.chats.default is not None else None,
         }
 
     @app.post("/tokenize", response_model=None)
@@ -40,6 +41,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         with spelled(asked.names):
             model.check_name(asked.model)
             [prompt] = await model.encode(asked.of(caller_of(request)))
+            warn_of_changes(asked, prompt, warnings)
         num_tokens = len(prompt.token_ids)
         return await model.in_thread(
             _tokens,

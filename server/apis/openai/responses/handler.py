@@ -17,6 +17,7 @@ from server.apis.openai.responses.pages import After, Limit, Order, page
 from server.apis.openai.responses.protocol import CompactRequest, ResponsesRequest
 from server.apis.openai.responses.store import ResponseStore, StoredResponse
 from server.generation.served_model import ServedModel
+from server.generation.start import warn_of_changes
 from server.http.callers import Caller, caller_of
 from server.http.errors import APIError, spelled
 from server.http.responses import json_response, streamed, whole
@@ -61,6 +62,7 @@ def _add_create_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
         with spelled(asked.request.names):
             model.check_name(body.model)
             [prompt] = await model.encode(asked.request.of(caller_of(request)))
+            warn_of_changes(asked.request, prompt, warnings)
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.post("/v1/responses/compact", response_model=None)

@@ -155,7 +155,6 @@ class ResponsesRequest(_ResponsesBase):  # type: ignore[misc]
                 messages=instructions + messages,
                 tools=[each.tool for each in tools],
                 reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
-                may_be_merged=True,
                 verbosity=self.text.verbosity if self.text is not None else None,
                 template_variables=self.chat_template_kwargs or {},
             ),
