@@ -7,26 +7,24 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats, total
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError, EngineError, ParameterError
-from engine.models.classifier import Classifier
 from engine.models.files import Progress
-from engine.models.spec import ModelSpec
+from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
 from engine.replicas.dispatcher import Dispatcher
-from engine.replicas.in_flight import Outstanding
+from engine.replicas.in_flight import InFlight
 from engine.replicas.messages import Ready, Shutdown, Start
 from engine.replicas.replica import Listener, Replica, check_gpus
 from engine.replicas.start_times import remember
 from engine.replicas.state import EngineState, StateBoard, combined
 from engine.replicas.streams import Pace, Stream, Updates
 from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
-from engine.text.tokenizer import Tokenizer
 from engine.utils.round_robin import Turns
 from engine.worker.parallel.cores import num_cores
 
@@ -46,7 +44,7 @@ class AsyncEngine:
     """Runs one or more engine processes (replicas) and their requests. Use it in the event loop that started it.
 
     engine = await AsyncEngine.start(EngineConfig(model="..."))
-    request = EngineRequest("1", engine.tokenizer.encode("Once"), SamplingParams(max_tokens=50))
+    request = EngineRequest("1", engine.model.tokenizer.encode("Once"), SamplingParams(max_tokens=50))
     async for update in engine.generate(request):
         print(update.text, end="")
     engine.close()
@@ -62,7 +60,7 @@ class AsyncEngine:
         self._states = StateBoard()
         self._processor: InputProcessor | None = None  # None until loaded
         self._streams: dict[str, Stream] = {}  # all streams with a reader
-        self.outstanding = Outstanding()
+        self.in_flight = InFlight()
         self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
         self._closed = False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
@@ -112,7 +110,6 @@ class AsyncEngine:
         """Wait until the state differs from `seen`, and return it."""
         return await self._states.change(seen)
 
-    max_model_len: int
     max_num_seqs: int  # sum over all replicas, as is num_blocks
     num_blocks: int
     block_size: int
@@ -135,45 +132,9 @@ class AsyncEngine:
         return self._processor
 
     @property
-    def model_name(self) -> str:
-        return self._input_processor.model_name
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._input_processor.spec
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion."""
-        return self._input_processor.eos_token_ids
-
-    @property
-    def architecture(self) -> str:
-        """The architecture's name in config.json, such as LlamaForCausalLM."""
-        return self._input_processor.spec.architecture
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._input_processor.tokenizer
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` recommended by the model's authors."""
-        return self._input_processor.default_sampling
-
-    @property
-    def generates(self) -> bool:
-        """Whether the model generates text."""
-        return self._input_processor.spec.has_head
-
-    @property
-    def classifier(self) -> Classifier | None:
-        """The head of a classification model; None for other models."""
-        return self._input_processor.classifier
-
-    @property
-    def default_pooling(self) -> str:
-        return self._input_processor.default_pooling
+    def model(self) -> ModelInfo:
+        """The loaded model."""
+        return self._input_processor.info
 
     @property
     def num_requests(self) -> int:
@@ -215,12 +176,12 @@ class AsyncEngine:
         request_id = request.request_id
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        output = OutputCollector(request.prompt_token_ids, request.sampling, self.tokenizer)
+        output = OutputCollector(request.prompt_token_ids, request.sampling, self.model.tokenizer)
         stream = self._streams[request_id] = Stream(
             request, output, self._config.stream_interval, self._pace, self._turns
         )
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-        self.outstanding.add(request_id, request.owner)
+        self.in_flight.add(request_id, request.owner)
         self._dispatcher.assign(stream)
         return Updates(stream, lambda: self._forget(request_id, stream))
 
@@ -232,7 +193,7 @@ class AsyncEngine:
             self._end_request(stream)
 
     def _end_request(self, stream: Stream) -> None:
-        self.outstanding.end(stream.request.request_id)
+        self.in_flight.end(stream.request.request_id)
         self._dispatcher.remove(stream)
 
     async def abort(self, request_id: str) -> None:
@@ -328,8 +289,7 @@ class AsyncEngine:
     def _describe(self, said: Sequence[Ready]) -> None:
         """Take over the properties that all replicas reported when they became ready."""
         first, num_replicas = said[0], len(said)
-        self.max_model_len = min(ready.max_model_len for ready in said)
-        self._processor = self._input_processor.with_context(self.max_model_len)
+        self._processor = self._input_processor.with_context(min(ready.max_model_len for ready in said))
         self.num_blocks, self.block_size = sum(ready.num_blocks for ready in said), first.block_size
         self.max_num_seqs = sum(ready.max_num_seqs for ready in said)
         if self._ready.done():
@@ -349,7 +309,7 @@ class AsyncEngine:
             self._end(replica.states.state.reason)
 
     def _request_ended(self, stream: Stream) -> None:
-        self.outstanding.end(stream.request.request_id)
+        self.in_flight.end(stream.request.request_id)
         self._dispatcher.ended(stream)
 
     def _end(self, reason: str) -> None:

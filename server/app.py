@@ -18,15 +18,18 @@ from server.apis import anthropic, ollama, service
 from server.apis.openai import chat, completions, embeddings, generate, models, not_served, responses, scores
 from server.apis.openai.errors import error_body
 from server.docs.openapi import add_reference
-from server.generation.served_model import EngineClient, ServedModel
+from server.generation.engine_client import EngineClient
+from server.generation.model import Model
+from server.generation.rate_limits import RateLimits
+from server.generation.server_state import ServerState
+from server.generation.workers import Workers
 from server.http.auth import APIKeyMiddleware
 from server.http.browsers import BrowserMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware, TurnsMiddleware
-from server.http.rate_limits import RateLimitMiddleware, RateLimits
+from server.http.rate_limits import RateLimitMiddleware
 from server.http.reading import Bodies, StrictJSONRoute
-from server.http.workers import Workers
 from server.metrics import Metrics, log_statistics
 from server.observability.readiness import Readiness
 from server.observability.server_metrics import ServerMetrics
@@ -77,19 +80,19 @@ def create_app(
     `log_stats`: log statistics at intervals. `kv_cache_dtype`: its name in the metrics. `readiness`, `server_metrics`: those
     of `create_starting_app`, if there was one. Raises `ConfigError` if the chat template in `settings` is invalid.
     """
-    names = list(served_model_names) or [engine.model_name]
+    names = list(served_model_names) or [engine.model.name]
     readiness = readiness or Readiness(engine)
     server_metrics = server_metrics or ServerMetrics(engine)
     metrics = Metrics(
         server_metrics.registry,
         names[0],
         engine.replicas,
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.model.max_model_len,
         block_size=engine.block_size,
         cache_dtype=kv_cache_dtype,
     )
     workers = Workers()
-    model = ServedModel(engine, settings, names, metrics, workers, readiness)
+    server = ServerState(Model(engine, settings, names, workers), settings, metrics, readiness)
     traces = _traces(settings)
 
     @contextlib.asynccontextmanager
@@ -100,17 +103,17 @@ def create_app(
                 yield
             finally:
                 workers.close()
-                model.close()
+                server.close()
                 if traces is not None:
                     await traces.close()
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
-    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.max_model_len)
-    app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers)
-    _add_middleware(app, settings, server_metrics, traces, model.rate_limits)
+    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.model.max_model_len)
+    app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers, strict=settings.strict)
+    _add_middleware(app, settings, server_metrics, traces, server.rate_limits)
     for api in APIS:
-        api.add_routes(app, model)
+        api.add_routes(app, server)
     add_reference(app, APIS, names[0])
 
     @app.get("/", response_model=None, include_in_schema=False)

@@ -30,6 +30,7 @@ ENGINE_FACE = {
     "engine.models.catalog",
     "engine.core.params.declare",
     "engine.processing.beam_search",
+    "engine.processing.model_info",
     "engine.processing.output_collector",
     "engine.replicas.in_flight",
     "engine.replicas.state",
@@ -42,6 +43,7 @@ NEUTRAL = {
     "server.metrics",
     "server.observability",
 }  # no API's spelling
+API_PARTS = {"server.apis.api", "server.apis.endpoint", "server.apis.parameters"}
 APIS = {"server.apis.openai", "server.apis.anthropic", "server.apis.ollama"}
 SERVER = {"server", "server.cli.main", "server.cli.bench"} | APIS | NEUTRAL | ENGINE_FACE
 ENGINE = {f"engine{below}" for below in ("", ".core", ".worker", ".models", ".text", ".structured", ".utils")} | {
@@ -74,6 +76,11 @@ ALLOWED = {
         "engine.utils.log",
         "engine.utils.memory",
         "engine.utils.round_robin",
+        "server.generation.caller",
+        "server.generation.errors",
+        "server.generation.rate_limits",
+        "server.generation.warnings",
+        "server.generation.workers",
     },
     "server.observability": {"server.observability", "server.http", "server.metrics"} | ENGINE_FACE,
     "server.parsing": {
@@ -82,12 +89,14 @@ ALLOWED = {
         "engine.structured.kinds",  # types of arguments, for grammars and parsers alike
         "engine.text",
     },
-    "server.generation": NEUTRAL | {"server.settings"} | ENGINE_FACE,
-    "server.apis.openai": {"server.apis.openai", "server.apis.api", "server.apis.endpoint"} | NEUTRAL | ENGINE_FACE,
-    "server.apis.anthropic": {"server.apis.anthropic", "server.apis.api", "server.apis.endpoint"}
-    | NEUTRAL
-    | ENGINE_FACE,
-    "server.apis.ollama": {"server.apis.ollama", "server.apis.api", "server.apis.endpoint"}
+    "server.generation": (
+        NEUTRAL | {"server.settings"} | ENGINE_FACE | {"engine.utils.fair_executor", "engine.utils.memory"}
+    )
+    - {"server.http"},
+    "server.apis.openai": {"server.apis.openai"} | API_PARTS | NEUTRAL | ENGINE_FACE,
+    "server.apis.anthropic": {"server.apis.anthropic"} | API_PARTS | NEUTRAL | ENGINE_FACE,
+    "server.apis.ollama": {"server.apis.ollama"}
+    | API_PARTS
     | {"server.apis.openai.conversation", "server.apis.openai.logprobs"}  # it has OpenAI's tools and log-probabilities
     | NEUTRAL
     | ENGINE_FACE,
@@ -104,6 +113,7 @@ FORBIDDEN = {
     "engine.core": {"*"},  # all but the standard library
     "engine.text": WEB | {"transformers", "triton", "torch"},
     "server": {"transformers", "triton", "torch"},
+    "server.generation": WEB | {"http", "transformers", "triton", "torch"},  # neutral: no statuses, no web framework
 }
 
 
@@ -184,7 +194,8 @@ LEGAL = {
     "server/app.py": "import fastapi\nfrom engine import LLM\nimport engine.text.tokenizer, engine.core.batch",
     "server/cli/main.py": "from benchmarks import throughput",
     "server/http/sse.py": "import starlette",
-    "server/generation/start.py": "from server.http import sse",
+    "server/generation/start.py": "from server.parsing import tools",
+    "server/parsing/tools.py": "",
     "server/apis/openai/chat.py": "from server.generation import start",
     "benchmarks/throughput.py": "import engine.offline.llm",
 }
@@ -232,6 +243,9 @@ def test_the_checker_accepts_what_is_legal(tmp_path: Path) -> None:
         ("server/generation/start.py", "from server.apis.openai import chat", "server.apis.openai.chat"),
         ("server/apis/anthropic/handler.py", "from server.apis.openai import chat", "server.apis.openai.chat"),
         ("server/http/sse.py", "from server.generation import start", "server.generation.start"),
+        ("server/generation/start.py", "from server.http import sse", "server.http.sse"),
+        ("server/generation/start.py", "from http import HTTPStatus", "http"),
+        ("server/generation/start.py", "import starlette.requests", "starlette.requests"),
         ("benchmarks/throughput.py", "import tests.toy", "tests.toy"),
     ],
 )

@@ -24,6 +24,7 @@ from engine.models.hub import resolve_model
 from engine.models.pooling_config import read_pooling
 from engine.models.spec import ModelSpec
 from engine.processing.grammar_cache import GrammarCache, TooSlowError
+from engine.processing.model_info import ModelInfo
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
@@ -99,6 +100,20 @@ class InputProcessor:
         """The end-of-text tokens according to all of the model's files, including the tokenizer's."""
         own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         return tuple(dict.fromkeys((*self.spec.eos_token_ids, *([] if own is None else [own]))))
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self.model_name,
+            architecture=self.spec.architecture,
+            max_model_len=self.max_model_len,
+            generates=self.spec.has_head,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            default_sampling=self.default_sampling,
+            default_pooling=self.default_pooling,
+            classifier=self.classifier,
+        )
 
     def encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:

@@ -9,7 +9,7 @@ from time import monotonic
 NUM_ENDS = 256  # latest finished requests that determine the rate
 
 
-class Outstanding:
+class InFlight:
     """Counts requests when they are sent, so it is exact at any time, without waiting for the engine process."""
 
     def __init__(self) -> None:

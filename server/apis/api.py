@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.apis.endpoint import Endpoint
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
 from server.http.errors import ErrorBody
 
 
@@ -27,6 +27,6 @@ class OwnErrors:
 class API:
     """An API: a group of endpoints."""
 
-    add_routes: Callable[[FastAPI, ServedModel], None]
+    add_routes: Callable[[FastAPI, ServerState], None]
     endpoints: tuple[Endpoint, ...]
     errors: OwnErrors | None = None

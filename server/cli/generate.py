@@ -71,11 +71,13 @@ async def _generate(config: EngineConfig, sampling: SamplingFlags, prompt: str) 
     engine = await AsyncEngine.start(config)
     try:
         print(engine.summary, file=sys.stderr)
-        if engine.tokenizer is None:
+        if engine.model.tokenizer is None:
             raise ConfigError("skip_tokenizer_init must be false: the prompt is a text")
         try:
             updates = engine.generate(
-                EngineRequest("0", engine.tokenizer.encode(prompt), sampling.params(engine.default_sampling))
+                EngineRequest(
+                    "0", engine.model.tokenizer.encode(prompt), sampling.params(engine.model.default_sampling)
+                )
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None

@@ -271,7 +271,7 @@ class _Service:
                 switch.switch_to(app)
                 self._engine = engine
                 _say(engine.summary, settings)
-                _say(ready_lines(engine.model_name, settings, listener), settings)
+                _say(ready_lines(engine.model.name, settings, listener), settings)
                 await self._until_stopped(engine, serving)
         finally:
             ready.cancel()

@@ -25,7 +25,7 @@ from server.apis.openai.generate.protocol import TokensRequest
 from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from server.apis.openai.responses.protocol import ResponsesRequest
 from server.apis.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
-from server.generation.parameters import LEFT_OUT
+from server.apis.parameters import LEFT_OUT
 from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
 from server.settings import ServerConfig
 

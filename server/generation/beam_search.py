@@ -13,10 +13,11 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.processing.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch, BeamSearchParams
 from engine.processing.output_collector import OutputCollector, RequestUpdate
+from server.generation.engine_client import EngineClient
+from server.generation.errors import InvalidRequestError
+from server.generation.model import Model
 from server.generation.request import GenerationRequest
-from server.generation.served_model import EngineClient, ServedModel
-from server.http.errors import APIError
-from server.http.warnings import Warnings
+from server.generation.warnings import Warnings
 
 # The sampling parameters that a beam search uses. It scores beams by the model's unmodified probabilities.
 _HEEDED = frozenset(
@@ -25,29 +26,31 @@ _HEEDED = frozenset(
 
 
 async def beam_searches(
-    model: ServedModel, request: GenerationRequest, sampling: SamplingParams, warnings: Warnings
+    model: Model, request: GenerationRequest, sampling: SamplingParams, warnings: Warnings
 ) -> BeamSearches:
     """Prepare the searches of a request with a `length_penalty`.
 
-    Adds to `warnings` the parameters that a beam search ignores. Raises `APIError` for unsupported parameters.
+    Adds to `warnings` the parameters that a beam search ignores. Raises `RequestError` for unsupported parameters.
     """
     width = sampling.n
     if width > MAX_BEAM_WIDTH:
-        raise APIError(400, f"must be at most {MAX_BEAM_WIDTH} in a beam search, got {width}", "n")
+        raise InvalidRequestError(f"must be at most {MAX_BEAM_WIDTH} in a beam search, got {width}", "n")
     if request.structured_outputs or request.tool_mode != "none":
         field = "structured_outputs" if request.structured_outputs else "tools"
-        raise APIError(400, "cannot be given together with use_beam_search", field)
+        raise InvalidRequestError("cannot be given together with use_beam_search", field)
     if sampling.prompt_logprobs is not None:
-        raise APIError(400, "cannot be given together with use_beam_search", "prompt_logprobs")
+        raise InvalidRequestError("cannot be given together with use_beam_search", "prompt_logprobs")
     for name, value in request.sampling.items():
         if name not in _HEEDED and value != getattr(_PLAIN, name):
-            warnings.add("has no effect in a beam search", name, names=request.names)
+            warnings.add("has no effect in a beam search", name)
     params = BeamSearchParams(beam_width=width, max_tokens=1)
     try:
         step = await model.engine.prepare(params.step_sampling(sampling.logprobs or 0), request.owner)
     except ValueError as error:
-        raise APIError(400, f"{width} beams need more log probabilities than the server gives: {error}", "n") from None
-    ends = {*model.engine.eos_token_ids, *(sampling.stop_token_ids or ())}
+        raise InvalidRequestError(
+            f"{width} beams need more log probabilities than the server gives: {error}", "n"
+        ) from None
+    ends = {*model.info.eos_token_ids, *(sampling.stop_token_ids or ())}
     return BeamSearches(model.engine, step, width, request.length_penalty or 0.0, ends)
 
 
@@ -100,7 +103,7 @@ class _Search:
 
     def add(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         shown = request.sampling.clone(stop=None)  # a beam search ignores stop strings
-        collector = OutputCollector(self._prompt, shown, self._engine.tokenizer)
+        collector = OutputCollector(self._prompt, shown, self._engine.model.tokenizer)
         self.answers.append(request)
         return self._answer(len(self.answers) - 1, collector)
 

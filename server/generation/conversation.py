@@ -9,8 +9,8 @@ from typing import Any
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer
 from server.generation.chat_format import ChatFormat
+from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
-from server.http.errors import APIError
 from server.parsing.harmony import EFFORTS
 
 CheckText = Callable[[str], None]
@@ -24,6 +24,7 @@ class Prompt:
     in_reasoning: bool = False  # the prompt ends inside the reasoning
     past_reasoning: bool = True  # the answer will contain no reasoning
     changes: tuple[str, ...] = ()  # how its conversation differs from the request's
+    chat: ChatFormat | None = None  # the format it was rendered with; None: the request has no conversation
 
 
 class ConversationEncoder:
@@ -35,7 +36,7 @@ class ConversationEncoder:
     def encode(self, conversation: Conversation, add_special_tokens: bool, check: CheckText | None = None) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
-        `check` is called with the rendered text and may raise before tokenization. Raises `APIError` when the template
+        `check` is called with the rendered text and may raise before tokenization. Raises `RequestError` when the template
         rejects the messages in every shape.
         """
         conversation.check()
@@ -46,7 +47,7 @@ class ConversationEncoder:
             rendered = self._chat.renderer.render([_given(message) for message in conversation.messages], **options)
         except ChatTemplateError as error:
             reason = f"the chat template rejected the messages: {error}"
-            raise APIError(400, reason, "messages", lead=None) from None
+            raise InvalidRequestError(reason, "messages", lead=None) from None
         text = rendered.text
         if check is not None:
             check(text)
@@ -57,6 +58,7 @@ class ConversationEncoder:
             reasoning is not None and reasoning.opened_by(text, continued),
             reasoning is None or reasoning.closed_by(text, continued),
             rendered.changes,
+            self._chat,
         )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
 from engine.processing.output_collector import RequestMetrics, RequestUpdate
+from server.generation.errors import AbortedError, EngineFailedError, InvalidRequestError, TimedOutError
 from server.generation.usage import Usage
-from server.http.errors import APIError
 from server.metrics import Metrics, SampleWatch
 from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
@@ -76,7 +76,7 @@ class Generation:
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the engine's updates of all samples until all have finished. Closing the generator aborts the samples.
 
-        A slow consumer gets fewer, longer updates. Raises `APIError` when the engine fails.
+        A slow consumer gets fewer, longer updates. Raises `RequestError` when the engine fails.
         """
         key = (self.owner, self.id)
         if self.running.setdefault(key, self) is not self:
@@ -93,7 +93,7 @@ class Generation:
                     async for sample, update in merged:
                         yield self._event(sample, update)
         except EngineDeadError as error:
-            raise APIError(500, f"the engine stopped before the answer was complete: {error}") from None
+            raise EngineFailedError(f"the engine stopped before the answer was complete: {error}") from None
         finally:
             del self.running[key]
             for sample in self.samples:
@@ -110,13 +110,13 @@ class Generation:
     async def embeddings(self) -> list[bytes]:
         """Return the embedding of each sample, as float32 bytes; call it instead of `events`.
 
-        Raises `APIError` 409 when a sample was aborted.
+        Raises `RequestError` when a sample was aborted.
         """
         found = [b""] * len(self.samples)
         async with aclosing(self.events()) as events:
             async for sample, update, _ in events:
                 if update.embedding is None:
-                    raise APIError(409, "the request was aborted")
+                    raise AbortedError("the request was aborted")
                 found[sample.index] = update.embedding
         return found
 
@@ -144,11 +144,11 @@ class Generation:
             self.usage.cached_tokens += update.num_cached_tokens
         if update.finish_reason == "error":
             if update.is_refused:
-                raise APIError(400, f"the answer cannot be completed: {update.error}")
-            raise APIError(500, f"the engine failed on this request: {update.error}")
+                raise InvalidRequestError(f"the answer cannot be completed: {update.error}")
+            raise EngineFailedError(f"the engine failed on this request: {update.error}")
         if update.finish_reason == TIMEOUT:
             if not self.usage.completion_tokens:
-                raise APIError(504, "the request timed out before the answer began", "timeout_ms")
+                raise TimedOutError("the request timed out before the answer began", "timeout_ms")
             update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
@@ -183,5 +183,7 @@ async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseExceptio
         await queue.put(error)
 
 
-def already_running(generation_id: str) -> APIError:
-    return APIError(400, f"a request with the id {generation_id} is already running: choose another id", "request_id")
+def already_running(generation_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a request with the id {generation_id} is already running: choose another id", "request_id"
+    )

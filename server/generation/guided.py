@@ -9,12 +9,11 @@ from typing import Any
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
 from engine.errors import ParameterError, TagsError
-from server.generation.chat_format import ChatFormat
 from server.generation.conversation import Prompt
+from server.generation.errors import InvalidRequestError
+from server.generation.model import Model
 from server.generation.request import GenerationRequest, Tool
-from server.generation.served_model import ServedModel
-from server.http.errors import APIError
-from server.http.warnings import Warnings
+from server.generation.warnings import Warnings
 from server.parsing.formats import ToolFormat
 from server.parsing.tools import call_tags
 
@@ -25,19 +24,15 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 
 
 async def guided(
-    model: ServedModel,
-    request: GenerationRequest,
-    chat: ChatFormat | None,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    warnings: Warnings,
+    model: Model, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
 ) -> SamplingParams:
-    """Return `sampling` with a grammar for the answer, if the request needs one. `APIError` names the field at fault.
+    """Return `sampling` with a grammar for the answer, if the request needs one. `RequestError` names the field at fault.
 
     With `tool_choice` "auto", parts of a tool's schema that cannot be enforced are left out, or all of it, unless
     the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.
     """
     mode = request.tool_mode
+    chat = prompt.chat
     format = chat.format_for(request) if chat is not None else None
     if format is not None and format.arguments is not None:
         format = None  # no grammar yet
@@ -45,10 +40,10 @@ async def guided(
     if format is None and not content:
         return sampling
     if format is not None and (num_tools := len(request.callable_tools)) > MAX_TAGS:
-        raise APIError(400, f"at most {MAX_TAGS} tools can be callable, got {num_tools}", "tools")
+        raise InvalidRequestError(f"at most {MAX_TAGS} tools can be callable, got {num_tools}", "tools")
     if content and format is not None and format.bare:
         reason = "cannot be given together with tools, which this model calls with JSON objects: use tool_choice none"
-        raise APIError(400, reason, "structured_outputs")
+        raise InvalidRequestError(reason, "structured_outputs")
     thoughts = None
     in_messages = chat is not None and chat.writes_harmony and not prompt.past_reasoning
     marks = chat.reasoning_format if chat is not None else None
@@ -78,10 +73,10 @@ def _with_warnings(sampling: SamplingParams, request: GenerationRequest, warning
     tools = request.callable_tools
     for number, note in structured.notes:
         if number is None:
-            warnings.add(note, "structured_outputs", names=request.names)
+            warnings.add(note, "structured_outputs")
         else:
             _, tool = tools[number]
-            warnings.add(f"the arguments of {tool.name}: {note}", *tool.path, names=request.names)
+            warnings.add(f"the arguments of {tool.name}: {note}", *tool.path)
     return sampling.clone(structured_outputs=replace(structured, notes=()))
 
 
@@ -109,7 +104,7 @@ def _arguments(tool: Tool) -> dict[str, Any]:
     schema = {"type": "object", **tool.parameters}
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if "object" not in kinds:
-        raise APIError(400, f'the schema of {tool.name} must have the type "object"', *tool.path)
+        raise InvalidRequestError(f'the schema of {tool.name} must have the type "object"', *tool.path)
     schema["type"] = "object"
     properties, required = schema.get("properties"), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:
@@ -118,23 +113,23 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _not_enforced(request: GenerationRequest, error: TagsError, warnings: Warnings) -> set[int]:
-    """Return the indexes of tools whose schemas are not enforced. `APIError` 400 for a schema that must be enforced."""
+    """Return the indexes of tools whose schemas are not enforced. `RequestError` for a schema that must be enforced."""
     tools = request.callable_tools
     indexes = set()
     for number, reason in error.reasons.items():
         index, tool = tools[number]
         if tool.strict or request.tool_mode == "required":
-            raise APIError(400, f"the schema of {tool.name}: {reason}", *tool.path)
+            raise InvalidRequestError(f"the schema of {tool.name}: {reason}", *tool.path)
         warning = f"the schema of {tool.name} is not enforced, its arguments may be any object: {reason}"
-        warnings.add(warning, *tool.path, names=request.names)
+        warnings.add(warning, *tool.path)
         indexes.add(index)
     return indexes
 
 
-def _refused(error: ValueError, has_content: bool) -> APIError:
+def _refused(error: ValueError, has_content: bool) -> InvalidRequestError:
     """Convert the engine's error, naming the field at fault. `has_content`: the request has structured outputs."""
     if not isinstance(error, ParameterError) or error.path[0] != "structured_outputs":
-        return APIError(400, str(error), lead=None)
+        return InvalidRequestError(str(error), lead=None)
     if error.path[1:] == ("tags",) or not has_content:
-        return APIError(400, error.reason, "tools", lead=error.lead)
-    return APIError(400, error.reason, *error.path, lead=error.lead)
+        return InvalidRequestError(error.reason, "tools", lead=error.lead)
+    return InvalidRequestError(error.reason, *error.path, lead=error.lead)

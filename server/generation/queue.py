@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.replicas.in_flight import Outstanding
-from server.http.errors import APIError
+from engine.replicas.in_flight import InFlight
+from server.generation.errors import BusyError, InvalidRequestError
 
 UNKNOWN_SECONDS = 5  # Retry-After before the first request has finished
 MAX_SECONDS = 600
@@ -23,10 +23,10 @@ class RequestQueue:
     """
 
     def __init__(
-        self, outstanding: Outstanding, max_num_seqs: int, max_num_queued: int, refused: Callable[[str], None]
+        self, in_flight: InFlight, max_num_seqs: int, max_num_queued: int, refused: Callable[[str], None]
     ) -> None:
         """`refused` is called for each rejected request, with a one-word reason."""
-        self._outstanding, self._refused = outstanding, refused
+        self._in_flight, self._refused = in_flight, refused
         self._max_num_seqs, self._most = max_num_seqs, max_num_seqs + max_num_queued
         self._preparing: Counter[str] = Counter()  # requests on their way to the engine, by owner
 
@@ -34,7 +34,7 @@ class RequestQueue:
     def entering(self, num_new: int, owner: str) -> Iterator[None]:
         """Count `num_new` requests while they are prepared; the engine counts them once they are sent to it.
 
-        Raises `APIError`: 503 with Retry-After while the queue is full, 400 when `num_new` exceeds the total limit.
+        Raises `BusyError` while the queue is full, `InvalidRequestError` when `num_new` exceeds the total limit.
         """
         self._check(num_new, owner)
         self._preparing[owner] += num_new
@@ -48,8 +48,8 @@ class RequestQueue:
     def _check(self, num_new: int, owner: str) -> None:
         if num_new > self._most:
             reason = f"the request asks for {num_new} answers, and this server accepts at most {self._most} at a time"
-            raise APIError(400, reason)
-        sent, preparing = self._outstanding, self._preparing
+            raise InvalidRequestError(reason)
+        sent, preparing = self._in_flight, self._preparing
         total, own = len(sent) + preparing.total(), sent.of(owner) + preparing[owner]
         if total + num_new <= self._most:
             return
@@ -64,4 +64,4 @@ class RequestQueue:
             f"the queue is full ({num_waiting} requests are waiting, at most {self._most - self._max_num_seqs} may): "
             f"try again in {retry_after} seconds"
         )
-        raise APIError(503, reason, headers={"Retry-After": str(retry_after)})
+        raise BusyError(reason, retry_after)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Literal, Self
 
-from server.http.callers import Caller
-from server.http.errors import APIError, Names
+from server.generation.caller import Caller
+from server.generation.errors import InvalidRequestError, Names
 
 FUNCTION_NAME = r'^[^\s"\\<>{}\[\]]{1,256}$'
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -117,13 +117,17 @@ class Conversation:
         return sum(100 + len(message.content or "") + len(message.reasoning or "") for message in self.messages)
 
     def check(self) -> None:
-        """Raise `APIError` if a template variable is reserved or two tools have the same name."""
+        """Raise `RequestError` if a template variable is reserved or two tools have the same name."""
         if reserved := RESERVED_TEMPLATE_VARIABLES & self.template_variables.keys():
-            raise APIError(400, f"must not contain {min(reserved)}, which has its own field", "template_variables")
+            raise InvalidRequestError(
+                f"must not contain {min(reserved)}, which has its own field", "template_variables"
+            )
         names: set[str] = set()
         for tool in self.tools:
             if tool.name in names:
-                raise APIError(400, f"two tools are named {tool.name!r}: names must be unique", *tool.path, "name")
+                raise InvalidRequestError(
+                    f"two tools are named {tool.name!r}: names must be unique", *tool.path, "name"
+                )
             names.add(tool.name)
 
 

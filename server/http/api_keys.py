@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from engine.errors import ConfigError
-from server.http.callers import Caller
+from server.generation.caller import Caller
 
 _log = logging.getLogger(__name__)
 

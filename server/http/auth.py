@@ -10,7 +10,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.callers import Caller, set_caller
+from server.generation.caller import Caller
+from server.http.callers import set_caller
 from server.http.errors import APIError, ErrorFormats
 
 # Health checks. They reveal nothing about requests.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import (
@@ -16,6 +16,8 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from server.generation.warnings import Warnings
 
 NOT_SUPPORTED = "Not supported yet."
 WITHOUT_EFFECT = "Accepted; has no effect."
@@ -117,3 +119,37 @@ def one_message(text: str) -> WrapValidator:
 def wrong(reason: str, *path: str | int) -> PydanticCustomError:
     """Return an error at the field `path`, for checks that involve several fields."""
     return PydanticCustomError("wrong_field", "{reason}", {"reason": reason, "path": path})
+
+
+def warnings_about(body: Body, strict: bool) -> Warnings:
+    """Return a warning for each field of `body` that is unknown or has no effect. `strict`: see `Warnings`."""
+    warnings = Warnings(strict)
+    for path, reason in _fields_to_warn_of(body):
+        warnings.add(reason, *path)
+        if warnings.is_full:
+            break
+    return warnings
+
+
+def _fields_to_warn_of(body: Body, *above: str | int) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    if not body.NAMES_UNKNOWN:
+        return
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield (*above, name), "is not a field of this request; ignored"
+    given = body.model_fields_set
+    for name, silent in body.NO_EFFECT.items():
+        if silent is None or name not in given:
+            continue
+        value = getattr(body, name)
+        if value is not None and value not in silent:
+            yield (*above, name), "has no effect here"
+    for name in [name for name in type(body).model_fields if name in given]:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            yield from _fields_to_warn_of(value, *above, name)
+        elif isinstance(value, list) and value and isinstance(value[0], Body | str):
+            # `documents` may be strings or objects.
+            for index, item in enumerate(value):
+                if type(item) is not str and isinstance(item, Body):
+                    yield from _fields_to_warn_of(item, *above, name, index)

@@ -1,31 +1,13 @@
-"""Callers: the key that a request was sent with, and what that key may do."""
+"""The callers of HTTP requests: the middleware finds them, the handlers use them."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-MAX_USER_LENGTH = 256
+from server.generation.caller import Caller
+
 _SCOPE_KEY = "quire.caller"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The sender of a request, as far as the server knows it. Callers with the same name are the same caller."""
-
-    name: str = ""  # of the key; empty: the server requires no keys
-    may_prioritise: bool = True  # whether its requests may set a `priority` below 0
-    requests_per_minute: int | None = None  # None: no limit
-    tokens_per_minute: int | None = None  # of prompts and answers together; None: no limit
-    address: str = ""  # of the client, if the server requires no keys
-
-    def owner(self, user: str) -> str:
-        """Return the owner for fair scheduling: the key; without keys, the request's `user`, else the address."""
-        if self.name:
-            return f"key {self.name}"
-        return f"user {user[:MAX_USER_LENGTH]}" if user else f"address {self.address}"
 
 
 def caller_of(request: HTTPConnection) -> Caller:

@@ -10,8 +10,9 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from server.generation.caller import Caller
 from server.http.auth import PROBES, key_of
-from server.http.callers import Caller, caller_in
+from server.http.callers import caller_in
 
 FindCaller = Callable[[bytes], Caller | None]  # finds a caller by its key
 BEGIN_AT_ONCE = 1  # requests started in one iteration of the event loop, which takes a millisecond or two

@@ -1,34 +1,37 @@
-"""Errors as HTTP responses: one exception class, and the format of each API."""
+"""Errors as HTTP responses: the status of each, and the format of each API."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from engine.errors import ParameterError
 from engine.utils.log import traceback_without_text
+from server.generation.errors import (
+    AbortedError,
+    BusyError,
+    EngineFailedError,
+    InvalidRequestError,
+    NotFoundError,
+    NotPermittedError,
+    RateLimitError,
+    RequestError,
+    TimedOutError,
+    UnavailableError,
+)
 from server.http.context import CURRENT
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."
 
-Names = Mapping[str, str]  # see `field_name`
 
-
-class APIError(Exception):
-    """An error response to a request.
-
-    `path`: names and indexes that lead to the invalid field of the request; empty if there is none. `lead`: text between the
-    field's name and `reason` in the message; None: `reason` is the whole message. `headers`: of the response. `details`:
-    machine-readable details, for APIs whose errors have them.
-    """
+class APIError(RequestError):
+    """An error response to a request. `headers`: of the response; others: see `RequestError`."""
 
     def __init__(
         self,
@@ -39,58 +42,33 @@ class APIError(Exception):
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(reason)
-        self.status, self.reason, self.path, self.lead = status, reason, path, lead
-        self.headers, self.details = headers or {}, details
-        self.param = field_name(path, {}) or None
+        super().__init__(reason, *path, lead=lead, details=details)
+        self.status, self.headers = status, headers or {}
 
-    def spelled(self, names: Names) -> APIError:
-        """Return a copy that uses an API's names of fields."""
-        error = APIError(
-            self.status, self.reason, *self.path, lead=self.lead, headers=self.headers, details=self.details
-        )
-        error.param = field_name(self.path, names) or None
+
+STATUSES: dict[type[RequestError], int] = {
+    InvalidRequestError: 400,
+    NotPermittedError: 403,
+    NotFoundError: 404,
+    AbortedError: 409,
+    RateLimitError: 429,
+    EngineFailedError: 500,
+    UnavailableError: 503,
+    BusyError: 503,
+    TimedOutError: 504,
+}
+
+
+def with_status(error: RequestError) -> APIError:
+    """Return the response for an error."""
+    if isinstance(error, APIError):
         return error
-
-    @property
-    def message(self) -> str:
-        return self.reason if self.param is None or self.lead is None else f"{self.param}{self.lead}{self.reason}"
-
-
-def field_name(path: Sequence[str | int], names: Names) -> str:
-    """Return an API's name of a field of the neutral request: `a[0].b`, unless `names` has another name for it.
-
-    A key of `names` is a field with `[]` for every index, and also stands for all fields below it. Each `[]` in its value is
-    filled with an index of the path.
-    """
-    for end in range(len(path), 0, -1):
-        if (name := names.get(_joined(["" if isinstance(part, int) else part for part in path[:end]]))) is not None:
-            head, *rest = name.split("[]")
-            indexes = [part for part in path if isinstance(part, int)]
-            return head + "".join(f"[{index}]{text}" for index, text in zip(indexes, rest, strict=False))
-    return _joined(path)
-
-
-def _joined(path: Sequence[str | int]) -> str:
-    """Join a path. An empty part stands for any index."""
-    parts = (f".{part}" if isinstance(part, str) and part else f"[{part}]" for part in path)
-    return "".join(parts).removeprefix(".")
-
-
-@contextmanager
-def spelled(names: Names) -> Iterator[None]:
-    """Convert the names of fields in errors of the block to an API's names."""
-    try:
-        yield
-    except APIError as error:
-        raise error.spelled(names) from None
-
-
-def invalid(error: ValueError) -> APIError:
-    """Return a 400 for an error of the engine's checks."""
-    if isinstance(error, ParameterError):
-        return APIError(400, error.reason, *error.path, lead=error.lead)
-    return APIError(400, str(error))
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, BusyError) else {}
+    found = APIError(
+        STATUSES[type(error)], error.reason, *error.path, lead=error.lead, headers=headers, details=error.details
+    )
+    found.param = error.param
+    return found
 
 
 def unexpected(error: BaseException) -> APIError:
@@ -117,11 +95,12 @@ class ErrorFormats:
         return next((body for prefix, body in self._below.items() if _is_below(path, prefix)), self._default)(error)
 
     def has_own(self, path: str) -> bool:
-        """Whether this path has another error format than the default."""
+        """Return true if this path has another error format than the default."""
         return any(_is_below(path, prefix) for prefix in self._below)
 
-    def response(self, error: APIError, path: str) -> Response:
-        return Response(self.body(error, path), error.status, error.headers, "application/json")
+    def response(self, error: RequestError, path: str) -> Response:
+        shown = with_status(error)
+        return Response(self.body(shown, path), shown.status, shown.headers, "application/json")
 
 
 def _is_below(path: str, prefix: str) -> bool:
@@ -131,11 +110,11 @@ def _is_below(path: str, prefix: str) -> bool:
 def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
     """Make `app` return every error in the format of its path."""
 
-    def response(request: Request, error: APIError) -> Response:
+    def response(request: Request, error: RequestError) -> Response:
         return formats.response(error, request.url.path)
 
-    @app.exception_handler(APIError)
-    async def api_error(request: Request, error: APIError) -> Response:
+    @app.exception_handler(RequestError)
+    async def request_error(request: Request, error: RequestError) -> Response:
         return response(request, error)
 
     @app.exception_handler(RequestValidationError)

@@ -6,7 +6,6 @@ from server.http.errors import APIError
 
 MAX_VALUES = 100_000  # objects, members and lists in a body; numbers and strings in lists do not count
 MAX_DEPTH = 100  # nesting of objects and lists
-MAX_ANSWERS = 2048  # prompts × n, or texts to embed
 _SMALL_BYTES = 16 << 10
 _SMALL_NUM_VALUES = 200
 _PART_BYTES = 16 << 10  # of a body, processed without a pause for other threads

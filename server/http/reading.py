@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import typing
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -14,14 +14,18 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
 from engine.utils.round_robin import Turns
+from server.generation.warnings import Warnings
+from server.generation.workers import Workers
+from server.http.bodies import Body, warnings_about
 from server.http.callers import caller_of
 from server.http.disconnect import disconnected, ended_by
 from server.http.entrance import BEGIN_AT_ONCE
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_body, check_values, is_small
-from server.http.workers import Workers
 
 _decode = msgspec.json.decode
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _FORM = "application/x-www-form-urlencoded"  # sent by `curl -d`, as in Ollama's documentation
@@ -124,10 +128,10 @@ class Bodies:
     value in a request can be encoded again in a response.
     """
 
-    def __init__(self, max_bytes: int, timeout: float, workers: Workers) -> None:
-        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive."""
+    def __init__(self, max_bytes: int, timeout: float, workers: Workers, *, strict: bool) -> None:
+        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `strict`: see `Warnings`."""
         self._arrivals = Arrivals(max_bytes, timeout, " (--max-body-bytes of the server)")
-        self._workers, self._turns = workers, Turns(BEGIN_AT_ONCE)
+        self._workers, self._strict, self._turns = workers, strict, Turns(BEGIN_AT_ONCE)
 
     async def receive(self, request: Request) -> bytes:
         """Receive a body, for `checked`. Raises `APIError` like `Arrivals.receive`."""
@@ -141,6 +145,17 @@ class Bodies:
         finally:
             self._arrivals.release(data)
 
+    async def converted(
+        self, request: Request, body: B, convert: Callable[[B], T], is_long: bool
+    ) -> tuple[Warnings, T]:
+        """Return the warnings about `body`, and `convert(body)`; see `converted` below."""
+
+        def work() -> tuple[Warnings, T]:
+            return warnings_about(body, self._strict), convert(body)
+
+        owner = caller_of(request).owner("")
+        return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
+
     async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         if not _is_json(request):
             raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
@@ -148,6 +163,14 @@ class Bodies:
             return _read(data, body_type)
         request.scope[_LARGE] = True
         return await self._workers.run(_read, data, body_type, owner=caller_of(request).owner(""))
+
+
+async def converted(
+    request: Request, body: B, convert: Callable[[B], T], *, is_long: bool = False
+) -> tuple[Warnings, T]:
+    """Return the warnings about a checked body, and `convert(body)`. Large bodies, or `is_long`, run in a thread."""
+    bodies: Bodies = request.app.state.bodies
+    return await bodies.converted(request, body, convert, is_long)
 
 
 def is_large(request: Request) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Callable
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
+from server.generation.errors import RequestError
 from server.http.disconnect import disconnected, ended_by
-from server.http.errors import APIError, unexpected
+from server.http.errors import APIError, unexpected, with_status
 
 DIRECT_SEND = "quire.send"  # key in the ASGI scope: a `send` that bypasses the middleware
 EVENTS = "text/event-stream; charset=utf-8"
@@ -57,8 +58,8 @@ class EventStream(EventSourceResponse):
         try:
             async for data in self._events:
                 await send_event({"type": "http.response.body", "body": data, "more_body": True})
-        except APIError as error:
-            last = self._failure(error) + last
+        except RequestError as error:
+            last = self._failure(with_status(error)) + last
         except Exception as error:
             last = self._failure(unexpected(error)) + last
         finally:

@@ -94,8 +94,8 @@ def engines_of(pid: int) -> set[int]:
 
 def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
-        assert engine.tokenizer is not None
-        prompts = [engine.tokenizer.encode(f"prompt {i} " * (1 + i % 5)) for i in range(24)]
+        assert engine.model.tokenizer is not None
+        prompts = [engine.model.tokenizer.encode(f"prompt {i} " * (1 + i % 5)) for i in range(24)]
         sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         alone = [await collect(engine.generate(EngineRequest(f"alone-{i}", prompts[i], sampling))) for i in range(3)]
         together = await asyncio.gather(
@@ -112,9 +112,9 @@ def test_many_at_once_give_what_each_gives_alone(run: Run) -> None:
         times = last.timings
         assert 0 < times.arrival_time <= times.queued_ts <= times.scheduled_ts <= times.first_token_ts
         assert times.first_token_ts <= times.last_token_ts <= time.monotonic()
-        assert engine.model_name.endswith("tiny")
-        assert engine.default_sampling == {"temperature": 0.5, "top_k": 40}
-        assert engine.max_model_len == engine.spec.context_length == 4096
+        assert engine.model.name.endswith("tiny")
+        assert engine.model.default_sampling == {"temperature": 0.5, "top_k": 40}
+        assert engine.model.max_model_len == 4096
         assert "ready in" in engine.summary
 
     run(test)

@@ -267,7 +267,7 @@ def test_in_a_process_of_its_own(tiny_model: Path, expected: list[torch.Tensor])
         await asyncio.gather(*map(embed, range(len(PROMPTS))))
         with pytest.raises(ValueError, match="dimensions must be at most 64"):
             engine.generate(EngineRequest("a", [1], pooling=PoolingParams(dimensions=100)))
-        assert engine.default_pooling == "last"
+        assert engine.model.default_pooling == "last"
         tasks = [asyncio.ensure_future(anext(engine.generate(mean(f"gone-{i}", 7)))) for i in range(5)]
         await asyncio.sleep(0)
         await engine.abort("gone-4")

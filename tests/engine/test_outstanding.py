@@ -3,7 +3,7 @@
 import pytest
 
 from engine.replicas import in_flight as outstanding
-from engine.replicas.in_flight import NUM_ENDS, Outstanding
+from engine.replicas.in_flight import NUM_ENDS, InFlight
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_requests_are_counted_by_owner() -> None:
-    sent = Outstanding()
+    sent = InFlight()
     for request_id, owner in (("1", "a"), ("2", "a"), ("3", "b")):
         sent.add(request_id, owner)
     assert (len(sent), sent.of("a"), sent.of("b"), sent.of("c"), sent.owners) == (3, 2, 1, 0, {"a", "b"})
@@ -25,7 +25,7 @@ def test_requests_are_counted_by_owner() -> None:
 
 
 def test_the_pace_is_that_of_the_newest_ends(clock: list[float]) -> None:
-    sent = Outstanding()
+    sent = InFlight()
     for number in range(2 * NUM_ENDS):
         sent.add(str(number), "a")
     assert sent.seconds_until(10) is None
@@ -42,7 +42,7 @@ def test_the_pace_is_that_of_the_newest_ends(clock: list[float]) -> None:
 
 
 def test_idle_time_says_nothing_of_the_pace(clock: list[float]) -> None:
-    sent = Outstanding()
+    sent = InFlight()
     for _ in range(3):
         clock[0] += 10_000
         sent.add("1", "a")

@@ -143,8 +143,8 @@ def test_a_lost_rank_is_named_with_the_requests_that_it_ends(demo_model: Path, s
         try:
             params = SamplingParams(max_tokens=60, ignore_eos=True)
             follower = _child_of(engine._replicas[0].pid)
-            assert engine.tokenizer is not None
-            updates = engine.generate(EngineRequest("1", engine.tokenizer.encode("Once"), params))
+            assert engine.model.tokenizer is not None
+            updates = engine.generate(EngineRequest("1", engine.model.tokenizer.encode("Once"), params))
             await anext(updates)
             os.kill(follower, sent)
             with pytest.raises(EngineDeadError, match=how):

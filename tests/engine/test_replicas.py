@@ -78,7 +78,7 @@ def test_a_replica_dies_and_the_other_goes_on(tiny_model: Path) -> None:
             assert engine.state.num_restarts == 3
             assert all(replica.takes_requests for replica in engine.replicas)
             assert await tokens_of(engine.generate(EngineRequest("after", [3, 4], SHORT))) == expected
-            assert engine.num_requests == len(engine.outstanding) == 0
+            assert engine.num_requests == len(engine.in_flight) == 0
 
     asyncio.run(test())
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
+from server.generation.caller import Caller
 from server.http import api_keys as keys
 from server.http.api_keys import KeyRing, hashed, new_key
-from server.http.callers import Caller
 
 SECRET = "quire-do-not-show-this"
 

@@ -20,8 +20,9 @@ from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
 from engine.processing.input_processor import InputProcessor, vocabulary_of
+from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
-from engine.replicas.in_flight import Outstanding
+from engine.replicas.in_flight import InFlight
 from engine.replicas.state import EngineState, StateHolder
 from engine.stats import ExpertTokens, StepTokens
 from engine.structured.grammar import Compiler
@@ -70,7 +71,7 @@ class FakeEngine:
     ) -> None:
         """`max_num_seqs`: requests that run, as its statistics say; the others are waiting."""
         self.max_num_seqs = max_num_seqs
-        self.outstanding = getattr(self, "outstanding", None) or Outstanding()  # the server keeps it
+        self.in_flight = getattr(self, "in_flight", None) or InFlight()  # the server keeps it
         self.answer, self.delay = ANSWER, delay
         self.num_blocks, self.block_size, self.max_model_len = 32, 16, max_model_len
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
@@ -114,6 +115,20 @@ class FakeEngine:
         return await self.states.change(seen)
 
     @property
+    def model(self) -> ModelInfo:
+        return ModelInfo(
+            name=self.model_name,
+            architecture=self.architecture,
+            max_model_len=self.max_model_len,
+            generates=self.generates,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            default_sampling=self.default_sampling,
+            default_pooling=self.default_pooling,
+            classifier=self.classifier,
+        )
+
+    @property
     def num_requests(self) -> int:
         return len(self.active)
 
@@ -141,7 +156,7 @@ class FakeEngine:
             self.priorities.append(request.priority)
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
-        self.outstanding.add(request_id, request.owner)
+        self.in_flight.add(request_id, request.owner)
         self.begun.add(request_id)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)
@@ -169,7 +184,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = 0
-            self.outstanding.end(request_id)
+            self.in_flight.end(request_id)
             self.begun.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
@@ -261,7 +276,7 @@ class FakeEngine:
         finally:
             del self.active[request_id]
             self.ended[request_id] = len(generated)
-            self.outstanding.end(request_id)
+            self.in_flight.end(request_id)
             self.begun.discard(request_id)
 
 

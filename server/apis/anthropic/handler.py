@@ -13,28 +13,31 @@ from fastapi import FastAPI, Request, Response
 from engine.processing.output_collector import RequestUpdate
 from server.apis.anthropic.errors import failure
 from server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, parsed_arguments
+from server.generation.checks import warn_of_changes
+from server.generation.errors import spelled
 from server.generation.generation import TOOL_CALLS, Generation, Sample
-from server.generation.served_model import ServedModel
-from server.generation.start import generate, warn_of_changes
+from server.generation.server_state import ServerState
+from server.generation.start import generate
 from server.generation.usage import Usage
+from server.generation.warnings import Warnings
 from server.http.callers import caller_of
-from server.http.errors import spelled
+from server.http.reading import converted
 from server.http.responses import json_response, streamed, whole
 from server.http.sse import event
-from server.http.warnings import Warnings
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
 _encode = msgspec.json.encode
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use", "abort": "end_turn"}
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
-    settings = model.settings
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+    settings = server.settings
 
     @app.post("/v1/messages", response_model=None)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, MessagesRequest.neutral)
-        generation = await generate(model, asked, warnings, caller_of(request))
+        warnings, asked = await converted(request, body, MessagesRequest.neutral)
+        generation = await generate(server, asked, warnings, caller_of(request))
         if body.stream:
             keep_alive = settings.sse_keep_alive_interval
             events = _events(generation, warnings)
@@ -43,11 +46,11 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/messages/count_tokens", response_model=None)
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, CountTokensRequest.neutral)
+        warnings, asked = await converted(request, body, CountTokensRequest.neutral)
         with spelled(asked.names):
             model.check_name(asked.model)
             [prompt] = await model.encode(asked.of(caller_of(request)))
-            warn_of_changes(asked, prompt, warnings)
+            warn_of_changes(prompt, warnings.named(asked.names))
         return json_response({"input_tokens": len(prompt.token_ids)}, warnings)
 
 

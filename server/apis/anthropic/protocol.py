@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
 
-from server.generation.parameters import given_sampling, limits, parameter_fields
+from server.apis.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
     MAX_TIMEOUT_MS,

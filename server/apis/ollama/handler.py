@@ -18,13 +18,16 @@ from server.apis.ollama.errors import failure
 from server.apis.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from server.apis.openai.logprobs import logprobs_content
 from server.generation.generation import TOOL_CALLS, Generation, Sample
+from server.generation.model import Model
 from server.generation.request import EmbeddingRequest
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
 from server.generation.start import embed, generate
+from server.generation.warnings import Warnings
+from server.http.bodies import warnings_about
 from server.http.callers import caller_of
 from server.http.errors import APIError
+from server.http.reading import converted
 from server.http.responses import json_response, streamed, whole
-from server.http.warnings import Warnings
 from server.parsing.pieces import Block, Blocks, CallStart, Content, Piece, Reasoning, json_object
 
 API_VERSION = "0.13.0"  # Ollama's version: clients use it to detect features
@@ -36,11 +39,13 @@ _FOREVER = "2318-01-01T00:00:00Z"  # Ollama's expiry time of a model that is nev
 _encode = msgspec.json.encode
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     async def answer(body: ChatRequest | GenerateRequest, request: Request, shape: _Shape) -> Response:
         name = served_name(model, body.model)
         has_template = model.chats.default is not None
-        warnings, asked = await model.read(request, body, lambda body: body.neutral(name, has_template))
+        warnings, asked = await converted(request, body, lambda body: body.neutral(name, has_template))
         if body.is_empty:
             model.check_name(name)
             line = {
@@ -51,7 +56,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
                 "done_reason": "load",
             }
             return json_response(line, warnings)
-        generation = await generate(model, asked, warnings, caller_of(request))
+        generation = await generate(server, asked, warnings, caller_of(request))
         writer = _Writer(model, body, shape, generation, warnings)
         if not body.streams:
             return await whole(writer.whole(), warnings)
@@ -70,11 +75,11 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/api/embed", response_model=None)
     async def ollama_embed(body: EmbedRequest, request: Request) -> Response:
         name = served_name(model, body.model)
-        warnings, asked = await model.read(request, body, lambda body: body.neutral(name))
+        warnings, asked = await converted(request, body, lambda body: body.neutral(name))
         if not body.input:
             model.check_name(name)
             return json_response({"model": body.model, "embeddings": []}, warnings)
-        generation, vectors = await _embedded(model, asked, request)
+        generation, vectors = await _embedded(server, asked, request)
         counts = {"total_duration": _total(generation), "load_duration": 0}
         counts["prompt_eval_count"] = generation.usage.prompt_tokens
         return json_response({"model": body.model, "embeddings": vectors, **counts}, warnings)
@@ -82,18 +87,20 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/api/embeddings", response_model=None)
     async def ollama_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         name = served_name(model, body.model)
-        warnings, asked = await model.read(request, body, lambda body: body.neutral(name))
+        warnings, asked = await converted(request, body, lambda body: body.neutral(name))
         if not body.prompt:
             model.check_name(name)
             return json_response({"embedding": []}, warnings)
-        _, (vector,) = await _embedded(model, asked, request)
+        _, (vector,) = await _embedded(server, asked, request)
         return json_response({"embedding": vector}, warnings)
 
-    add_model_routes(app, model)
+    add_model_routes(app, server)
 
 
-def add_model_routes(app: FastAPI, model: ServedModel) -> None:
+def add_model_routes(app: FastAPI, server: ServerState) -> None:
     """Add the endpoints that describe the models, and reject those that manage them."""
+
+    model = server.model
 
     @app.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
@@ -101,7 +108,7 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.get("/api/ps")
     async def ollama_ps() -> dict[str, Any]:
-        more = {"expires_at": _FOREVER, "size_vram": 0, "context_length": model.engine.max_model_len}
+        more = {"expires_at": _FOREVER, "size_vram": 0, "context_length": model.info.max_model_len}
         return {"models": [{**_card(model, name), **more} for name in model.names]}
 
     @app.get("/api/version")
@@ -112,7 +119,7 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
     async def ollama_show(body: ShowRequest, request: Request) -> Response:
         name = body.model or body.name
         model.check_name(served_name(model, name) if name else None)
-        return json_response(_description(model), Warnings(model.settings.strict).add_fields(body))
+        return json_response(_description(model), warnings_about(body, server.settings.strict))
 
     async def not_here() -> None:
         raise APIError(501, "this server does not manage models: choose the model with `quire serve MODEL`")
@@ -125,7 +132,7 @@ def add_model_routes(app: FastAPI, model: ServedModel) -> None:
 # ---- what is served ----
 
 
-def served_name(model: ServedModel, name: str) -> str:
+def served_name(model: Model, name: str) -> str:
     """Return the served name for a client's model name, which may end with `:latest`."""
     return name if name in model.names else name.removesuffix(LATEST)
 
@@ -134,7 +141,7 @@ def _tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-def _details(model: ServedModel) -> dict[str, Any]:
+def _details(model: Model) -> dict[str, Any]:
     family = _family(model)
     return {
         "parent_model": "",
@@ -146,29 +153,29 @@ def _details(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _family(model: ServedModel) -> str:
-    return model.engine.architecture.removesuffix("ForCausalLM").lower()
+def _family(model: Model) -> str:
+    return model.info.architecture.removesuffix("ForCausalLM").lower()
 
 
-def _card(model: ServedModel, name: str) -> dict[str, Any]:
+def _card(model: Model, name: str) -> dict[str, Any]:
     tagged, digest = _tagged(name), hashlib.sha256(name.encode()).hexdigest()
     return {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details(model)}
 
 
-def _description(model: ServedModel) -> dict[str, Any]:
+def _description(model: Model) -> dict[str, Any]:
     family, chat, with_tools = _family(model), model.chats.default, model.chats.with_tools
     can = {
-        "completion": model.engine.generates,
-        "tools": model.engine.generates and with_tools is not None and with_tools.tool_format is not None,
-        "thinking": model.engine.generates and chat is not None and chat.reasoning_format is not None,
-        "embedding": not model.engine.generates,  # clients do not offer embedding models for chats
+        "completion": model.info.generates,
+        "tools": model.info.generates and with_tools is not None and with_tools.tool_format is not None,
+        "thinking": model.info.generates and chat is not None and chat.reasoning_format is not None,
+        "embedding": not model.info.generates,  # clients do not offer embedding models for chats
     }
     return {
         "modelfile": "",
-        "parameters": "\n".join(f"{name} {value}" for name, value in sorted(model.engine.default_sampling.items())),
+        "parameters": "\n".join(f"{name} {value}" for name, value in sorted(model.info.default_sampling.items())),
         "template": chat.source if chat is not None else "",
         "details": _details(model),
-        "model_info": {"general.architecture": family, f"{family}.context_length": model.engine.max_model_len},
+        "model_info": {"general.architecture": family, f"{family}.context_length": model.info.max_model_len},
         "capabilities": [name for name, there in can.items() if there],
         "modified_at": _time(model.started),
     }
@@ -217,7 +224,7 @@ class _Writer:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: Model,
         body: ChatRequest | GenerateRequest,
         shape: _Shape,
         generation: Generation,
@@ -299,9 +306,9 @@ def _pieces(sample: Sample, update: RequestUpdate, pieces: list[Piece]) -> list[
 
 
 async def _embedded(
-    model: ServedModel, asked: EmbeddingRequest, request: Request
+    server: ServerState, asked: EmbeddingRequest, request: Request
 ) -> tuple[Generation, list[list[float]]]:
-    generation = await embed(model, asked, caller_of(request))
+    generation = await embed(server, asked, caller_of(request))
     return generation, [EmbeddingOutput.read(each).embedding for each in await generation.embeddings()]
 
 

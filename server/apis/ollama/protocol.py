@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, create_model
 
 from server.apis.openai.conversation import ROLE, ToolFields, neutral_tool
-from server.generation.parameters import Stop, given_sampling, limits, parameter_fields
+from server.apis.parameters import Stop, given_sampling, limits, parameter_fields
 from server.generation.request import (
     Conversation,
     EmbeddingRequest,

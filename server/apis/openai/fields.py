@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, create_model, model_validator
 
 from engine.processing.beam_search import MAX_LENGTH_PENALTY
-from server.generation.parameters import parameter_fields
+from server.apis.parameters import parameter_fields
+from server.generation.errors import Names
 from server.generation.request import MAX_TIMEOUT_MS, TextPrompts
 from server.http.bodies import (
     WITHOUT_EFFECT,
@@ -19,7 +20,6 @@ from server.http.bodies import (
     unsupported_fields,
     wrong,
 )
-from server.http.errors import Names
 
 # Fields of OpenAI's and vLLM's requests that change the answer and are not supported yet, with the values that change
 # nothing and are accepted. `None` is always accepted.

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import engine as quire
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
 from server.http.callers import caller_of
 from server.http.errors import APIError
 from server.observability.readiness import add_probes
@@ -16,29 +16,29 @@ from server.observability.readiness import add_probes
 MAX_LISTED = 20  # requests
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
-    add_probes(app, model.readiness)
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    add_probes(app, server.readiness)
 
     @app.get("/load")
     @app.get("/v1/load")
     async def load() -> dict[str, Any]:
-        return model.load()
+        return server.load()
 
     @app.post("/v1/requests/{request_id}/abort")
     async def abort_request(request_id: str, request: Request) -> dict[str, Any]:
-        await model.abort(request_id, caller_of(request))
+        await server.abort(request_id, caller_of(request))
         return {"id": request_id, "aborted": True}
 
     @app.get("/requests/{request_id}")
     async def request_record(request_id: str, request: Request) -> dict[str, Any]:
-        record = model.requests.find(caller_of(request).name, request_id)
+        record = server.requests.find(caller_of(request).name, request_id)
         if record is None:
             raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
         return record.as_dict()
 
     @app.get("/requests")
     async def request_records(request: Request) -> dict[str, Any]:
-        records = model.requests.newest(caller_of(request).name, MAX_LISTED)
+        records = server.requests.newest(caller_of(request).name, MAX_LISTED)
         return {"object": "list", "data": [record.as_dict() for record in records]}
 
     @app.get("/version")
@@ -47,4 +47,4 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(generate_latest(model.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -48,7 +48,7 @@ class OwnModel:
     def __init__(self, engine: Any, renderer: Any) -> None:
         self._engine, self._renderer = engine, renderer
         self._ids = itertools.count()
-        self.name: str = engine.model_name
+        self.name: str = engine.model.name
 
     @classmethod
     async def start(cls, config: EngineConfig) -> OwnModel:
@@ -57,19 +57,21 @@ class OwnModel:
 
         engine = await AsyncEngine.start(config)
         print(engine.summary, file=sys.stderr)
-        tokenizer = engine.tokenizer
+        tokenizer = engine.model.tokenizer
         if tokenizer is None or not tokenizer.chat_templates:
             engine.close()
             missing = "chat template" if tokenizer is not None else "tokenizer (skip_tokenizer_init)"
-            raise ConfigError(f"{engine.model_name} has no {missing}: it cannot chat; try quire generate")
+            raise ConfigError(f"{engine.model.name} has no {missing}: it cannot chat; try quire generate")
         return cls(engine, choose_renderer(tokenizer.chat_templates, tokenizer.special_tokens_map))
 
     async def answer(self, messages: list[Message], sampling: SamplingFlags) -> AsyncGenerator[Piece, None]:
         from engine.text.chat_template import ChatTemplateError
 
         try:
-            token_ids = self._engine.tokenizer.encode(self._renderer.render(messages).text, add_special_tokens=False)
-            params = sampling.params(self._engine.default_sampling)
+            token_ids = self._engine.model.tokenizer.encode(
+                self._renderer.render(messages).text, add_special_tokens=False
+            )
+            params = sampling.params(self._engine.model.default_sampling)
             updates = self._engine.generate(EngineRequest(str(next(self._ids)), token_ids, params))
         except (ValueError, ChatTemplateError) as error:
             raise RefusedError(str(error)) from None

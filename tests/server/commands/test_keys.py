@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from server.cli import main as cli
+from server.generation.caller import Caller
 from server.http.api_keys import KeyRing
-from server.http.callers import Caller
 
 
 def new(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.flags import settings_of
+from server.apis.parameters import PARAMETERS
 from server.docs.tables import DOCUMENTS, tables, updated
-from server.generation.parameters import PARAMETERS
 from server.settings import ServerConfig
 
 

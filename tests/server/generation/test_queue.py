@@ -4,18 +4,18 @@ from contextlib import ExitStack
 
 import pytest
 
-from engine.replicas.in_flight import Outstanding
+from engine.replicas.in_flight import InFlight
+from server.generation.errors import BusyError, InvalidRequestError, RequestError
 from server.generation.queue import MAX_SECONDS, UNKNOWN_SECONDS, RequestQueue
-from server.http.errors import APIError
 
 
-def make(max_num_seqs: int = 8, max_num_queued: int = 4) -> tuple[RequestQueue, Outstanding]:
-    sent = Outstanding()
+def make(max_num_seqs: int = 8, max_num_queued: int = 4) -> tuple[RequestQueue, InFlight]:
+    sent = InFlight()
     return RequestQueue(sent, max_num_seqs, max_num_queued, lambda reason: None), sent
 
 
-def refusal(queue: RequestQueue, num_new: int, owner: str = "a") -> APIError:
-    with pytest.raises(APIError) as caught, queue.entering(num_new, owner):
+def refusal(queue: RequestQueue, num_new: int, owner: str = "a") -> RequestError:
+    with pytest.raises(RequestError) as caught, queue.entering(num_new, owner):
         pass
     return caught.value
 
@@ -25,11 +25,11 @@ def test_as_many_as_run_and_may_wait_are_taken() -> None:
     for number in range(12):
         with queue.entering(1, "a"):
             sent.add(str(number), "a")
-    assert refusal(queue, 1).status == 503
+    assert isinstance(refusal(queue, 1), BusyError)
     sent.end("3")
     with queue.entering(1, "a"):
-        assert refusal(queue, 1).status == 503, "what is being prepared counts"
-    with queue.entering(1, "a"), pytest.raises(APIError), queue.entering(1, "a"):
+        assert isinstance(refusal(queue, 1), BusyError), "what is being prepared counts"
+    with queue.entering(1, "a"), pytest.raises(RequestError), queue.entering(1, "a"):
         pass
     with queue.entering(1, "a"):
         pass
@@ -38,10 +38,10 @@ def test_as_many_as_run_and_may_wait_are_taken() -> None:
 def test_several_answers_count_as_several_requests() -> None:
     queue, _ = make()
     with queue.entering(10, "a"):
-        assert refusal(queue, 3).status == 503
+        assert isinstance(refusal(queue, 3), BusyError)
         with queue.entering(2, "a"):
             pass
-    assert refusal(queue, 13).status == 400, "it would never be taken"
+    assert isinstance(refusal(queue, 13), InvalidRequestError), "it would never be taken"
 
 
 def test_one_owner_cannot_have_it_all() -> None:
@@ -52,11 +52,11 @@ def test_one_owner_cannot_have_it_all() -> None:
         for number in range(12):
             try:
                 stack.enter_context(queue.entering(1, "b"))
-            except APIError:
+            except BusyError:
                 break
             sent_by_b = number + 1
         assert 0 < sent_by_b < 12
-        assert refusal(queue, 1, "a").status == 503
+        assert isinstance(refusal(queue, 1, "a"), BusyError)
         stack.enter_context(queue.entering(1, "c"))
 
 
@@ -69,6 +69,8 @@ def test_retry_after_is_when_the_queue_of_now_has_run(monkeypatch: pytest.Monkey
             sent, "seconds_until", lambda num_ends, seconds=seconds, asked=asked: asked.append(num_ends) or seconds
         )
         with queue.entering(4, "a"):
-            found.append(refusal(queue, 1).headers["Retry-After"])
+            refused = refusal(queue, 1)
+            assert isinstance(refused, BusyError)
+            found.append(refused.retry_after)
         assert asked == [3]
-    assert found == [str(UNKNOWN_SECONDS), "1", "3", str(MAX_SECONDS)]
+    assert found == [UNKNOWN_SECONDS, 1, 3, MAX_SECONDS]

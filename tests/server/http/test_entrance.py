@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import Scope
 from uvicorn.server import ServerState
 
-from server.http.callers import Caller
+from server.generation.caller import Caller
 from server.http.connections import Connection, ConnectionLimits, Connections
 from server.http.entrance import Entrance
 

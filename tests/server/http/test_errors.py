@@ -341,7 +341,7 @@ def test_an_idle_server_takes_as_many_as_run_and_wait(serve: Callable[..., Live]
     live.engine.holds = True
     with ThreadPoolExecutor(12) as threads:
         burst = [threads.submit(live.post, "/v1/embeddings", input=str(i)) for i in range(12)]
-        wait_until(lambda: len(live.engine.outstanding) == 12)
+        wait_until(lambda: len(live.engine.in_flight) == 12)
         refused = live.chat()
         check(refused, 503, None, "4 requests are waiting", "at most 4", "try again in 5 seconds")
         assert refused.headers["retry-after"] == "5"

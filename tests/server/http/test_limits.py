@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from server.apis.openai.chat.protocol import ChatCompletionRequest
 from server.apis.openai.completions.protocol import CompletionRequest
+from server.generation.workers import NUM_THREADS
 from server.http import limits, reading
 from server.http.errors import APIError
-from server.http.workers import NUM_THREADS
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, wait_until
@@ -278,7 +278,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(
     serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, trimmed = serve(FakeEngine()), threading.Event()
-    monkeypatch.setattr("server.http.workers._TRIM_SECONDS", 0)
+    monkeypatch.setattr("server.generation.workers._TRIM_SECONDS", 0)
     monkeypatch.setattr("engine.utils.memory._trim", lambda keep: trimmed.set())
     assert live.complete("Hi").status_code == 200
     assert not trimmed.is_set()

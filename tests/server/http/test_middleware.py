@@ -6,7 +6,8 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
-from server.http.callers import Caller, set_caller
+from server.generation.caller import Caller
+from server.http.callers import set_caller
 from server.http.middleware import TurnsMiddleware
 
 

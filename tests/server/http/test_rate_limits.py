@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from server.http import rate_limits
+from server.generation import rate_limits
+from server.http.rate_limits import _duration
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
@@ -77,4 +78,4 @@ def test_other_keys_are_not_concerned(live: Live, clock: list[float]) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0ms"), (0.02, "20ms"), (8.64, "8.64s"), (90, "1m30s")])
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
-    assert rate_limits._duration(seconds) == text
+    assert _duration(seconds) == text

@@ -16,13 +16,15 @@ from server.apis.openai.errors import DONE, failure
 from server.apis.openai.logprobs import logprobs_content, prompt_logprobs
 from server.apis.openai.usage import metrics_object, usage_object
 from server.generation.generation import TOOL_CALLS, Generation, Sample
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import generate
 from server.generation.usage import Usage
+from server.generation.warnings import Warnings
 from server.http.callers import caller_of
+from server.http.reading import converted
 from server.http.responses import streamed, whole
 from server.http.sse import event
-from server.http.warnings import Warnings
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
 _encode = msgspec.json.encode
@@ -31,13 +33,15 @@ _TEXT_END = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 _CHOICE = b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b'
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, ChatCompletionRequest.neutral)
-        generation = await generate(model, asked, warnings, caller_of(request))
+        warnings, asked = await converted(request, body, ChatCompletionRequest.neutral)
+        generation = await generate(server, asked, warnings, caller_of(request))
         if body.stream:
-            keep_alive = model.settings.sse_keep_alive_interval
+            keep_alive = server.settings.sse_keep_alive_interval
             return streamed(
                 _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
             )
@@ -47,7 +51,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 # ---- whole ----
 
 
-async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
+async def _answer(model: Model, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """Return the response's JSON."""
     choices = [_Choice(model, body, generation.role) for _ in generation.samples]
     scores: list[TokenLogprobs] | None = None
@@ -62,7 +66,7 @@ async def _answer(model: ServedModel, body: ChatCompletionRequest, generation: G
 
 
 def _encoded(
-    model: ServedModel,
+    model: Model,
     body: ChatCompletionRequest,
     generation: Generation,
     warnings: Warnings,
@@ -88,7 +92,7 @@ def _encoded(
 class _Choice:
     """Collects one answer of a non-streamed response."""
 
-    def __init__(self, model: ServedModel, body: ChatCompletionRequest, role: str) -> None:
+    def __init__(self, model: Model, body: ChatCompletionRequest, role: str) -> None:
         self._model, self._body, self._role = model, body, role
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
@@ -136,7 +140,7 @@ def _call(call: Block) -> dict[str, Any]:
 
 
 async def _events(
-    model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
+    model: Model, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
     """Yield the response's events. Constant parts are encoded once, because hundreds of streams run at a time."""
     stream = _Stream(model, body, generation, warnings)
@@ -160,9 +164,7 @@ async def _events(
 class _Stream:
     """Writes the events of a streamed response."""
 
-    def __init__(
-        self, model: ServedModel, body: ChatCompletionRequest, generation: Generation, warnings: Warnings
-    ) -> None:
+    def __init__(self, model: Model, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> None:
         self._model, self._body, self._generation, self._warnings = model, body, generation, warnings
         options = body.stream_options
         self.with_usage = options is not None and bool(options.include_usage)

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from server.apis.openai.conversation import NAMES, ConversationFields, ToolChoiceField, tool_choice
 from server.apis.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, SamplingFields, body_class
-from server.generation.parameters import given_sampling, limits
+from server.apis.parameters import given_sampling, limits
 from server.generation.request import GenerationRequest, ReasoningEffort, Verbosity
 from server.http.bodies import optional, wrong
 

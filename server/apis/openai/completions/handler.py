@@ -17,12 +17,14 @@ from server.apis.openai.fields import prompts_of
 from server.apis.openai.logprobs import LegacyLogprobs, prompt_logprobs
 from server.apis.openai.usage import metrics_object, usage_object
 from server.generation.generation import Generation, Sample
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import generate
+from server.generation.warnings import Warnings
 from server.http.callers import caller_of
+from server.http.reading import converted
 from server.http.responses import streamed, whole
 from server.http.sse import event
-from server.http.warnings import Warnings
 
 _encode = msgspec.json.encode
 _TEXT_EVENT = (
@@ -30,20 +32,22 @@ _TEXT_EVENT = (
 )
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, CompletionRequest.neutral)
-        generation = await generate(model, asked, warnings, caller_of(request))
+        warnings, asked = await converted(request, body, CompletionRequest.neutral)
+        generation = await generate(server, asked, warnings, caller_of(request))
         if body.stream:
-            keep_alive = model.settings.sse_keep_alive_interval
+            keep_alive = server.settings.sse_keep_alive_interval
             return streamed(
                 _events(model, body, generation, warnings), warnings, failure=failure, end=DONE, keep_alive=keep_alive
             )
         return await whole(_answer(model, body, generation, warnings), warnings)
 
 
-def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation) -> list[str]:
+def _echoes(model: Model, body: CompletionRequest, generation: Generation) -> list[str]:
     """Return the echo before the answers to each prompt."""
     if not body.echo:
         return [""] * len(generation.prompts)
@@ -59,7 +63,7 @@ def _echoes(model: ServedModel, body: CompletionRequest, generation: Generation)
 class _Choice:
     """Collects one answer while it is generated."""
 
-    def __init__(self, model: ServedModel, body: CompletionRequest, prompt: list[int]) -> None:
+    def __init__(self, model: Model, body: CompletionRequest, prompt: list[int]) -> None:
         self._body, self._prompt = body, prompt
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -105,7 +109,7 @@ class _Choice:
         return choice
 
 
-async def _answer(model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
+async def _answer(model: Model, body: CompletionRequest, generation: Generation, warnings: Warnings) -> bytes:
     """Return the response's JSON."""
     updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
     async with aclosing(generation.events()) as events:
@@ -118,7 +122,7 @@ async def _answer(model: ServedModel, body: CompletionRequest, generation: Gener
 
 
 def _encoded(
-    model: ServedModel,
+    model: Model,
     body: CompletionRequest,
     generation: Generation,
     warnings: Warnings,
@@ -140,7 +144,7 @@ def _encoded(
         taken["prompt_token_ids"] = generation.prompts[at] if body.return_token_ids else None
         taken["prompt_logprobs"] = None
         if body.prompt_logprobs is not None and (found := scores[at]) is not None:
-            taken["prompt_logprobs"] = prompt_logprobs(model.engine.tokenizer, generation.prompts[at], found)
+            taken["prompt_logprobs"] = prompt_logprobs(model.info.tokenizer, generation.prompts[at], found)
         choices.append(taken)
     answer = {
         "id": generation.id,
@@ -155,7 +159,7 @@ def _encoded(
 
 
 async def _events(
-    model: ServedModel, body: CompletionRequest, generation: Generation, warnings: Warnings
+    model: Model, body: CompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
     """Yield the response's events. A prompt's echo comes first."""
     owner, num_tokens = generation.owner, generation.usage.prompt_tokens if body.echo else 0
@@ -180,7 +184,7 @@ class _Stream:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: Model,
         body: CompletionRequest,
         generation: Generation,
         warnings: Warnings,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from server.apis.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, Prompt, SamplingFields, body_class, prompts_of
-from server.generation.parameters import given_sampling, limits
+from server.apis.parameters import given_sampling, limits
 from server.generation.request import GenerationRequest
 from server.http.bodies import optional, wrong
 

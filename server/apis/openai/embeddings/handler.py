@@ -11,25 +11,29 @@ from engine.processing.output_collector import EmbeddingOutput
 from server.apis.openai.embeddings.protocol import EmbeddingBody
 from server.apis.openai.usage import usage_object
 from server.generation.generation import Generation
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import embed
+from server.generation.warnings import Warnings
 from server.http.callers import caller_of
+from server.http.reading import converted
 from server.http.responses import whole
-from server.http.warnings import Warnings
 
 _encode = msgspec.json.encode
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.post("/v1/embeddings", response_model=None)
     async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, lambda body: body.neutral())
-        generation = await embed(model, asked, caller_of(request))
+        warnings, asked = await converted(request, body, lambda body: body.neutral())
+        generation = await embed(server, asked, caller_of(request))
         as_base64 = body.encoding_format == "base64"
         return await whole(_answer(model, generation, warnings, as_base64), warnings)
 
 
-async def _answer(model: ServedModel, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
+async def _answer(model: Model, generation: Generation, warnings: Warnings, as_base64: bool) -> bytes:
     """Return the response's JSON."""
     found = await generation.embeddings()
     end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]

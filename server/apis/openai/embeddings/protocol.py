@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, create_model, model_validator
 
 from server.apis.openai.conversation import NAMES, ConversationFields
 from server.apis.openai.fields import NO_EFFECT, EngineFields, Prompt, body_class, prompts_of
-from server.generation.parameters import pooling_fields
+from server.apis.parameters import pooling_fields
 from server.generation.request import EmbeddingRequest
 from server.http.bodies import Body, one_message, optional, wrong
 

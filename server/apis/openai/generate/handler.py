@@ -17,29 +17,33 @@ from server.apis.openai.generate.protocol import TokensRequest
 from server.apis.openai.logprobs import LOWEST_LOGPROB, prompt_logprobs
 from server.apis.openai.usage import usage_object
 from server.generation.generation import Generation, Sample
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import generate
+from server.generation.warnings import Warnings
 from server.http.callers import caller_of
+from server.http.reading import converted
 from server.http.responses import streamed, whole
 from server.http.sse import event
-from server.http.warnings import Warnings
 
 _encode = msgspec.json.encode
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.post("/inference/v1/generate", response_model=None)
     async def generate_tokens(body: TokensRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, TokensRequest.neutral)
-        generation = await generate(model, asked, warnings, caller_of(request))
+        warnings, asked = await converted(request, body, TokensRequest.neutral)
+        generation = await generate(server, asked, warnings, caller_of(request))
         if body.stream:
-            keep_alive = model.settings.sse_keep_alive_interval
+            keep_alive = server.settings.sse_keep_alive_interval
             events = _events(body, generation, warnings)
             return streamed(events, warnings, failure=failure, end=DONE, keep_alive=keep_alive)
         return await whole(_answer(model, generation, warnings), warnings)
 
 
-async def _answer(model: ServedModel, generation: Generation, warnings: Warnings) -> bytes:
+async def _answer(model: Model, generation: Generation, warnings: Warnings) -> bytes:
     """Return the response's JSON."""
     updates: list[list[RequestUpdate]] = [[] for _ in generation.samples]
     async with aclosing(generation.events()) as events:
@@ -53,13 +57,11 @@ async def _answer(model: ServedModel, generation: Generation, warnings: Warnings
     )
 
 
-def _encoded(
-    model: ServedModel, generation: Generation, warnings: Warnings, updates: list[list[RequestUpdate]]
-) -> bytes:
+def _encoded(model: Model, generation: Generation, warnings: Warnings, updates: list[list[RequestUpdate]]) -> bytes:
     """Encode the response. `updates`: all updates of each sample."""
     scores: list[Any] | None = None
     if (found := updates[0][0].prompt_logprobs) is not None:
-        scores = prompt_logprobs(model.engine.tokenizer, generation.prompts[0], found)
+        scores = prompt_logprobs(model.info.tokenizer, generation.prompts[0], found)
     answer = {
         "request_id": generation.id,
         "model": generation.model,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field, create_model, model_validator
 
 from server.apis.openai.fields import EngineFields, StreamOptions, StructuredOutputsFields
-from server.generation.parameters import PARAMETERS, given_sampling, parameter_fields
+from server.apis.parameters import PARAMETERS, given_sampling, parameter_fields
 from server.generation.request import GenerationRequest
 from server.http.bodies import Body, fields_without_effect, optional, unsupported_fields, wrong
 

@@ -7,15 +7,21 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeRequest
-from server.generation.served_model import ServedModel
-from server.generation.start import warn_of_changes
+from server.generation.checks import warn_of_changes
+from server.generation.errors import spelled
+from server.generation.model import Model
+from server.generation.server_state import ServerState
+from server.generation.warnings import Warnings
+from server.http.bodies import warnings_about
 from server.http.callers import caller_of
-from server.http.errors import APIError, spelled
+from server.http.errors import APIError
+from server.http.reading import converted
 from server.http.responses import json_response
-from server.http.warnings import Warnings
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": _cards(model)}
@@ -31,17 +37,17 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             **tokenizer.special_tokens_map,
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": model.engine.max_model_len,
+            "model_max_length": model.info.max_model_len,
             "chat_template": model.chats.default.source if model.chats.default is not None else None,
         }
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, lambda body: body.neutral())
+        warnings, asked = await converted(request, body, lambda body: body.neutral())
         with spelled(asked.names):
             model.check_name(asked.model)
             [prompt] = await model.encode(asked.of(caller_of(request)))
-            warn_of_changes(asked, prompt, warnings)
+            warn_of_changes(prompt, warnings.named(asked.names))
         num_tokens = len(prompt.token_ids)
         return await model.in_thread(
             _tokens,
@@ -55,14 +61,14 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        warnings = Warnings(model.settings.strict).add_fields(body)
+        warnings = warnings_about(body, server.settings.strict)
         model.check_name(body.model)
         return await model.in_thread(
             _text, model, body.tokens, warnings, owner=caller_of(request).owner(""), num_chars=len(body.tokens)
         )
 
 
-def _cards(model: ServedModel) -> list[dict[str, Any]]:
+def _cards(model: Model) -> list[dict[str, Any]]:
     """Return one card for each served name. Clients read `max_model_len`."""
     return [
         {
@@ -72,7 +78,7 @@ def _cards(model: ServedModel) -> list[dict[str, Any]]:
             "owned_by": "quire",
             "root": model.names[0],
             "parent": None,
-            "max_model_len": model.engine.max_model_len,
+            "max_model_len": model.info.max_model_len,
             "permission": [
                 {
                     "id": f"modelperm-{number}",
@@ -94,23 +100,23 @@ def _cards(model: ServedModel) -> list[dict[str, Any]]:
     ]
 
 
-def _card(model: ServedModel, name: str) -> dict[str, Any]:
+def _card(model: Model, name: str) -> dict[str, Any]:
     """Return the card of a served name. Raises `APIError` 404 for other names."""
     model.check_name(name)
     return _cards(model)[model.names.index(name)]
 
 
-def _tokens(model: ServedModel, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
+def _tokens(model: Model, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
     members = {
         "count": len(ids),
-        "max_model_len": model.engine.max_model_len,
+        "max_model_len": model.info.max_model_len,
         "tokens": ids,
         "token_strs": [model.tokenizer.id_to_token(i) for i in ids] if with_strs else None,
     }
     return json_response(members, warnings)
 
 
-def _text(model: ServedModel, ids: list[int], warnings: Warnings) -> Response:
+def _text(model: Model, ids: list[int], warnings: Warnings) -> Response:
     size = model.tokenizer.vocab_size
     if wrong := next((i for i in ids if not 0 <= i < size), None):
         raise APIError(400, f"must be from 0 to {size - 1}, got {wrong}", "tokens")

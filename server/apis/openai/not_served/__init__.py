@@ -5,18 +5,18 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 
 from server.apis.api import API
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
 from server.http.errors import APIError
 
 _KINDS = {"audio": "it supports no audio", "images": "it makes no images", "videos": "it makes no videos"}
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
     async def refuse(request: Request) -> None:
         kind = request.scope["route"].path.split("/")[2]
         raise APIError(
             501,
-            f"The model `{model.names[0]}` reads and writes text: {_KINDS[kind]}. Use another server for /v1/{kind}.",
+            f"The model `{server.model.names[0]}` reads and writes text: {_KINDS[kind]}. Use another server for /v1/{kind}.",
             headers={"x-should-retry": "false"},  # otherwise OpenAI's clients retry
         )
 

@@ -17,14 +17,16 @@ from server.apis.openai.responses.events import ResponseBuilder
 from server.apis.openai.responses.items import messages_of
 from server.apis.openai.responses.protocol import LOGPROBS, REASONING, ResponsesRequest
 from server.apis.openai.responses.store import StoredResponse, Turn, encoded
+from server.generation.errors import RequestError
 from server.generation.generation import Generation
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import generate
 from server.generation.usage import Usage
+from server.generation.warnings import MAX_WARNINGS, Warnings
 from server.http.callers import caller_of
-from server.http.errors import APIError, unexpected
+from server.http.errors import unexpected
 from server.http.reading import is_large
-from server.http.warnings import MAX_WARNINGS, Warnings
 
 # By the engine's finish reason: the response's status and the reason why it is incomplete.
 _ENDS = {"length": ("incomplete", "max_output_tokens"), "abort": ("incomplete", "aborted")}
@@ -34,7 +36,7 @@ _ENDS = {"length": ("incomplete", "max_output_tokens"), "abort": ("incomplete", 
 class Working:
     """A response in progress."""
 
-    model: ServedModel
+    model: Model
     kept: Kept
     asked: Asked
     generation: Generation
@@ -49,7 +51,7 @@ class Working:
             async with aclosing(self._fill()) as filling:
                 async for data in filling:
                     yield data
-        except APIError as error:
+        except RequestError as error:
             last = self.builder.fail(error)
         except Exception as error:
             last = self.builder.fail(unexpected(error))
@@ -102,16 +104,17 @@ class Working:
 
 
 async def begin(
-    model: ServedModel, kept: Kept, body: ResponsesRequest, asked: Asked, warnings: Warnings, request: Request
+    server: ServerState, kept: Kept, body: ResponsesRequest, asked: Asked, warnings: Warnings, request: Request
 ) -> Working:
     """Check the request and start the response. A background response collects its own events."""
+    model = server.model
     for name in (body.include or ())[:MAX_WARNINGS]:
         if name not in (LOGPROBS, REASONING):
             warnings.add(f"{name[:100]!r} has no effect here", "include")
     for path, reason in asked.left_out[:MAX_WARNINGS]:
         warnings.add(reason, *path)
     caller = caller_of(request)
-    generation = await generate(model, asked.request, warnings, caller)
+    generation = await generate(server, asked.request, warnings, caller)
     response = _response(body, generation, warnings)
     log: list[bytes] | None = [] if body.background else None
     builder = ResponseBuilder(response, asked.tools, packs_reasoning=REASONING in (body.include or ()), log=log)

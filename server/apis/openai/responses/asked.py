@@ -14,8 +14,8 @@ from server.apis.openai.responses.items import Item, ItemReference, items_left_o
 from server.apis.openai.responses.protocol import ResponsesRequest
 from server.apis.openai.responses.store import Items, ResponseStore, Turn, encoded
 from server.apis.openai.responses.tools import CallableTool, callable_tools, tools_left_out
+from server.generation.caller import Caller
 from server.generation.request import GenerationRequest, Message
-from server.http.callers import Caller
 from server.http.errors import APIError
 
 _items: TypeAdapter[Any] = TypeAdapter(list[Item])

@@ -10,11 +10,11 @@ from typing import Any
 from server.apis.openai.responses.answering import usage_object
 from server.apis.openai.responses.asked import Asked
 from server.apis.openai.responses.items import packed
+from server.generation.caller import Caller
 from server.generation.request import Message
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
 from server.generation.start import generate
-from server.http.callers import Caller
-from server.http.warnings import Warnings
+from server.generation.warnings import Warnings
 from server.parsing.pieces import Blocks, Content
 
 _REQUEST = (
@@ -23,13 +23,13 @@ _REQUEST = (
 )
 
 
-async def compacted(model: ServedModel, asked: Asked, warnings: Warnings, caller: Caller) -> dict[str, Any]:
+async def compacted(server: ServerState, asked: Asked, warnings: Warnings, caller: Caller) -> dict[str, Any]:
     """Return the compacted conversation."""
     conversation = asked.request.conversation
     assert conversation is not None
     messages = [*conversation.messages, Message(role="user", content=_REQUEST)]
     summarized = dataclasses.replace(conversation, messages=messages, tools=[])
-    generation = await generate(model, dataclasses.replace(asked.request, prompt=summarized), warnings, caller)
+    generation = await generate(server, dataclasses.replace(asked.request, prompt=summarized), warnings, caller)
     blocks = Blocks()
     async with aclosing(generation.events()) as events:
         async for _, _, pieces in events:

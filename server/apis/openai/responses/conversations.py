@@ -15,12 +15,13 @@ from server.apis.openai.responses.items import Item, ItemReference
 from server.apis.openai.responses.pages import After, Limit, Order, page
 from server.apis.openai.responses.store import Items, encoded, items_bytes
 from server.generation.owned_store import OwnedStore
-from server.generation.served_model import ServedModel
+from server.generation.server_state import ServerState
+from server.generation.warnings import Warnings
 from server.http.bodies import Body, optional
 from server.http.callers import caller_of
 from server.http.errors import APIError
+from server.http.reading import converted
 from server.http.responses import json_response
-from server.http.warnings import Warnings
 
 MAX_BYTES = 128 << 20
 MAX_ITEMS = 20  # in one request
@@ -125,10 +126,10 @@ def _listed(items: list[Any]) -> Items:
     return encoded(map(input_item, items))
 
 
-def add_conversation_routes(app: FastAPI, model: ServedModel, store: ConversationStore) -> None:
+def add_conversation_routes(app: FastAPI, server: ServerState, store: ConversationStore) -> None:
     @app.post("/v1/conversations", response_model=None)
     async def create_conversation(body: NewConversation, request: Request) -> Response:
-        warnings, items = await model.read(request, body, lambda body: _listed(body.items or []))
+        warnings, items = await converted(request, body, lambda body: _listed(body.items or []))
         owner = caller_of(request).name
         made = StoredConversation(f"conv_{secrets.token_hex(16)}", int(time.time()), body.metadata or {})
         store.put(owner, made)
@@ -141,7 +142,7 @@ def add_conversation_routes(app: FastAPI, model: ServedModel, store: Conversatio
 
     @app.post("/v1/conversations/{conversation_id}", response_model=None)
     async def update_conversation(body: ConversationChange, request: Request) -> Response:
-        warnings, metadata = await model.read(request, body, lambda body: body.metadata)
+        warnings, metadata = await converted(request, body, lambda body: body.metadata)
         owner = caller_of(request).name
         found = store.get(owner, request.path_params["conversation_id"])
         found.metadata = metadata
@@ -155,15 +156,15 @@ def add_conversation_routes(app: FastAPI, model: ServedModel, store: Conversatio
         store.remove(owner, conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
-    _add_item_routes(app, model, store)
+    _add_item_routes(app, server, store)
 
 
-def _add_item_routes(app: FastAPI, model: ServedModel, store: ConversationStore) -> None:
+def _add_item_routes(app: FastAPI, server: ServerState, store: ConversationStore) -> None:
     items_path = "/v1/conversations/{conversation_id}/items"
 
     @app.post(items_path, response_model=None)
     async def create_items(body: NewItems, request: Request) -> Response:
-        warnings, items = await model.read(request, body, lambda body: _listed(body.items))
+        warnings, items = await converted(request, body, lambda body: _listed(body.items))
         owner, conversation_id = caller_of(request).name, request.path_params["conversation_id"]
         store.get(owner, conversation_id)
         store.append(owner, conversation_id, items)

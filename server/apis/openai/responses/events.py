@@ -11,7 +11,7 @@ import msgspec
 
 from server.apis.openai.responses.items import packed
 from server.apis.openai.responses.tools import CallableTool, CallForm
-from server.http.errors import APIError
+from server.generation.errors import RequestError
 from server.http.sse import event
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
@@ -86,7 +86,7 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage}
         return data + self._event(f"response.{event_status}", response=self.response)
 
-    def fail(self, error: APIError) -> bytes:
+    def fail(self, error: RequestError) -> bytes:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
 

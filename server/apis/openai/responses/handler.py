@@ -16,36 +16,40 @@ from server.apis.openai.responses.conversations import ConversationStore, add_co
 from server.apis.openai.responses.pages import After, Limit, Order, page
 from server.apis.openai.responses.protocol import CompactRequest, ResponsesRequest
 from server.apis.openai.responses.store import ResponseStore, StoredResponse
-from server.generation.served_model import ServedModel
-from server.generation.start import warn_of_changes
-from server.http.callers import Caller, caller_of
-from server.http.errors import APIError, spelled
+from server.generation.caller import Caller
+from server.generation.checks import warn_of_changes
+from server.generation.errors import spelled
+from server.generation.server_state import ServerState
+from server.generation.warnings import Warnings
+from server.http.callers import caller_of
+from server.http.errors import APIError
+from server.http.reading import converted
 from server.http.responses import json_response, streamed, whole
-from server.http.warnings import Warnings
 
 _LONG_BYTES = 16 << 10  # larger stored conversations are read in a thread
 _PATH = "/v1/responses/{response_id}"
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
-    most = model.settings.max_stored_responses
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    most = server.settings.max_stored_responses
     kept = Kept(ResponseStore(most), ConversationStore(most), Background())
-    _add_create_routes(app, model, kept)
-    _add_kept_routes(app, model, kept)
-    add_conversation_routes(app, model, kept.conversations)
+    _add_create_routes(app, server, kept)
+    _add_kept_routes(app, server, kept)
+    add_conversation_routes(app, server, kept.conversations)
 
 
-def _add_create_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
-    keep_alive = model.settings.sse_keep_alive_interval
+def _add_create_routes(app: FastAPI, server: ServerState, kept: Kept) -> None:
+    model = server.model
+    keep_alive = server.settings.sse_keep_alive_interval
 
     async def read(body: ResponsesRequest, request: Request) -> tuple[Warnings, Asked]:
         converter = Converter(kept, caller_of(request), body)
-        return await model.read(request, body, converter, is_long=converter.num_bytes > _LONG_BYTES)
+        return await converted(request, body, converter, is_long=converter.num_bytes > _LONG_BYTES)
 
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         warnings, asked = await read(body, request)
-        working = await begin(model, kept, body, asked, warnings, request)
+        working = await begin(server, kept, body, asked, warnings, request)
         if (background := working.background) is not None:
             if not body.stream:
                 return json_response(background.response, warnings)
@@ -62,16 +66,16 @@ def _add_create_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
         with spelled(asked.request.names):
             model.check_name(body.model)
             [prompt] = await model.encode(asked.request.of(caller_of(request)))
-            warn_of_changes(asked.request, prompt, warnings)
+            warn_of_changes(prompt, warnings.named(asked.request.names))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
 
     @app.post("/v1/responses/compact", response_model=None)
     async def compact_response(body: CompactRequest, request: Request) -> Response:
         warnings, asked = await read(body, request)
-        return json_response(await compacted(model, asked, warnings, caller_of(request)), warnings)
+        return json_response(await compacted(server, asked, warnings, caller_of(request)), warnings)
 
 
-def _add_kept_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
+def _add_kept_routes(app: FastAPI, server: ServerState, kept: Kept) -> None:
     store, background = kept.responses, kept.background
 
     @app.get(_PATH, response_model=None)
@@ -94,14 +98,14 @@ def _add_kept_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
             events = running.follow(starting_after)
         else:
             return Response(msgspec.json.encode(running.response), media_type="application/json")
-        keep_alive = model.settings.sse_keep_alive_interval
+        keep_alive = server.settings.sse_keep_alive_interval
         return streamed(events, Warnings(False), failure=failure, end=b"", keep_alive=keep_alive)
 
     @app.post(_PATH + "/cancel", response_model=None)
     async def cancel_response(response_id: str, request: Request) -> Response:
         caller = caller_of(request)
         if (running := background.get(caller.name, response_id)) is not None:
-            await _cancel(model, caller, running)
+            await _cancel(server, caller, running)
             return Response(msgspec.json.encode(running.response), media_type="application/json")
         found = _stored(store, caller, response_id)
         if not found.is_background:
@@ -112,7 +116,7 @@ def _add_kept_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         caller = caller_of(request)
         if (running := background.get(caller.name, response_id)) is not None:
-            await _cancel(model, caller, running)
+            await _cancel(server, caller, running)
         _stored(store, caller, response_id)
         store.remove(caller.name, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -125,9 +129,9 @@ def _add_kept_routes(app: FastAPI, model: ServedModel, kept: Kept) -> None:
         return json_response(page(found.input_items, limit, order, after), Warnings(False))
 
 
-async def _cancel(model: ServedModel, caller: Caller, running: BackgroundResponse) -> None:
+async def _cancel(server: ServerState, caller: Caller, running: BackgroundResponse) -> None:
     running.is_cancelled = True
-    await model.abort(running.response["id"], caller)
+    await server.abort(running.response["id"], caller)
     await running.over()
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 from server.apis.openai.fields import EngineFields
 from server.apis.openai.responses.items import Input, InputMessage
 from server.apis.openai.responses.tools import AnyTool, CallableTool, tool_choice
-from server.generation.parameters import given_sampling, limits, parameter_fields
+from server.apis.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import Conversation, GenerationRequest, Message, ReasoningEffort, Verbosity
 from server.http.bodies import Body, fields_without_effect, optional, unsupported_fields, wrong
 

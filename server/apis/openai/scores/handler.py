@@ -14,23 +14,27 @@ from engine.models.classifier import Classifier
 from engine.processing.output_collector import EmbeddingOutput
 from server.apis.openai.scores.protocol import ClassifyRequest, Pair, RerankRequest, ScoreRequest
 from server.apis.openai.usage import usage_object
+from server.generation.checks import MAX_SAMPLES
 from server.generation.generation import Generation
-from server.generation.served_model import ServedModel
+from server.generation.model import Model
+from server.generation.server_state import ServerState
 from server.generation.start import embed
 from server.http.callers import caller_of
 from server.http.errors import APIError
-from server.http.limits import MAX_ANSWERS
+from server.http.reading import converted
 from server.http.responses import json_response
 
 MAX_PAIR_CHARS = 1 << 24  # of all pairs for a classifier: one long text may be in thousands of pairs
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: FastAPI, server: ServerState) -> None:
+    model = server.model
+
     @app.post("/score", response_model=None)
     @app.post("/v1/score", response_model=None)
     async def score(body: ScoreRequest, request: Request) -> Response:
-        warnings, pairs = await model.read(request, body, lambda body: body.pairs)
-        generation, scores = await _scores(model, request, body, pairs)
+        warnings, pairs = await converted(request, body, lambda body: body.pairs)
+        generation, scores = await _scores(server, request, body, pairs)
         data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
         return json_response({**_head(generation), "object": "list", "data": data}, warnings)
 
@@ -38,8 +42,8 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/rerank", response_model=None)
     @app.post("/v2/rerank", response_model=None)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        warnings, pairs = await model.read(request, body, lambda body: body.pairs)
-        generation, scores = await _scores(model, request, body, pairs)
+        warnings, pairs = await converted(request, body, lambda body: body.pairs)
+        generation, scores = await _scores(server, request, body, pairs)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
         shown = body.return_documents is not False
         results = [
@@ -53,9 +57,9 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/classify", response_model=None)
     @app.post("/v1/classify", response_model=None)
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        warnings, asked = await model.read(request, body, ClassifyRequest.neutral)
+        warnings, asked = await converted(request, body, ClassifyRequest.neutral)
         classifier = _classifier(model)
-        generation = await embed(model, asked, caller_of(request))
+        generation = await embed(server, asked, caller_of(request))
         states = await generation.embeddings()
         found = await model.in_thread(_activated, classifier, states, body.is_activated, owner=generation.owner)
         data = [
@@ -70,36 +74,37 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         return json_response({**_head(generation), "object": "list", "data": data}, warnings)
 
 
-def _classifier(model: ServedModel) -> Classifier:
-    if model.engine.classifier is None:
+def _classifier(model: Model) -> Classifier:
+    if model.info.classifier is None:
         reason = (
             f"The model `{model.names[0]}` is no classifier. Serve a model published as …ForSequenceClassification."
         )
         raise APIError(400, reason, "model", lead=None)
-    return model.engine.classifier
+    return model.info.classifier
 
 
 async def _scores(
-    model: ServedModel, request: Request, body: ScoreRequest | RerankRequest, pairs: list[Pair]
+    server: ServerState, request: Request, body: ScoreRequest | RerankRequest, pairs: list[Pair]
 ) -> tuple[Generation, list[float]]:
-    """Return the score of each pair. Raises `APIError` 400 if the model cannot score pairs."""
-    classifier, name = model.engine.classifier, model.names[0]
-    if classifier is None and model.engine.generates:
+    """Return the score of each pair. Raises `APIError` if the model cannot score pairs."""
+    model = server.model
+    classifier, name = model.info.classifier, model.names[0]
+    if classifier is None and model.info.generates:
         reason = f"The model `{name}` generates text. Scores need an embedding model or a classifier with one label."
         raise APIError(400, reason, "model", lead=None)
     if classifier is not None and (num_labels := len(classifier.labels)) != 1:
         reason = f"The model `{name}` has {num_labels} labels, and scores require a single label. Use /classify."
         raise APIError(400, reason, "model", lead=None)
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
-    if len(pairs) > MAX_ANSWERS:  # equal texts are embedded once, but every pair is scored
-        raise APIError(400, f"must be at most {MAX_ANSWERS} texts, got {len(pairs)}", field, lead=" ")
+    if len(pairs) > MAX_SAMPLES:  # equal texts are embedded once, but every pair is scored
+        raise APIError(400, f"must be at most {MAX_SAMPLES} texts, got {len(pairs)}", field, lead=" ")
     if classifier is not None and (num_chars := sum(len(one) + len(other) for one, other in pairs)) > MAX_PAIR_CHARS:
         reason = f"must make pairs of at most {MAX_PAIR_CHARS} characters in total, got {num_chars}"
         raise APIError(400, reason, field, lead=" ")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts, normalize = (texts, True) if classifier is None else (pairs, False)
     generation = await embed(
-        model, body.hidden_states(prompts, {"prompt": field}, normalize=normalize), caller_of(request)
+        server, body.hidden_states(prompts, {"prompt": field}, normalize=normalize), caller_of(request)
     )
     states, owner = await generation.embeddings(), generation.owner
     if classifier is None:

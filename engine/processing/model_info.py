@@ -1,0 +1,24 @@
+"""The properties of a loaded model that its users need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.models.classifier import Classifier
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A loaded model, as `AsyncEngine.model` describes it."""
+
+    name: str
+    architecture: str  # its name in config.json, such as LlamaForCausalLM
+    max_model_len: int  # tokens of prompt and output together
+    generates: bool  # false: the model computes embeddings only
+    eos_token_ids: tuple[int, ...]  # the tokens that end a completion
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
+    default_sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`, by the model's authors
+    default_pooling: str = "last"
+    classifier: Classifier | None = None  # the head of a classification model

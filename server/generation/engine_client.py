@@ -1,0 +1,39 @@
+"""The interface of the engine that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from engine.core.batch import SchedulerStats
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.processing.model_info import ModelInfo
+from engine.processing.output_collector import RequestUpdate
+from engine.replicas.in_flight import InFlight
+from engine.replicas.state import EngineState
+from server.metrics import ReplicaClient
+
+
+class EngineClient(Protocol):
+    """The engine as the server sees it; `engine.AsyncEngine` implements it."""
+
+    in_flight: InFlight
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def replicas(self) -> Sequence[ReplicaClient]: ...
+    @property
+    def stats(self) -> SchedulerStats | None: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def state_change(self, seen: EngineState) -> EngineState: ...
+    @property
+    def num_requests(self) -> int: ...
+    async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams: ...
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]: ...
+    async def abort(self, request_id: str) -> None: ...

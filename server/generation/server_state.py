@@ -1,0 +1,62 @@
+"""The state of a server: its model, its settings, and what all requests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server.generation.caller import Caller
+from server.generation.engine_client import EngineClient
+from server.generation.errors import NotFoundError
+from server.generation.generation import Generation
+from server.generation.model import Model
+from server.generation.queue import RequestQueue
+from server.generation.rate_limits import RateLimits
+from server.metrics import Metrics
+from server.observability.readiness import Readiness
+from server.observability.recorder import TrafficRecorder
+from server.observability.requests import RequestLog
+from server.settings import ServerConfig
+
+
+class ServerState:
+    """The objects that all endpoints share."""
+
+    def __init__(self, model: Model, settings: ServerConfig, metrics: Metrics, readiness: Readiness) -> None:
+        """Raises `ConfigError` if the trace cannot be written."""
+        self.model, self.settings, self.metrics, self.readiness = model, settings, metrics, readiness
+        self.engine: EngineClient = model.engine
+        self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
+        self.requests = RequestLog()
+        metrics.registry.register(self.requests)
+        self.rate_limits = RateLimits()
+        self.queue = RequestQueue(
+            self.engine.in_flight, self.engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
+        )
+        self.recorder: TrafficRecorder | None = None
+        if settings.record_trace is not None:
+            self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), self.engine.block_size)
+
+    def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def load(self) -> dict[str, Any]:
+        """Return the server's load. Values not yet reported by the engine are 0."""
+        stats = self.engine.stats
+        return {
+            "server_load": len(self.running),
+            "num_requests_running": stats.num_running if stats is not None else 0,
+            "num_requests_waiting": stats.num_waiting + stats.num_deferred if stats is not None else 0,
+            "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
+            "num_blocks": self.engine.num_blocks,
+            "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
+        }
+
+    async def abort(self, request_id: str, caller: Caller) -> None:
+        """Abort a request of `caller`; its client gets the partial output. Raises `NotFoundError` for an unknown id."""
+        generation = self.running.get((caller.name, request_id))
+        if generation is None:
+            raise NotFoundError(f"no running request has the id {request_id!r}", "request_id", lead=None)
+        for sample in generation.samples:
+            await self.engine.abort(sample.request_id)
