@@ -20,6 +20,7 @@ from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
 from kernels.data.moe import ExpertActivation as ExpertActivation
+from kernels.data.moe import Experts as Experts
 from kernels.data.moe import Router as Router
 from kernels.data.plan import FEW_SEQS as FEW_SEQS
 from kernels.data.plan import DecodePlan as DecodePlan
@@ -75,8 +76,8 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         ),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
-        "kernels.triton.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
-        "kernels.triton.router": ("route", "norm_route", "route_norms_apart"),
+        "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
+        "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.cuda.linear": (
             "linear",
             "linear_add",

@@ -127,7 +127,8 @@ class Layer:
     def call(self, hidden: Tensor) -> Tensor:
         """The ids that were chosen; the experts' sum is added to `hidden`."""
         normed, ids, weights = kernels.norm_route(hidden, self.norm, 1e-6, self.router, None, None, self.shape.rule)
-        kernels.experts(normed, ids, weights, self.gate_up, self.down, *self.biases, self.shape.activation, hidden)
+        stack = kernels.Experts(self.gate_up, self.down, *self.biases, self.shape.activation)
+        kernels.experts(normed, ids, weights, stack, hidden)
         return ids
 
     def measure(self, tokens: int) -> dict[str, float]:

@@ -45,11 +45,12 @@ class MoE(nn.Module):
         inner = None if self.shared is None else self.shared.activate(x.with_normed(normed))
         in_place = self.num_ranks == 1 and epilogue.is_sum
         gate_up, down = self.compressed or (self.gate_up.weight, self.down.weight)
-        chosen = normed, ids, weights, gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation
+        stack = kernels.Experts(gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation, self.first)
+        chosen = normed, ids, weights, stack
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
-            return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen, first=self.first))
-        total = kernels.experts(*chosen, add_to=epilogue.hidden if in_place else None, first=self.first)
+            return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen))
+        total = kernels.experts(*chosen, add_to=epilogue.hidden if in_place else None)
         if self.shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)

@@ -31,6 +31,17 @@ class Choice:
     weight_only_tokens: int = 512  # Gluon's weight-only GEMM; then cuBLAS on the dequantised weight
     weight_only_swiglu_tokens: int = 2048  # with SwiGLU, which cuBLAS leaves to another kernel
     portable_weight_only_tokens: int = 64  # Triton's weight-only GEMM; then cuBLAS on the dequantised weight
+    # MoE. Limits of Gluon's small-batch kernel depend on what comes after it.
+    experts_small_batch_tokens: int = 8  # the columns of one tile of the tensor core
+    experts_float_tokens: int = 3  # float weights; then Triton's grouped GEMM
+    experts_e2m1_tokens: int = 4  # e2m1 codes; then Gluon's weight-only GEMM
+    experts_panel_tokens: int = 1  # weights in panels; then Gluon's GEMM of codes by codes
+    experts_compressed_small_batch_tokens: int = 4  # compressed weights; then Gluon's grouped GEMM for them
+    experts_compressed_tokens: int = 4096  # that one; then all weights are decompressed first
+    experts_float32_tokens: int = 32  # experts' outputs stay float32 until they are summed
+    # Routers.
+    router_cuda_core_tokens: int = 16  # not worth a tile of the tensor core
+    router_triton_tokens: int = 512  # then cuBLAS, which interrupts the chain of dependent launches
 
 
 CHOICE = Choice()

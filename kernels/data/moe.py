@@ -1,21 +1,25 @@
-"""What all backends' operations on mixtures of experts are told by data: the router's rule, the experts' activation."""
+"""Data types of MoE operations: the routing rule, the experts of a rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from torch import Tensor
+
+from kernels.data.compressed_weight import ExpertWeight
+
 ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-CLAMP, SLOPE = 7.0, 1.702  # of clamped_swiglu: (up + 1) · gate · sigmoid(SLOPE · gate), |up| and gate at most CLAMP
+CLAMP, SLOPE = 7.0, 1.702  # clamped_swiglu: (up + 1) · gate · sigmoid(SLOPE · gate), with |up| and gate at most CLAMP
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a token's experts follow from their logits: score each, choose the best, weigh the chosen ones.
+    """A rule that chooses a token's experts by their logits: score each, choose the top k, weigh the chosen ones.
 
     scoring: softmax over all experts, softmax over the chosen ones alone, or a sigmoid of each. Experts lie in `num_groups`
-    groups of neighbours; only those of the `num_chosen_groups` best groups can be chosen. Of equal experts (or groups) the
-    one of the lower index is chosen.
+    groups of neighbours; only those of the `num_chosen_groups` best groups can be chosen. Among equal experts (or groups)
+    the lower index is chosen.
     """
 
     num_chosen: int
@@ -25,3 +29,18 @@ class Router:
     group_score: Literal["max", "top2"] = "max"  # its best expert's, or the sum of its two best ones'
     renormalise: bool = False  # divide the weights by their sum
     scale: float = 1.0  # of the weights, at last
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The E experts of a rank, whose ids are [first, first + E). Other ids add nothing."""
+
+    gate_up: ExpertWeight  # [E, 2I, hidden]: each expert's gate rows, then its up rows
+    down: ExpertWeight  # [E, hidden, I]
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, hidden]
+    activation: ExpertActivation = "silu"
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.gate_up)

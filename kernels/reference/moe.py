@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.compressed_weight import CompressedWeight, ExpertWeight
-from kernels.data.moe import CLAMP, SLOPE, ExpertActivation, Router
+from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.moe import CLAMP, SLOPE, ExpertActivation, Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul
@@ -82,45 +80,37 @@ def route_norms_apart(x: Tensor) -> bool:
 
 
 def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
-    """Experts' weights, without biases, as `experts` multiplies tokens of `dtype` by them fastest. Their memory may be reused."""
+    """Return the weights of experts without biases in the form in which `experts` multiplies tokens of `dtype` fastest.
+
+    Their memory may be reused.
+    """
     return gate_up, down
 
 
 def compress_experts(gate_up: Weight, down: Weight) -> tuple[CompressedWeight, CompressedWeight] | None:
-    """Experts' weights, without biases, compressed without loss: few tokens are faster then, and many slower. None: as `experts`
-    of this backend cannot multiply such weights by them, or they do not lie in that form.
+    """Compress the weights of experts without biases, without loss: faster for a few tokens, slower for many.
+
+    None: `experts` of this backend does not take compressed weights, or these cannot be compressed.
     """
     return None
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: ExpertWeight,
-    down: ExpertWeight,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: ExpertActivation = "silu",
-    add_to: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
-    """Each token's sum of its experts' MLPs, times their weights: [T, hidden], or added to `add_to`, in place.
+def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:
+    """Return each token's weighted sum of its experts' MLPs [T, hidden], or add it to `add_to` in place.
 
-    x [T, hidden]; ids [T, k] int32 and weights [T, k] float32 as `route` gives them. gate_up [E, 2I, hidden] (of each expert
-    the gate's rows, then up's), down [E, hidden, I], of floats or few bits, and their biases [E, 2I] and [E, hidden] are
-    those of experts [first, first + E): other ids add nothing. The activation's result is rounded to x's dtype; a token's
-    experts are summed in the order of its ids in float32 (float64 for float64), and the sum is rounded once.
+    x [T, hidden]; ids [T, k] int32 and weights [T, k] float32 as `route` returns them. The activation is rounded to x's
+    dtype. A token's experts are summed in the order of its ids in float32 (float64 for float64), and rounded once.
     """
     total = to_wide(x).new_zeros(*ids.shape, x.shape[1])
-    local = ids - first
+    local = ids - stack.first
+    gate_up, down = stack.gate_up, stack.down
     assert not isinstance(gate_up, CompressedWeight)
     assert not isinstance(down, CompressedWeight)
     for expert in local.unique().tolist():
-        if 0 <= expert < len(gate_up):
+        if 0 <= expert < len(stack):
             token, choice = (local == expert).nonzero(as_tuple=True)
-            inner = _linear(x[token], gate_up, gate_up_bias, expert)
-            total[token, choice] = to_wide(_linear(activate(inner, activation), down, down_bias, expert))
+            inner = activate(_linear(x[token], gate_up, stack.gate_up_bias, expert), stack.activation)
+            total[token, choice] = to_wide(_linear(inner, down, stack.down_bias, expert))
     result = (total * weights.to(total.dtype)[:, :, None]).cumsum(1)[:, -1]
     if add_to is not None:
         return add_to.copy_(result + add_to)
@@ -128,14 +118,11 @@ def experts(
 
 
 def experts_add_norm(
-    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, *others: Any,
-    first: int = 0, **options: Any,
-) -> Tensor | QuantizedRows:  # fmt: skip
-    """`experts`, whose further arguments follow, added to residual [T, hidden] in place -> the norm of that [T, hidden]; see
-    `linear_add_norm`.
-    """
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, stack: Experts
+) -> Tensor | QuantizedRows:
+    """Add `experts` to residual [T, hidden] in place and return its norm [T, hidden]; see `linear_add_norm`."""
     assert norm.rounded is None
-    experts(x, ids, weights, gate_up, *others, **{"add_to": residual, "first": first, **options})
+    experts(x, ids, weights, stack, residual)
     return rms_norm(residual, norm.weight, norm.eps)
 
 

@@ -1,8 +1,8 @@
-"""The experts of a mixture, in Triton: pairs of a token and an expert that it chose, sorted by expert, in grouped products.
+"""Grouped GEMMs of MoE, and the sum of each token's experts, in Triton.
 
-They are sorted on the device (`kernels.triton.pairs`): nothing that the CPU sees depends on what was chosen. In the products
-the rows of an expert's weight are the rows of the matrix unit's tile and its tokens the columns, of which there may be few. A
-last kernel sums the experts of each token, in the order of its ids: no atomics, so the same input gives the same bytes.
+Routed tokens are sorted by expert on the device (`kernels.triton.pairs`), so nothing that the CPU sees depends on what was
+chosen. The rows of an expert's weight are the rows of the tensor core's tile and its tokens the columns, of which there may
+be few. The sum adds in the order of a token's ids, without atomics, so the same input gives the same bytes.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
@@ -10,20 +10,16 @@ last kernel sums the experts of each token, in the order of its ids: no atomics,
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.compressed_weight import CompressedWeight, ExpertWeight, compress
-from kernels.data.moe import ExpertActivation
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
-from kernels.data.quantized_weight import QuantizedWeight, Weight, in_panels
+from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gpu.codes import decode
-from kernels.gpu.device import is_hopper
+from kernels.gpu.device import shared_memory
 from kernels.gpu.launch import (
     EARLY,
     cdiv,
@@ -33,26 +29,9 @@ from kernels.gpu.launch import (
     wait_for_inputs,
 )
 from kernels.gpu.rounding import norm_arguments, store_norm
-from kernels.triton.pairs import Tiles, sort_pairs
-from kernels.triton.scaled import finish_norm, quantize_pairs
+from kernels.triton.pairs import Tiles
 from kernels.triton.weight_only import FOUR_BITS, _bytes, _or, _scales, _words
 
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.moe import compressed as compressed_experts
-    from kernels.gluon.moe import compressed_small_batch as compressed_few
-    from kernels.gluon.moe import decompress, scaled
-    from kernels.gluon.moe import small_batch as few
-    from kernels.gluon.moe import weight_only as quantized_experts
-else:
-    compressed_experts = compressed_few = decompress = few = quantized_experts = scaled = None  # type: ignore[assignment]
-
-# Tokens beyond which another kernel is faster than `experts_few`:
-MAX_FEW_FLOATS = 3  # with floats, the one here
-MAX_FEW_E2M1 = 4  # with e2m1 codes, `quantized_experts`
-MAX_FEW_PANELS = 1  # with panels, `scaled_experts`
-MAX_FEW_COMPRESSED = 4  # likewise `compressed_few`: `compressed_experts`
-MAX_COMPRESSED = 4096  # and that one: decompressing all weights first
-MAX_WIDE = 32  # tokens up to which what an expert adds to a token stays float32 until it is summed
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
 
@@ -278,12 +257,7 @@ def _sum_kernel(
         )  # fmt: skip
 
 
-def _tile_height(pairs: float, least: int = 16) -> int:
-    """For experts with so many pairs on average: so that most experts' pairs fill one tile, or several."""
-    return min(max(next_power_of_2(int(pairs + 2 * pairs**0.5)), least), 128)
-
-
-def _grouped(
+def grouped(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None,
@@ -293,7 +267,7 @@ def _grouped(
     activation: str,
     chosen: int,
 ) -> None:
-    """See `_grouped_kernel`."""
+    """Launch one grouped GEMM; see `_grouped_kernel`."""
     n, k = out.shape[1], x.shape[1]
     kind: str
     if isinstance(weight, QuantizedWeight):
@@ -312,7 +286,7 @@ def _grouped(
     assert x.stride(1) == 1
     config = _config(n, k // halves, group if group < k else 0, size, tiles, bool(activation))
     step = config.block_k * (config.block_n * size * (2 if activation else 1) + tiles.block_m * 2 * halves)
-    num_stages = max(min(config.num_stages, _shared_memory(x.device) // step), 1)
+    num_stages = max(min(config.num_stages, shared_memory(x.device) // step), 1)
     _grouped_kernel[(len(tiles.entries) * cdiv(n, config.block_n),)](
         x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),
         N=n, K=k, CHOSEN=chosen, ACTIVATION=activation, BIAS=bias is not None, GROUP=group, ROWS=rows, KIND=kind,
@@ -320,15 +294,6 @@ def _grouped(
         SMALL_M=tiles.block_m // 2 if tiles.block_m >= 64 else 0, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=num_stages, **pdl_options(x.device),
     )  # fmt: skip
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
-    if device.type != "cuda":
-        return 160 << 10
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
 
 
 class Config(NamedTuple):
@@ -362,197 +327,25 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     return Config(block_n, block_k, 4, min(max(PROGRAM_BYTES // (block_k * per_channel), 2), 5))
 
 
-def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
-    """See `kernels.reference.pack_experts`. In panels, for `kernels.gluon.moe.scaled`."""
-    if scaled is None or not scaled.packs(gate_up, dtype) or not scaled.packs(down, dtype):
-        return gate_up, down
-    assert isinstance(gate_up, QuantizedWeight)
-    assert isinstance(down, QuantizedWeight)
-    return in_panels(gate_up, scaled.GROUP), in_panels(down, scaled.GROUP)
+def sum_experts(
+    parts: Tensor, ids: Tensor, out: Tensor, add: bool, first: int, count: int, norm: NextNorm | None = None
+) -> Tensor | QuantizedRows:
+    """Write each token's sum of parts [routed token, N] to out [T, N], in the order of its ids, or add it to out.
 
-
-def compress_experts(gate_up: Weight, down: Weight) -> tuple[CompressedWeight, CompressedWeight] | None:
-    """See `kernels.reference.compress_experts`. On Hopper, of bfloat16."""
-    if few is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or not is_hopper(gate_up.device):
-        return None
-    first = compress(gate_up, True)
-    second = None if first is None else compress(down, False)
-    return None if first is None or second is None else (first, second)
-
-
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: ExpertWeight,
-    down: ExpertWeight,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: ExpertActivation = "silu",
-    add_to: Tensor | None = None,
-    first: int = 0,
-) -> Tensor:
-    """See `kernels.reference.experts`. Tokens must be contiguous, their stride is free; what an expert adds to a token is
-    rounded to x's dtype, if there are many tokens.
+    ids [T, k] int32; ids outside [first, first + count) add nothing. Returns out, or with `norm` its norm.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    parts = _products(
-        x,
-        ids,
-        weights,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        activation,
-        out=out,
-        add=add_to is not None,
-        first=first,
-    )
-    if parts is not None:
-        n = out.shape[1]
+    n, chosen = out.shape[1], ids.shape[1]
+    constants: dict[str, Any] = {"N": n, "E": count, "CHOSEN": chosen, "ADD": add}
+    if norm is None:
         block = min(next_power_of_2(n), 1024)
-        _sum_kernel[(len(x), cdiv(n, block))](
-            parts, ids, out, out, out, out, out, 0.0, 0, 0, first, out.stride(0), N=n, E=len(gate_up), CHOSEN=ids.shape[1],
-            ADD=add_to is not None, NORM=False, BLOCK=block, GROUP=block, LARGEST=0, num_warps=4, **pdl_options(x.device),
+        _sum_kernel[(len(ids), cdiv(n, block))](
+            parts, ids, out, out, out, out, out, 0.0, 0, 0, first, out.stride(0), NORM=False, BLOCK=block, GROUP=block,
+            LARGEST=0, num_warps=4, **constants, **pdl_options(out.device),
         )  # fmt: skip
-    return out
-
-
-def experts_add_norm(
-    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, *others: Any,
-    first: int = 0, **options: Any,
-) -> Tensor | QuantizedRows:  # fmt: skip
-    """See `kernels.reference.experts_add_norm`, and `experts`."""
-    parts = _products(x, ids, weights, gate_up, *others, out=residual, add=True, first=first, **options)
-    if parts is None:
-        return finish_norm(residual, norm)
-    normed, arguments, constants = norm_arguments(residual, norm)
-    _sum_kernel[(len(x), 1)](
-        parts, ids, residual, residual, *arguments, first, residual.stride(0), N=residual.shape[1], E=len(gate_up),
-        CHOSEN=ids.shape[1], ADD=True, NORM=True, num_warps=min(max(constants["BLOCK"] // 256, 1), 16), **constants,
-        **pdl_options(x.device),
+        return out
+    normed, arguments, options = norm_arguments(out, norm)
+    _sum_kernel[(len(ids), 1)](
+        parts, ids, out, out, *arguments, first, out.stride(0), NORM=True, num_warps=min(max(options["BLOCK"] // 256, 1), 16),
+        **constants, **options, **pdl_options(out.device),
     )  # fmt: skip
     return normed
-
-
-def _products(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight, down: ExpertWeight, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, activation: str = "silu", *, out: Tensor, add: bool, first: int,
-) -> Tensor | None:  # fmt: skip
-    """What each expert adds to each token, times its weight: [pair, hidden]; None: the sums are in `out`, or added to it."""
-    num_tokens, hidden = x.shape
-    count, chosen = len(gate_up), ids.shape[1]
-    assert out.stride(1) == 1
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
-    if not num_tokens:
-        return None
-    if isinstance(gate_up, CompressedWeight) or isinstance(down, CompressedWeight):
-        assert isinstance(gate_up, CompressedWeight)
-        assert isinstance(down, CompressedWeight)
-        if num_tokens <= MAX_COMPRESSED:
-            return _multiply_compressed(x, ids, weights, gate_up, down, activation, out, add, first)
-        gate_up, down = decompress.decompress(gate_up), decompress.decompress(down)
-    inner_size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
-    inner = torch.empty(ids.numel(), inner_size, dtype=x.dtype, device=x.device)
-    wide = num_tokens <= MAX_WIDE
-    parts = torch.empty(ids.numel(), hidden, dtype=torch.float32 if wide else x.dtype, device=x.device)
-    configs = _few_configs(x, inner, gate_up, down, chosen)
-    if configs is not None:
-        few.launch(x, gate_up, gate_up_bias, ids, weights, inner, configs[0], activation=activation, first=first)
-        if num_tokens == 1:
-            few.launch(
-                inner, down, down_bias, ids, weights, out, configs[1], experts=chosen, residual=out if add else None,
-                first=first,
-            )  # fmt: skip
-            return None
-        few.launch(inner, down, down_bias, ids, weights, parts, configs[1], first=first)
-    elif isinstance(gate_up, QuantizedWeight) and gate_up.panel:  # see `pack_experts`
-        tiles = sort_pairs(ids, count, first, scaled.block_m(ids.numel() / count), with_positions=True)
-        _multiply_scaled(x, ids, weights, gate_up, down, activation, parts, tiles, first)
-    elif _multiplies_quantized(x, gate_up, down):
-        tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count, 8 if num_tokens <= 8 else 16))
-        _multiply_quantized(x, weights, gate_up, down, gate_up_bias, down_bias, activation, parts, tiles)
-    else:
-        tiles = sort_pairs(ids, count, first, _tile_height(ids.numel() / count))
-        _grouped(x, gate_up, gate_up_bias, weights, tiles, inner, activation, chosen)
-        _grouped(inner, down, down_bias, weights, tiles, parts, "", chosen)
-    return parts
-
-
-def _multiply_compressed(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: CompressedWeight, down: CompressedWeight, activation: str, out: Tensor,
-    add: bool, first: int,
-) -> Tensor | None:  # fmt: skip
-    """See `_products`."""
-    num_tokens, hidden = x.shape
-    pairs, chosen = ids.numel(), ids.shape[1]
-    inner = torch.empty(pairs, down.shape[2], dtype=x.dtype, device=x.device)
-    if num_tokens == 1:
-        compressed_few.launch(x, gate_up, ids, weights, inner, activation=activation, first=first)
-        residual = out if add else None
-        compressed_few.launch(inner, down, ids, weights, out, experts=chosen, residual=residual, first=first)
-        return None
-    parts = torch.empty(pairs, hidden, dtype=torch.float32 if num_tokens <= MAX_WIDE else x.dtype, device=x.device)
-    if num_tokens <= MAX_FEW_COMPRESSED:
-        compressed_few.launch(x, gate_up, ids, weights, inner, activation=activation, first=first)
-        compressed_few.launch(inner, down, ids, weights, parts, first=first)
-        return parts
-    height = _tile_height(pairs / len(gate_up), 8 if num_tokens <= 8 else 16)
-    order, entries, block_m, _ = sort_pairs(ids, len(gate_up), first, height)
-    in_order = compressed_experts.gather(x, order, chosen)
-    compressed_experts.launch(in_order, gate_up, weights, order, entries, inner, block_m, activation)
-    compressed_experts.launch(inner, down, weights, order, entries, parts, block_m)
-    return parts
-
-
-def _multiplies_quantized(x: Tensor, gate_up: Weight, down: Weight) -> bool:
-    """Whether `kernels.gluon.moe.weight_only` applies to both products."""
-    return quantized_experts is not None and all(quantized_experts.applies(x, each) for each in (gate_up, down))
-
-
-def _multiply_quantized(
-    x: Tensor, weights: Tensor, gate_up: Any, down: Any, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, parts: Tensor, tiles: Tiles,
-) -> None:  # fmt: skip
-    """Both products, into `parts`."""
-    order, entries, block_m, _ = tiles
-    in_order, inner = quantized_experts.gather(x, order, weights.shape[1], gate_up, down)
-    quantized_experts.launch(in_order, gate_up, gate_up_bias, weights, order, entries, inner, block_m, activation, down)
-    quantized_experts.launch(inner, down, down_bias, weights, order, entries, parts, block_m)
-
-
-def _multiply_scaled(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Any, down: Any, activation: str, parts: Tensor, tiles: Tiles,
-    first: int,
-) -> None:  # fmt: skip
-    """Both products of codes, into `parts`; what is between them is quantised as x is."""
-    order, entries, block_m, positions = tiles
-    assert positions is not None
-    assert x.dtype == torch.bfloat16
-    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, positions, first, len(gate_up))
-    inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
-    inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
-    scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, activation)
-    scaled.launch(inner, inner_scale, down, weights, order, entries, parts, None, block_m)
-
-
-def _few_configs(
-    x: Tensor, inner: Tensor, gate_up: Weight, down: Weight, chosen: int
-) -> tuple[few.Config, few.Config] | None:
-    """How `kernels.gluon.moe.small_batch` cuts up both products, where it applies."""
-    if few is None:
-        return None
-    most = few.MAX_FEW
-    if isinstance(gate_up, Tensor):
-        most = MAX_FEW_FLOATS
-    elif gate_up.panel:
-        most = MAX_FEW_PANELS
-    elif gate_up.kind == "e2m1" and _multiplies_quantized(x, gate_up, down):
-        most = MAX_FEW_E2M1
-    if len(x) > most:
-        return None
-    first = few.config(x, gate_up, len(x), True)
-    second = few.config(inner, down, len(x), False, chosen if len(x) == 1 else 1)
-    return None if first is None or second is None else (first, second)

@@ -1,7 +1,7 @@
-"""The routers of mixtures of experts, in Triton: the logits of all experts, then each token's best.
+"""The routers of MoE layers, in Triton: the logits of all experts, then each token's top k.
 
-Of few tokens a program computes one token's logits for some experts, and the RMSNorm before them; else the matrix unit
-does, or cuBLAS for many tokens where nothing is float32. A second kernel has one program for each token.
+For a few tokens a program computes one token's logits for some experts on CUDA cores, with the RMSNorm in its prologue; for
+more, tensor cores do. A second kernel has one program for each token.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -22,12 +22,9 @@ from kernels.gpu.launch import (
     prefer_shared_memory,
     wait_for_inputs,
 )
-from kernels.triton.norm import rms_norm
 
-MAX_FEW = 16  # tokens whose logits are not worth a tile of the matrix unit
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 MAX_PARTS = 8  # of logits: each is written and read again
-MAX_SHORT = 512  # tokens up to which cuBLAS, which interrupts the chain of dependent launches, is slower
 
 
 @triton.jit
@@ -217,10 +214,10 @@ def _scores(z, largest, total, SCORING: tl.constexpr):
     return scores
 
 
-def _few_logits(
+def cuda_core_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None, eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """x [M, hidden], M <= MAX_FEW, and logits [M, E]; of the norm of x where that has a weight, which then is returned."""
+    """Return x [M, hidden], or its norm where that has a weight, and its logits [M, E] float32, for a few tokens."""
     num_tokens, hidden = x.shape
     count = len(weight)
     logits = torch.empty(num_tokens, count, dtype=torch.float32, device=x.device)
@@ -236,14 +233,11 @@ def _few_logits(
     return normed, logits
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits in parts [parts, M, E]."""
+def logits_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return partial logits [parts, M, E] float32 of split-K."""
     num_tokens, hidden = x.shape
     count = len(weight)
     wide = torch.float32 in (x.dtype, weight.dtype)
-    if x.is_cuda and not wide and num_tokens > MAX_SHORT:
-        logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return (logits if bias is None else logits.add_(bias)).unsqueeze(0)
     split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
     block_m, most_e = (64, 128) if num_tokens > 2048 else (16, 64) if num_tokens > 128 else (16, 32)
     block_e = min(max(next_power_of_2(count), 16), most_e)
@@ -262,8 +256,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits
 
 
-def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logits [parts, T, E], summed over the parts."""
+def top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ids [T, k] int32 and weights [T, k] float32 for logits [parts, T, E], which are summed over the parts."""
     num_parts, num_tokens, count = logits.shape
     ids = torch.empty(num_tokens, rule.num_chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, rule.num_chosen, dtype=torch.float32, device=logits.device)
@@ -279,38 +273,3 @@ def _top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tenso
         )  # fmt: skip
         prefer_shared_memory(launched)  # pairs are sorted next
     return ids, weights
-
-
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.route`. Tokens must be contiguous, their stride is free."""
-    assert x.stride(1) == 1
-    assert weight.is_contiguous()
-    logits = _few_logits(x, weight, bias)[1].unsqueeze(0) if 0 < len(x) <= MAX_FEW else _logits(x, weight, bias)
-    return _top_k(logits, correction, rule, slots)
-
-
-def route_norms_apart(x: Tensor) -> bool:
-    """See `kernels.reference.route_norms_apart`."""
-    return not 0 < len(x) <= MAX_FEW
-
-
-def norm_route(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    rule: Router,
-    slots: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.reference.norm_route`. Tokens must be contiguous, their stride is free."""
-    if route_norms_apart(x):
-        normed = rms_norm(x, norm_weight, eps)
-        return normed, *route(normed, weight, bias, correction, rule, slots)
-    assert x.stride(1) == 1
-    assert weight.is_contiguous()
-    normed, logits = _few_logits(x, weight, bias, norm_weight, eps)
-    return normed, *_top_k(logits.unsqueeze(0), correction, rule, slots)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import ExpertWeight, QuantizedWeight, Router, Weight, reference
+from kernels import Experts, ExpertWeight, QuantizedWeight, Router, Weight, reference
 from kernels.triton.pairs import sort_pairs
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.random_weights import random_weight
@@ -131,7 +131,7 @@ def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: 
         weights = torch.rand(count, shape.rule.num_chosen, dtype=F32, device=checks.device)
         if count > 1:
             ids[-1] = -1
-        run = partial(kernels.experts, x, ids, weights, *packed, *biases, shape.activation)
+        run = partial(kernels.experts, x, ids, weights, Experts(*packed, *biases, shape.activation))
         got, again = run(), run()
         added = run(add_to=residual.clone())
         wanted = [_exact(x, ids, weights, gate_up, down, biases, shape)]
@@ -162,17 +162,8 @@ def _exact(
     for expert in ids[ids >= 0].unique().tolist():
         matrices = [_exact_weight(stack[expert])[None] for stack in (gate_up, down)]
         of_expert = [None if bias is None else bias[expert : expert + 1].double() for bias in biases]
-        total += reference.experts(
-            x.double(),
-            ids,
-            weights,
-            matrices[0],
-            matrices[1],
-            of_expert[0],
-            of_expert[1],
-            shape.activation,
-            first=expert,
-        )
+        stack = Experts(matrices[0], matrices[1], of_expert[0], of_expert[1], shape.activation, expert)
+        total += reference.experts(x.double(), ids, weights, stack)
     return total
 
 

@@ -213,8 +213,8 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
 
 
 def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
+    from kernels.cuda.router import norm_route, route
     from kernels.data.moe import Router
-    from kernels.triton.router import norm_route, route
 
     x, weight, bias = tensor(tokens, 2048), tensor(128, 2048, dtype=dtype), tensor(128, dtype=dtype)
     slots = tensor(tokens, dtype=I64)
@@ -233,21 +233,22 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
 
 
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
-    from kernels.triton.moe import experts as compute
-    from kernels.triton.moe import experts_add_norm, pack_experts
+    from kernels.cuda.moe import experts as compute
+    from kernels.cuda.moe import experts_add_norm, pack_experts
 
     weights_of = expert_weights(form, 1024, 1024), expert_weights(form, 1024, 512)
     gate_up, down = pack_experts(*weights_of, BF16) if activation == "silu" else weights_of
     x, weights, bias = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32), tensor(32, 1024)
     biases = (None, None) if activation == "silu" else (bias, bias)
-    compute(x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation, add_to=x)
+    stack = kernels.Experts(gate_up, down, biases[0], biases[1], activation)
+    compute(x, weights.int(), weights, stack, add_to=x)
     norm = kernels.NextNorm(tensor(1024), 1e-6)
-    experts_add_norm(x, norm, x, weights.int(), weights, gate_up, down, biases[0], biases[1], activation)
+    experts_add_norm(x, norm, x, weights.int(), weights, stack)
 
 
 def compressed_experts(tokens: int) -> None:
     """Of 32 experts, of bfloat16 in 12 bits a weight."""
-    from kernels.triton.moe import experts
+    from kernels.cuda.moe import experts
 
     gate_up, down = (
         CompressedWeight(
@@ -257,7 +258,7 @@ def compressed_experts(tokens: int) -> None:
         for n, k, gated in ((1024, 1024, True), (1024, 512, False))
     )  # fmt: skip
     x, weights = tensor(tokens, 1024), tensor(tokens, 4, dtype=F32)
-    experts(x, weights.int(), weights, gate_up, down, add_to=x)
+    experts(x, weights.int(), weights, kernels.Experts(gate_up, down), add_to=x)
 
 
 def parts_of_channels() -> None:

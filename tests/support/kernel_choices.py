@@ -123,7 +123,7 @@ def answer(value: bool) -> None:
     launches.append((str(value), ""))
 
 
-def experts(form: str, activation: str, hidden: int = 2048, inner: int = 768) -> Operations:
+def experts(form: str, activation: kernels.ExpertActivation, hidden: int = 2048, inner: int = 768) -> Operations:
     def stack(n: int, k: int) -> Weight:
         one = weight(form, n, k)
         if isinstance(one, Tensor):
@@ -132,18 +132,18 @@ def experts(form: str, activation: str, hidden: int = 2048, inner: int = 768) ->
 
     gate_up, down = kernels.pack_experts(stack(2 * inner, hidden), stack(hidden, inner), BF16)
     biases = (None, None) if activation == "silu" else (tensor(128, 2 * inner), tensor(128, hidden))
-    yield from chosen_experts(gate_up, down, hidden, (*biases, activation))
+    yield from chosen_experts(kernels.Experts(gate_up, down, biases[0], biases[1], activation), hidden)
 
 
-def chosen_experts(gate_up: Any, down: Any, hidden: int, more: tuple[Any, ...]) -> Operations:
+def chosen_experts(stack: kernels.Experts, hidden: int) -> Operations:
     def routed(m: int) -> tuple[Tensor, Tensor, Tensor]:
         return tensor(m, hidden), tensor(m, 8, dtype=I32), tensor(m, 8, dtype=F32)
 
     norm = kernels.NextNorm(tensor(hidden), 1e-6)
-    yield "experts", lambda m: kernels.experts(*routed(m), gate_up, down, *more)
+    yield "experts", lambda m: kernels.experts(*routed(m), stack)
     yield (
         "experts_add_norm",
-        lambda m: kernels.experts_add_norm(tensor(m, hidden), norm, *routed(m), gate_up, down, *more),
+        lambda m: kernels.experts_add_norm(tensor(m, hidden), norm, *routed(m), stack),
     )
 
 
@@ -155,7 +155,7 @@ def compressed(hidden: int = 2048, inner: int = 768) -> Operations:
         )
         for n, k, gated in ((2 * inner, hidden, True), (hidden, inner, False))
     )  # fmt: skip
-    yield from chosen_experts(gate_up, down, hidden, ())
+    yield from chosen_experts(kernels.Experts(gate_up, down), hidden)
 
 
 def attention(

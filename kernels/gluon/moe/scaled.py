@@ -374,7 +374,7 @@ def _scaled_experts_kernel(
             )  # fmt: skip
 
 
-def packs(weight: Weight, dtype: torch.dtype) -> bool:
+def supports(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether this kernel can multiply tokens of `dtype`, rounded, by the experts' weight, and the checkpoint allows it."""
     return (
         isinstance(weight, QuantizedWeight)

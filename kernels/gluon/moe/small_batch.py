@@ -28,8 +28,6 @@ from kernels.gluon.linear.small_batch import _last, _middle, activate
 from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
-MAX_FEW = 8  # tokens: columns of one tile of the matrix unit
-MAX_QUANTIZED = 8  # likewise, with codes of few bits
 NO_PAIR = gl.constexpr(1 << 30)
 
 
@@ -445,8 +443,9 @@ def _choose(
 
 
 def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int = 1) -> Config | None:
-    """How to multiply x by the experts' weight, `experts` of them after one another; None where the kernel does not
-    apply.
+    """Return how to compute x times the experts' weight for at most 8 tokens; None where `launch` cannot.
+
+    experts: matrices whose channels follow one another in one GEMM.
     """
     codes = weight.codes if isinstance(weight, QuantizedWeight) else weight
     _, n, row = codes.shape
@@ -460,7 +459,7 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
     ):
         return None
     if isinstance(weight, QuantizedWeight):
-        if num_tokens > MAX_QUANTIZED or weight.order is not None or (n // streams) % weight.rows != 0:
+        if weight.order is not None or (n // streams) % weight.rows != 0:
             return None
         shape = n, row, x.shape[1] // row, weight.group, streams, experts, num_tokens
         return _choose(weight.kind, *shape, weight.panel > 0)

@@ -426,7 +426,7 @@ SHARED_BYTES = 224_000  # of a multiprocessor
 MIN_DIVIDED = 32  # pairs of a tile from which on one that is at most half full has code of its own
 
 
-def applies(x: Tensor, weight: Weight) -> bool:
+def supports(x: Tensor, weight: Weight) -> bool:
     """Whether this kernel can multiply tokens like x by the experts' weight."""
     return (
         isinstance(weight, QuantizedWeight)

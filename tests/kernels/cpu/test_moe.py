@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import QuantizedWeight, Weight, reference
+from kernels import Experts, QuantizedWeight, Weight, reference
 from kernels.cpu import matmul, moe
 from kernels.cpu.library import library
 from kernels.cpu.packed_weight import NativeWeight
@@ -30,7 +30,7 @@ def check(gate_up: Weight, down: Weight, activation: Any, biased: bool, dtype: t
     for add_to in (None, hidden):
         got, want = (
             module.experts(
-                x, ids, weights, *stacks, biases[0], biases[1], activation, None if add_to is None else add_to.clone(), 1
+                x, ids, weights, Experts(*stacks, *biases, activation, 1), None if add_to is None else add_to.clone()
             ).double()
             for module, stacks in ((moe, packed), (reference, (gate_up, down)))
         )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import QuantizedWeight, Router, reference
+from kernels import Experts, QuantizedWeight, Router, reference
 from tests.oracles.random_weights import FORMS, random_experts
 
 F64 = torch.float64
@@ -115,12 +115,11 @@ def test_experts(activation: Any, biased: bool) -> None:
                 inner = gate_up[expert - 2] @ x[token] + (0 if biases[0] is None else biases[0][expert - 2])
                 outer = down[expert - 2] @ activate(*inner.chunk(2), activation)
                 want[token] += weight * (outer + (0 if biases[1] is None else biases[1][expert - 2]))
-    got = reference.experts(x, ids, weights, gate_up, down, *biases, activation=activation, first=2)
+    stack = Experts(gate_up, down, *biases, activation=activation, first=2)
+    got = reference.experts(x, ids, weights, stack)
     torch.testing.assert_close(got, want)
     hidden = torch.randn(20, 16, dtype=F64)
-    more = reference.experts(
-        x, ids, weights, gate_up, down, *biases, activation=activation, add_to=hidden.clone(), first=2
-    )  # fmt: skip
+    more = reference.experts(x, ids, weights, stack, add_to=hidden.clone())
     torch.testing.assert_close(more, hidden + want)
 
 
@@ -135,5 +134,5 @@ def test_experts_of_few_bits(form: str) -> None:
         return torch.stack([reference.dequantize(stack[e].codes, stack[e], F64) for e in range(3)])
 
     x, ids, weights = torch.randn(6, 128, dtype=F64), torch.randint(3, (6, 2)), torch.rand(6, 2, dtype=F64)
-    got = reference.experts(x, ids, weights, gate_up, down)
-    torch.testing.assert_close(got, reference.experts(x, ids, weights, exact(gate_up), exact(down)))
+    got = reference.experts(x, ids, weights, Experts(gate_up, down))
+    torch.testing.assert_close(got, reference.experts(x, ids, weights, Experts(exact(gate_up), exact(down))))

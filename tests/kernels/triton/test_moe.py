@@ -13,18 +13,14 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import NextNorm, QuantizedRows, QuantizedWeight, Router, reference
-from kernels.triton import moe, router
+from kernels import Experts, NextNorm, QuantizedRows, QuantizedWeight, Router, reference
+from kernels.cuda import moe, router
+from kernels.triton.router import logits_in_parts, top_k
 from kernels.triton.scaled import quantize_rows
 from tests.kernels.reference.test_moe import ROUTERS
 from tests.oracles.random_weights import random_experts
 
 F64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "few", None)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +85,13 @@ def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_toke
     torch.manual_seed(0)
     x, bias = torch.randn(num_tokens, 530).to(dtype), torch.randn(60)
     weight = (torch.randn(60, 530) / 23).to(weight_dtype)
-    got = router._logits(x, weight, bias)
+    got = logits_in_parts(x, weight, bias)
     want = x.double() @ weight.double().T + bias
     assert len(got) == num_parts
     assert (got.double().sum(0) - want).abs().max() < 2e-6
     few = slice(max(num_tokens - 65, 0), None)  # the interpreter runs a program for each, one after the other
     rule, correction = Router(5, "sigmoid", 6, 3, "top2", renormalise=True), torch.randn(60) / 4
-    ids, weights = router._top_k(got[:, few].contiguous(), correction, rule, None)
+    ids, weights = top_k(got[:, few].contiguous(), correction, rule, None)
     want_ids, wanted = reference.route(x[few].double(), weight.double(), bias.double(), correction, rule)
     same = (ids == want_ids).all(1)
     assert same.double().mean() > 0.999
@@ -132,21 +128,24 @@ def check(
     gate_up, down = random_stack(form, 6, 2 * inner, hidden), random_stack(form, 6, hidden, inner)
     biases = (torch.randn(6, 2 * inner), torch.randn(6, hidden)) if biased else (None, None)
     wide = tuple(None if bias is None else bias.double() for bias in biases)
-    want = reference.experts(
-        x.double(), ids, weights, exact(gate_up), exact(down), *wide, activation=activation, first=first
-    )
+    stack = Experts(gate_up, down, *biases, activation=activation, first=first)
+    in_float64 = Experts(exact(gate_up), exact(down), *wide, activation=activation, first=first)
+    want = reference.experts(x.double(), ids, weights, in_float64)
     if alone:
-        got = moe.experts(x, ids, weights, gate_up, down, *biases, activation=activation, first=first)
+        got = moe.experts(x, ids, weights, stack)
         assert got.shape == want.shape
         assert (got - want).norm() < 1e-5 * want.norm()
     residual = torch.randn(num_tokens, hidden)
-    got = moe.experts(
-        x, ids, weights, gate_up, down, *biases, activation=activation, first=first, add_to=residual.clone()
-    )
+    got = moe.experts(x, ids, weights, stack, add_to=residual.clone())
     assert (got - residual - want).norm() < 1e-5 * want.norm()
     total, weight = residual.clone(), torch.randn(hidden)
     normed = moe.experts_add_norm(
-        total, NextNorm(weight, 1e-6), x, ids, weights, gate_up, down, *biases, activation=activation, first=first
+        total,
+        NextNorm(weight, 1e-6),
+        x,
+        ids,
+        weights,
+        stack,
     )
     assert torch.equal(total, got)
     torch.testing.assert_close(normed, reference.rms_norm(got, weight, 1e-6))
@@ -164,7 +163,7 @@ def test_the_norm_of_the_sum_is_rounded(num_tokens: int, exact_float8: None) -> 
     ids, weights = torch.rand(num_tokens, 6).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
     stacks = torch.randn(6, 256, 256), torch.randn(6, 256, 128)
     into = QuantizedRows.empty(x, torch.float8_e4m3fn, 128)
-    assert moe.experts_add_norm(residual, NextNorm(weight, 1e-6, into), x, ids, weights, *stacks) is into
+    assert moe.experts_add_norm(residual, NextNorm(weight, 1e-6, into), x, ids, weights, Experts(*stacks)) is into
     codes, scale = quantize_rows(residual, torch.float8_e4m3fn, group=128, norm_weight=weight, eps=1e-6)
     assert torch.equal(into.codes.float(), codes.float())
     assert torch.equal(into.scale, scale)
@@ -178,10 +177,10 @@ def test_experts_whose_pairs_fill_several_tiles(num_tokens: int) -> None:
     ids = torch.tensor([[0, 2]] * (num_tokens - 7) + [[2, 4]] * 7, dtype=torch.int32)
     x, weights = torch.randn(num_tokens, 32), torch.rand(num_tokens, 2)
     gate_up, down = torch.randn(count, 64, 32), torch.randn(count, 32, 32)
-    heights = moe._tile_height(ids.numel() / count), ids[:, 1].bincount().max()
+    heights = moe.tile_height(ids.numel() / count), ids[:, 1].bincount().max()
     assert heights[1] > heights[0] >= 16
-    want = reference.experts(x.double(), ids, weights, gate_up.double(), down.double())
-    assert (moe.experts(x, ids, weights, gate_up, down) - want).norm() < 1e-5 * want.norm()
+    want = reference.experts(x.double(), ids, weights, Experts(gate_up.double(), down.double()))
+    assert (moe.experts(x, ids, weights, Experts(gate_up, down)) - want).norm() < 1e-5 * want.norm()
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])

@@ -8,12 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import reference
+from kernels import Experts, reference
+from kernels.cuda import moe
 from kernels.gluon.common import compressed_bits
 from kernels.gluon.moe import compressed as compressed_experts
 from kernels.gluon.moe import compressed_small_batch as compressed_few
 from kernels.gluon.moe import small_batch as experts_few
-from kernels.triton import moe
 from tests.oracles.random_weights import random_experts
 from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
@@ -93,15 +93,15 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     gate_up[:, :, 3] *= 2.0**-16
     down[:, 5, :32] *= 2.0**-90
     down[2, 7, :9] = 0
-    want = reference.experts(
-        x.double(), ids, weights, gate_up.double(), down.double(), None, None, activation, first=first
-    )
+    exact = Experts(gate_up.double(), down.double(), None, None, activation, first)
+    want = reference.experts(x.double(), ids, weights, exact)
     packed = moe.compress_experts(gate_up, down)
     assert packed is not None
-    got = moe.experts(x, ids, weights, *packed, activation=activation, first=first)
+    stack = Experts(*packed, activation=activation, first=first)
+    got = moe.experts(x, ids, weights, stack)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
-    added = moe.experts(x, ids, weights, *packed, activation=activation, add_to=residual.clone(), first=first)
+    added = moe.experts(x, ids, weights, stack, add_to=residual.clone())
     assert (added.double() - want - residual).norm() < 8e-3 * (want + residual).norm()
 
 

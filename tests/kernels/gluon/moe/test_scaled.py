@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import QuantizedWeight
+from kernels import Experts, QuantizedWeight
+from kernels.cuda import moe
 from kernels.gluon.moe import scaled as scaled_experts
 from kernels.gluon.moe import small_batch as experts_few
-from kernels.triton import moe
 from tests.oracles.random_weights import random_experts
 from tests.oracles.rounded_experts import rounded_experts
 from tests.support.gluon_on_tensors import run_on_tensors
@@ -51,10 +51,12 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     gate_up, down = (random_experts("fp8 blocks", 6, *shape) for shape in ((2 * inner, hidden), (hidden, inner)))
     want = rounded_experts(x, ids, weights, gate_up, down, activation, first=first)
     gate_up, down = packed(gate_up, down)
-    got = moe.experts(x, ids, weights, gate_up, down, activation=activation, first=first)
+    got = moe.experts(x, ids, weights, Experts(gate_up, down, activation=activation, first=first))
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
-    added = moe.experts(x, ids, weights, gate_up, down, activation=activation, add_to=residual.clone(), first=first)
+    added = moe.experts(
+        x, ids, weights, Experts(gate_up, down, activation=activation, first=first), add_to=residual.clone()
+    )
     assert (added.double() - want - residual).norm() < 8e-3 * want.norm()
 
 
@@ -66,7 +68,7 @@ def test_tiles_of_32_pairs(without_layouts: Any) -> None:
     x, weights = torch.randn(40, 256).bfloat16(), torch.rand(40, 1)
     gate_up, down = random_experts("fp8 blocks", 6, 256, 256), random_experts("fp8 blocks", 6, 256, 128)
     want = rounded_experts(x, ids, weights, gate_up, down, "silu", first=0)
-    assert (moe.experts(x, ids, weights, *packed(gate_up, down)).double() - want).norm() < 8e-3 * want.norm()
+    assert (moe.experts(x, ids, weights, Experts(*packed(gate_up, down))).double() - want).norm() < 8e-3 * want.norm()
 
 
 def test_tiles_of_64_pairs(without_layouts: Any) -> None:
@@ -83,10 +85,10 @@ def test_tiles_of_128_pairs(without_layouts: Any) -> None:
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
     bfloat16, weight = torch.bfloat16, random_experts("fp8 blocks", 2, 256, 256)
-    assert scaled_experts.packs(weight, bfloat16)
-    assert not scaled_experts.packs(weight, torch.float16)
-    assert not scaled_experts.packs(replace(weight, rounds_activations=False), bfloat16)
-    assert not scaled_experts.packs(random_experts("fp8", 2, 256, 256), bfloat16)
+    assert scaled_experts.supports(weight, bfloat16)
+    assert not scaled_experts.supports(weight, torch.float16)
+    assert not scaled_experts.supports(replace(weight, rounds_activations=False), bfloat16)
+    assert not scaled_experts.supports(random_experts("fp8", 2, 256, 256), bfloat16)
     narrow = random_experts("fp8 blocks", 2, 128, 256)
-    assert not scaled_experts.packs(narrow, bfloat16)
+    assert not scaled_experts.supports(narrow, bfloat16)
     assert moe.pack_experts(weight, narrow, bfloat16) == (weight, narrow)

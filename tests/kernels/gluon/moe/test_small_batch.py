@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import reference
+from kernels import Experts, reference
+from kernels.cuda import moe
 from kernels.data.quantized_weight import in_panels
 from kernels.gluon.moe import small_batch as few
-from kernels.triton import moe
 from tests.kernels.gluon.linear.test_quantized_small_batch import scale_of, values_of
 from tests.kernels.triton.test_moe import exact, random_stack
 from tests.support.gluon_on_tensors import run_on_tensors
@@ -44,16 +44,14 @@ def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int,
         gate_up, down = in_panels(gate_up, panel), in_panels(down, panel)
     biases = (torch.randn(6, 2 * inner).bfloat16(), torch.randn(6, hidden).bfloat16()) if biased else (None, None)
     wide = tuple(None if bias is None else bias.double() for bias in biases)
-    want = reference.experts(
-        x.double(), ids, weights, exact(gate_up), exact(down), wide[0], wide[1], activation, first=first
-    )
-    assert moe._few_configs(x, x[:, :inner].contiguous(), gate_up, down, 3) is not None
-    got = moe.experts(x, ids, weights, gate_up, down, biases[0], biases[1], activation, first=first)
+    stack = Experts(gate_up, down, biases[0], biases[1], activation, first)
+    in_float64 = Experts(exact(gate_up), exact(down), wide[0], wide[1], activation, first)
+    want = reference.experts(x.double(), ids, weights, in_float64)
+    assert moe.small_batch_configs(x, x[:, :inner].contiguous(), stack, 3) is not None
+    got = moe.experts(x, ids, weights, stack)
     assert (got.double() - want).norm() < 6e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
-    added = moe.experts(
-        x, ids, weights, gate_up, down, biases[0], biases[1], activation, add_to=residual.clone(), first=first
-    )
+    added = moe.experts(x, ids, weights, stack, add_to=residual.clone())
     want += residual
     assert (added.double() - want).norm() < 6e-3 * want.norm()
 

@@ -1,5 +1,6 @@
 """Experts of few bits of more than a few tokens in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import reference
+from kernels import Experts, reference
+from kernels.cuda import moe
+from kernels.cuda.choice import CHOICE
 from kernels.gluon.moe import small_batch as experts_few
 from kernels.gluon.moe import weight_only as quantized_experts
-from kernels.triton import moe
 from tests.kernels.triton.test_moe import exact, random_stack
 from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
@@ -44,17 +46,15 @@ def check(
     gate_up, down = random_stack(form, 6, 2 * inner, hidden), random_stack(form, 6, hidden, inner)
     biases = (torch.randn(6, 2 * inner).bfloat16(), torch.randn(6, hidden).bfloat16()) if biased else (None, None)
     wide = tuple(None if bias is None else bias.double() for bias in biases)
-    want = reference.experts(
-        x.double(), ids, weights, exact(gate_up), exact(down), wide[0], wide[1], activation, first=first
-    )
-    assert quantized_experts.applies(x, gate_up)
-    assert quantized_experts.applies(x, down)
-    got = moe.experts(x, ids, weights, gate_up, down, biases[0], biases[1], activation, first=first)
+    stack = Experts(gate_up, down, biases[0], biases[1], activation, first)
+    in_float64 = Experts(exact(gate_up), exact(down), wide[0], wide[1], activation, first)
+    want = reference.experts(x.double(), ids, weights, in_float64)
+    assert quantized_experts.supports(x, gate_up)
+    assert quantized_experts.supports(x, down)
+    got = moe.experts(x, ids, weights, stack)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
-    added = moe.experts(
-        x, ids, weights, gate_up, down, biases[0], biases[1], activation, add_to=residual.clone(), first=first
-    )
+    added = moe.experts(x, ids, weights, stack, add_to=residual.clone())
     want += residual
     assert (added.double() - want).norm() < 8e-3 * want.norm()
 
@@ -86,12 +86,12 @@ def test_tiles_at_most_half_full(without_layouts: Any, monkeypatch: pytest.Monke
 
 def test_up_to_8_tokens(without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check("mxfp4", 192, 320, "clamped_swiglu", biased=True, num_tokens=7)
-    monkeypatch.setattr(experts_few, "MAX_QUANTIZED", 0)
+    monkeypatch.setattr(moe, "CHOICE", replace(CHOICE, experts_small_batch_tokens=0))
     check("fp8 blocks", 256, 128, num_tokens=2)
 
 
 def test_what_it_does_not_apply_to(without_layouts: None) -> None:
     x = torch.zeros(40, 192, dtype=torch.bfloat16)
-    assert quantized_experts.applies(x, random_stack("mxfp4", 2, 64, 192))
-    assert not quantized_experts.applies(x.half(), random_stack("mxfp4", 2, 64, 192))
-    assert not quantized_experts.applies(x, random_stack("float", 2, 64, 192))
+    assert quantized_experts.supports(x, random_stack("mxfp4", 2, 64, 192))
+    assert not quantized_experts.supports(x.half(), random_stack("mxfp4", 2, 64, 192))
+    assert not quantized_experts.supports(x, random_stack("float", 2, 64, 192))
