@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.models.checkpoints.safetensors import INDEX
 from engine.models.families import read_spec
-from engine.models.weights import INDEX, LM_HEAD, checkpoint_tensors, decoder_of_shapes
+from engine.models.weights import LM_HEAD, checkpoint_tensors, decoder_of_shapes
 
 SHARD_BYTES = 1 << 30
 DTYPES = {  # by safetensors' names; the first that a tensor may be stored in

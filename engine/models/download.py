@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
-from engine.models.files import Progress
+from engine.models.files import WEIGHT_FILES, Progress
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
@@ -33,7 +33,7 @@ def download(repo: str, revision: str | None, download_dir: str | None, weights:
         raise ModelError(
             f"{repo}: there is no such folder; give an existing one, or a model of the Hub as owner/name"
         ) from None
-    patterns = TEXT_FILES + (["*.safetensors"] if weights else [])
+    patterns = TEXT_FILES + ([WEIGHT_FILES] if weights else [])
     try:
         return Path(
             snapshot_download(

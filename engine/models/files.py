@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.models.errors import ModelError
 
+WEIGHT_FILES = "*.safetensors"  # files of weights in a model's folder
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
 _ROPE = ("rope_scaling", "rope_parameters")  # two names of the same field: overrides may use the other one
 # (phase, done, total): a phase of `engine.replicas.state` and its progress in any unit; 0 of 0: unknown.
@@ -74,7 +75,7 @@ def fingerprint(folder: Path) -> str:
     their content, by that name.
     """
     digest = sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(WEIGHT_FILES)):
         blob, found = path.resolve(), path.stat()
         version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
         digest.update(json.dumps([path.name, found.st_size, version]).encode())

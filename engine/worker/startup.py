@@ -18,8 +18,11 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.models.attention import Attention
+from engine.models.checkpoints import open_checkpoint
 from engine.models.decoder import DecoderLayer
 from engine.models.files import Progress, silent
+from engine.models.formats import weight_formats
+from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
@@ -66,11 +69,16 @@ def build_runner(
     with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
         member = Membership(options, SingleRank(), None) if connect is None else connect()
         options = member.options
-        model = load_model(
-            folder, spec, dtype=options.dtype, device=options.device.torch_device, load_format=options.load_format,
-            seed=options.seed, progress=progress, max_model_len=options.max_model_len, shard=shard, stage=stage,
-            communicator=member.communicator,
-        )  # fmt: skip
+        scope = Scope(
+            options.dtype,
+            options.device.torch_device,
+            weight_formats(spec.quantization),
+            shard,
+            member.communicator,
+            stage=stage,
+        )
+        checkpoint = open_checkpoint(folder, options.load_format, options.seed)
+        model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
         model.pack_weights(options.compress_experts)
         runner = ModelRunner(model, spec, options, member.link)
         if runner.device.is_accelerator:

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from benchmarks import random_weights
 from benchmarks.model_shapes import SHAPES
+from engine.models.checkpoints.safetensors import INDEX
 from engine.models.families import read_spec
-from engine.models.weights import INDEX, load_model
+from tests.support.loaded import load as load_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 256,

@@ -14,13 +14,14 @@ from engine import plan as planning
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.families import read_spec
-from engine.models.weights import bytes_of_parts, decoder_of_shapes, load_model
+from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
 from engine.plan import GPUS, Plan, alternatives, find_gpu, gpu_here, make_plan, on_all_gpus
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CudaDevice, Memory
 from engine.worker.startup import build_runner
 from server.cli.plan import NAMES
+from tests.support.loaded import load as load_model
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GIB = 1 << 30

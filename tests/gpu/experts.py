@@ -16,10 +16,11 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_spec
 from engine.models.formats import weight_formats
 from engine.models.matrix import Scope
-from engine.models.weights import checkpoint_tensors, load_model
+from engine.models.weights import checkpoint_tensors
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.families import MAX_ERROR, MAX_RATIO
 from tests.oracles.paged_runner import PagedRunner
+from tests.support.loaded import load as load_model
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 GLM = {

@@ -16,11 +16,11 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.models.families import read_spec
-from engine.models.weights import load_model
 from engine.worker.parallel.cores import num_cores
 from tests.gpu.checks import BF16, F32, Checks
 from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, VOCAB, check_family, make_checkpoint
 from tests.oracles.paged_runner import decode
+from tests.support.loaded import load as load_model
 from tests.support.unwritten import unwritten_is_nan
 
 FAMILIES_AT_ONCE = 8

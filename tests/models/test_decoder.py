@@ -18,9 +18,9 @@ from engine.models.families import read_spec
 from engine.models.formats import weight_formats
 from engine.models.matrix import Scope
 from engine.models.residual import ResidualStream
-from engine.models.weights import load_model
 from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
 from tests.oracles.paged_runner import decode
+from tests.support.loaded import load as load_model
 
 pytest.importorskip("transformers")
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from engine.models.expansion import LatentExpansion
 from engine.models.families import read_spec
-from engine.models.weights import load_model
 from tests.oracles.families import VOCAB, make_checkpoint
 from tests.oracles.paged_runner import PagedRunner
+from tests.support.loaded import load as load_model
 from tests.support.unwritten import unwritten_is_nan
 
 pytest.importorskip("transformers")

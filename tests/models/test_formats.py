@@ -15,12 +15,12 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.quantization import choose_quantization
 from engine.models.shard import Shard
-from engine.models.weights import load_model
 from kernels import reference
 from tests.models.test_shard import on_ranks
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
 from tests.oracles.quantised import EXPERTS, FORMATS, excludes, make_quantised
+from tests.support.loaded import load as load_model
 
 
 @pytest.fixture(autouse=True)

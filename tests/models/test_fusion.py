@@ -15,9 +15,9 @@ from engine.models.families import read_spec
 from engine.models.layers import Linear
 from engine.models.residual import SublayerInput
 from engine.models.shard import Shard
-from engine.models.weights import load_model
 from tests.oracles.families import make_checkpoint
 from tests.oracles.paged_runner import PagedRunner
+from tests.support.loaded import load as load_model
 from tests.support.recorded_kernels import Backend, recorded
 
 pytest.importorskip("transformers")

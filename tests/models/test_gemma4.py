@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.shard import Stage
-from engine.models.weights import load_model
 from tests.oracles.families import CASES, MAX_ERROR, SHAPE, make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
+from tests.support.loaded import load as load_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,10 +19,10 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.errors import ModelError
-from engine.models.weights import load_model
 from engine.processing.input_processor import InputProcessor
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.tokenizer import TokenizerError
+from tests.support.loaded import load as load_model
 from tests.support.tiny_model import CONFIG, write_model
 
 ERRORS = (ModelError, TokenizerError, ChatTemplateError, ConfigError)

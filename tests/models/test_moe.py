@@ -13,9 +13,10 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.shard import Shard
 from engine.models.spec import MoESpec
-from engine.models.weights import checkpoint_tensors, load_model
+from engine.models.weights import checkpoint_tensors
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
+from tests.support.loaded import load as load_model
 
 
 def load(folder: Path, **options: Any) -> Any:

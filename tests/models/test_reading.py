@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models import reading, weights
+from engine.models import weights
+from engine.models.checkpoints import threaded_reading as reading
+from engine.models.checkpoints.threaded_reading import read_tensors, regions, tensor_ranges
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
-from engine.models.reading import read_tensors, regions, tensor_ranges
-from engine.models.weights import checkpoint_tensors, load_model
+from engine.models.weights import checkpoint_tensors
 from tests.models.test_weights import CONFIG
+from tests.support.loaded import load as load_model
 
 CPU = torch.device("cpu")
 

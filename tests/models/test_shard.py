@@ -23,10 +23,11 @@ from engine.models.norms import RMSNorm
 from engine.models.residual import SublayerInput
 from engine.models.shard import Shard, Span, Stage
 from engine.models.spec import AttentionSpec
-from engine.models.weights import checkpoint_tensors, load_model
+from engine.models.weights import checkpoint_tensors
 from kernels import BlockSparse
 from tests.oracles.families import CASES, make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
+from tests.support.loaded import load as load_model
 
 NUM_TOKENS = 8
 

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
-from engine.models.weights import checkpoint_tensors, load_model
+from engine.models.weights import checkpoint_tensors
+from tests.support.loaded import load as load_model
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.models.families import read_spec
-from engine.models.weights import load_model
 from tests.oracles.paged_runner import Decoded, decode
+from tests.support.loaded import load as load_model
 
 VOCAB = 384
 SHAPE: dict[str, Any] = {

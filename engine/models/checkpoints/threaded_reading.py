@@ -19,12 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.models.checkpoints.base import DTYPES
 from engine.models.errors import ModelError
 
-DTYPES = {  # by safetensors' names
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-}  # fmt: skip
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20  # that a thread reads at once
 REGION_BYTES = 256 << 20  # of tensors that are read together, unless one alone has more

@@ -1,0 +1,19 @@
+"""Checkpoints: readers of stored tensors, one module for each kind of storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.models.checkpoints.base import Checkpoint as Checkpoint
+from engine.models.checkpoints.base import RandomWeights as RandomWeights
+from engine.models.checkpoints.base import StoredTensor as StoredTensor
+from engine.models.checkpoints.memory import NamedTensors as NamedTensors
+from engine.models.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
+from engine.models.errors import ModelError
+
+
+def open_checkpoint(folder: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint | RandomWeights:
+    """Return the reader of a model's folder; "dummy": random weights by `seed`. Raises `ModelError` for unknown formats."""
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ModelError(f"load_format must be auto, safetensors or dummy, got {load_format!r}")
+    return RandomWeights(str(folder), seed) if load_format == "dummy" else SafetensorsFolder(folder)

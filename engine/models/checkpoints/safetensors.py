@@ -1,0 +1,107 @@
+"""Checkpoints of safetensors files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.checkpoints.base import DTYPES, Checkpoint, StoredTensor
+from engine.models.checkpoints.threaded_reading import is_readable, read_tensors, tensor_ranges
+from engine.models.errors import ModelError
+from engine.models.files import WEIGHT_FILES, listing, read_json
+from engine.models.matrix import CheckpointTensor
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsFolder(Checkpoint):
+    """The safetensors files of a model's folder: mapped, or read by threads onto a GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.origin, self._folder = str(folder), folder
+        self._file_of: dict[str, Path] = {}  # once `tensors` has been called
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        stored: dict[str, StoredTensor] = {}
+        for file in _files(self._folder):
+            with _open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    if name in stored:
+                        other = self._file_of[name].name
+                        raise ModelError(f"{file}: tensor {name!r} is also in {other}; remove one file")
+                    header = opened.get_slice(name)
+                    stored[name] = StoredTensor(name, header.get_shape(), header.get_dtype(), str(file))
+                    self._file_of[name] = file
+        return stored
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for file, own in self._by_file(names).items():
+            with _open(file) as opened:
+                for name in own:
+                    yield name, opened.get_tensor(name)
+
+    def read_to(
+        self, device: torch.device, wanted: Mapping[str, CheckpointTensor]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        for file, names in self._by_file(wanted).items():
+            ranges = {name: each for name, each in tensor_ranges(file).items() if name in names}
+            into = {
+                name: wanted[name].memory
+                for name, each in ranges.items()
+                if not is_readable(each) and each.dtype in DTYPES and wanted[name].is_stored_so(DTYPES[each.dtype])
+            }
+            threaded = [each for name, each in ranges.items() if name in into or is_readable(each)]
+            for name, value in read_tensors(file, threaded, device, into):
+                yield name, None if name in into else value
+            done = {each.name for each in threaded}
+            yield from self.read(name for name in names if name not in done)
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        by_file = defaultdict[Path, list[str]](list)
+        for name in names:
+            by_file[self._file_of[name]].append(name)
+        return by_file
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return model.safetensors, the shards listed in the index, or else all .safetensors files except Mistral's own format."""
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index}: 'weight_map' must map tensors to files; download it again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ModelError(f"{index}: {name!r} is not a file name; download it again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelError(f"{index}: names {', '.join(missing)}, which {folder} does not hold; download the rest")
+        return files
+    files = sorted(
+        file for file in folder.glob(WEIGHT_FILES) if file.is_file() and not file.name.startswith("consolidated")
+    )
+    if not files:
+        raise ModelError(
+            f"{folder}: holds no .safetensors weights (it holds {listing(folder)}); "
+            "convert .bin or .pt weights with transformers' save_pretrained, or choose a model that has safetensors"
+        )
+    return files
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, memory-mapped. Raises `ModelError` if it is invalid."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: corrupt or truncated safetensors file ({error}); download it again") from error
