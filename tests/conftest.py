@@ -1,4 +1,6 @@
-"""Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests them."""
+"""Fixtures that every test may use. Triton kernels run in its interpreter here, so a machine without a GPU tests
+them.
+"""
 
 import logging
 import os
@@ -79,8 +81,8 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exact_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it. And it rounds twice in a
-    fused multiplication and addition: let float64 hold the product.
+    """Triton's interpreter converts float8 without rounding and without NaN: let PyTorch convert it. And it rounds
+    twice in a fused multiplication and addition: let float64 hold the product.
     """
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     tl = pytest.importorskip("triton.language")

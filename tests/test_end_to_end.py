@@ -1,4 +1,6 @@
-"""The whole of Quire as its user meets it: `quire serve` in processes of its own, and many clients at once on the CPU."""
+"""The whole of Quire as its user meets it: `quire serve` in processes of its own, and many clients at once on the
+CPU.
+"""
 
 import asyncio
 import json
@@ -119,7 +121,9 @@ def story(story_model: Path) -> list[dict[str, Any]]:
 def test_greedy_text_among_others(
     story: Any, story_model: Path, prefix_caching: bool, max_num_batched_tokens: int, num_blocks: int | None
 ) -> None:
-    """Token for token what a single request gives, among 64 random ones, whatever the budget, cache size and prefix cache."""
+    """Token for token what a single request gives, among 64 random ones, whatever the budget, cache size and prefix
+    cache.
+    """
     from engine import EngineConfig, SamplingParams
     from engine.engine import Engine
 

@@ -181,7 +181,8 @@ LEGAL = {
     "kernels/triton/norm.py": "import torch, triton\nfrom kernels.triton import launch\nfrom .launch import run",
     "kernels/triton/launch.py": "",
     "engine/__init__.py": "from engine.offline.llm import LLM",
-    "engine/offline/llm.py": "from engine.core.scheduler import Scheduler\nfrom engine.worker import runner\nimport torch",
+    "engine/offline/llm.py": "from engine.core.scheduler import Scheduler\n"
+    "from engine.worker import runner\nimport torch",
     "engine/plan.py": "",
     "engine/core/batch.py": "from dataclasses import dataclass\nimport collections.abc",
     "engine/core/scheduler.py": "from engine.core import batch\nfrom .batch import Scheduled",

@@ -1,4 +1,6 @@
-"""The project's words as code: names and phrases that readers of vLLM, SGLang and Hugging Face would not recognise stay out."""
+"""The project's words as code: names and phrases that readers of vLLM, SGLang and Hugging Face would not recognise stay
+out.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ GENERATED = (
     "node_modules/",
     "/vendor/",
 )  # the model's own texts; the list below
-# Pattern → what to write instead. Patterns are precise: "share" may be a fraction of memory or what prefixes do, "turn" a
-# part of a conversation, "room" space that is left, "place" a position in a text.
+# Pattern → what to write instead. Patterns are precise: "share" may be a fraction of memory or what prefixes do, "turn"
+# a part of a conversation, "room" space that is left, "place" a position in a text.
 WORDS = {
     r"\bshares\b(?! (?:a|an|its|no|one|the|this|with)\b)": "scheduled tokens, ScheduledBatch",
     r"\b(?:dropped|each|every|its|late|no|one|partial|same|this|which|yields?) share\b(?! of\b)": "scheduled tokens",
@@ -35,7 +37,8 @@ WORDS = {
     r"(?i)\bthe house\b": "architecture",
     r"(?i)\broads?\b": "request flow, path",
     r"(?i)\brooms\b|\b(?:each|every|own|this|a) room\b(?! (?:for|in)\b)|\broom_of\b": "module, package, layer",
-    r"(?i)\bin turns?\b(?=[,;)]|\.?$| \()|\b(?:its|their|whose) turns?\b|\bdef turn\b|\.turn\(\)": "in queue order, alternately",
+    r"(?i)\bin turns?\b(?=[,;)]|\.?$| \()|\b(?:its|their|whose) turns?\b"
+    r"|\bdef turn\b|\.turn\(\)": "in queue order, alternately",
     r"(?i)\bplaces\b(?! (?:where|in)\b)|\btakes? (?:a|its|no) place\b": "indices, positions",
     r"(?i)\bwhoever\b|\bwho (?:is|are) late\b|\bwhose it is\b": "the request",
     r"(?i)\b(?:some|no)body\b": "the request, the caller, nothing",

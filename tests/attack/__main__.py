@@ -6,13 +6,13 @@
 
 While an attack runs, again and again until enough is measured, another client asks for /health and for eight tokens. An
 attack is held when the server answered all of it without an error of its own and without leaving a request hanging,
-/health took at most 0.25 s, the other client's request at most three times what it takes alone, memory came back to within
-a fifth, and no block stayed in use. Of the request both times are the 95th percentile; the one alone is taken while one
-core is busy, as it is with an attack's own client. Before the first attack the KV cache was full once.
+/health took at most 0.25 s, the other client's request at most three times what it takes alone, memory came back to
+within a fifth, and no block stayed in use. Of the request both times are the 95th percentile; the one alone is taken
+while one core is busy, as it is with an attack's own client. Before the first attack the KV cache was full once.
 
-An attack that is not held for these two times alone is made once more, right after the time alone was taken anew: a virtual
-machine has moments of its own. The table shows both figures, and the second one counts; so it does where it is worse. It
-also shows for how long the host gave the machine's cores to others ("stolen") in that time.
+An attack that is not held for these two times alone is made once more, right after the time alone was taken anew: a
+virtual machine has moments of its own. The table shows both figures, and the second one counts; so it does where it is
+worse. It also shows for how long the host gave the machine's cores to others ("stolen") in that time.
 
 Then the engine process is killed under load, for the time until requests are answered again.
 """
@@ -109,7 +109,9 @@ async def attack(target: Target, each: Attack, alone: Waits) -> Result:
 
 
 def _stolen() -> float:
-    """Seconds for which the cores were ready to run and the host ran others on them, so far; 0 on a machine of its own."""
+    """Seconds for which the cores were ready to run and the host ran others on them, so far; 0 on a machine of its
+    own.
+    """
     return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
 
 

@@ -64,7 +64,8 @@ def _chat(**fields: Any) -> tuple[str, bytes]:
 
 
 BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
-    "40,000 tools to count": lambda: (TOKENIZE, _text({"messages": USER, "tools": [_tool(f"f{i}") for i in range(40_000)]})),
+    "40,000 tools to count": lambda: (TOKENIZE,
+    _text({"messages": USER, "tools": [_tool(f"f{i}") for i in range(40_000)]})),
     "2,000 prompts x n = 128": lambda: _completion(prompt=["a"] * 2000, n=128),
     "a million stop token ids, n = 128": lambda: _completion(stop_token_ids=list(range(1000)) * 1000, n=128),
     "100,000 allowed token ids, n = 128": lambda: _completion(allowed_token_ids=list(range(1000)) * 100, n=128),
@@ -228,8 +229,10 @@ async def smuggling(target: Target) -> Statuses:
 
 
 PATHS = [
-    "/static/../../etc/passwd", "/static/%2e%2e/%2e%2e/etc/passwd", "/static/..%2f..%2fserver/app.py", "/static//etc/passwd",
-    "/static/%00", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fconfig.json", "//etc/passwd", "/static/..\\..\\app.py",
+    "/static/../../etc/passwd", "/static/%2e%2e/%2e%2e/etc/passwd", "/static/..%2f..%2fserver/app.py",
+    "/static//etc/passwd",
+    "/static/%00", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fconfig.json", "//etc/passwd",
+    "/static/..\\..\\app.py",
 ]  # fmt: skip
 
 
@@ -240,7 +243,9 @@ async def traversal(target: Target) -> Statuses:
 
 
 async def rebinding(target: Target) -> Statuses:
-    """Pages of other sites that drive a server on this machine: by a name of theirs, or with requests that need no leave."""
+    """Pages of other sites that drive a server on this machine: by a name of theirs, or with requests that need no
+    leave.
+    """
     path, body = _completion()
     return _statuses(
         [

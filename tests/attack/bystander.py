@@ -2,8 +2,8 @@
 
     python -m tests.attack.bystander PORT [KEY]
 
-Asks for /health and for eight tokens, each in a thread, until its standard input closes; then prints the seconds of each as
-JSON. A request that fails counts as infinitely long.
+Asks for /health and for eight tokens, each in a thread, until its standard input closes; then prints the seconds of
+each as JSON. A request that fails counts as infinitely long.
 """
 
 from __future__ import annotations

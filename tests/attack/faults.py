@@ -1,7 +1,7 @@
 """`quire` with faults that can be armed from outside: `python -m tests.attack.faults serve …`.
 
-A fault is armed by a file of its name in the folder that the environment variable `FOLDER` names, and strikes once, where it
-is looked for: in the API process, or in the engine process, which is this module, too.
+A fault is armed by a file of its name in the folder that the environment variable `FOLDER` names, and strikes once,
+where it is looked for: in the API process, or in the engine process, which is this module, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class PanicException(BaseException):
 
 
 def api() -> None:
-    """The command `quire`, whose tokenizer may panic and whose clock may jump, with this module as its engine process."""
+    """The command `quire`, whose tokenizer may panic and whose clock may jump, with this module as its engine
+    process.
+    """
     from engine.replicas import engine_process
     from engine.text.tokenizer import Tokenizer
     from server.cli.main import main

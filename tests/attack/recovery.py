@@ -3,8 +3,8 @@
     python -m tests.attack.recovery             three kills
     python -m tests.attack.recovery --kills 10
 
-Held when requests are answered again at most two seconds later than a start of the server takes, and each request that was
-in the server is answered, or told why not: only one whose answer had begun may fail.
+Held when requests are answered again at most two seconds later than a start of the server takes, and each request that
+was in the server is answered, or told why not: only one whose answer had begun may fail.
 """
 
 from __future__ import annotations

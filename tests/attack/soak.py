@@ -3,9 +3,10 @@
     python -m tests.attack.soak                                   20 minutes, 64 clients
     python -m tests.attack.soak --minutes 5 --clients 16 --json soak.json --plot soak.png
 
-Faults: the engine process is killed, stopped, raises an exception, runs out of memory, gives NaN; the disk fills, the clock
-jumps, the tokenizer panics. A request may fail only while a fault or the recovery from it lasts, and must be told why; what
-fails at any other time is unexplained. At the end nothing may be left: no block, row, request, connection or descriptor.
+Faults: the engine process is killed, stopped, raises an exception, runs out of memory, gives NaN; the disk fills, the
+clock jumps, the tokenizer panics. A request may fail only while a fault or the recovery from it lasts, and must be told
+why; what fails at any other time is unexplained. At the end nothing may be left: no block, row, request, connection or
+descriptor.
 """
 
 from __future__ import annotations

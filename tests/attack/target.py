@@ -1,4 +1,6 @@
-"""The server under attack: `quire serve` with the bundled model on loopback, and what the operating system says of it."""
+"""The server under attack: `quire serve` with the bundled model on loopback, and what the operating system says of
+it.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,8 @@ def serving(
     """A server that is ready, ended with SIGTERM; `keys`: of its clients; `module`: what is run instead of `quire`."""
     port = free_port()
     command = [
-        sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port",
+        str(port),
         *flags,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="quire-attack-") as folder:

@@ -1,4 +1,5 @@
-"""Drives a live server with requests that no client would send, and watches that it neither fails, nor hangs, nor leaks.
+"""Drives a live server with requests that no client would send, and watches that it neither fails, nor hangs, nor
+leaks.
 
     python -m tests.clients.fuzz_api --seconds 600
 
@@ -29,9 +30,12 @@ from tests.support.served import ROOT, blocks_in_use, metric, serve
 from tests.support.tiny_model import write_model
 
 MODEL_NAME = "fuzzed"
-SCALARS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-0", b"1e-400", b"9" * 5000, b"0." + b"1" * 5000, b"00", b"1_0",
-           b"9223372036854775808", b"-9223372036854775809", b"18446744073709551616", b"2147483648", b"true", b"null", b"[]",
-           b"{}", b'""', b'"\\u0000"', b'"\\ud800"', b'"\\ud83d\\ude00"', b'"\xff\xfe"', b'"\xed\xa0\x80"', b'"\xc0\xaf"',
+SCALARS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-0", b"1e-400", b"9" * 5000, b"0." + b"1" * 5000, b"00",
+b"1_0",
+           b"9223372036854775808", b"-9223372036854775809", b"18446744073709551616", b"2147483648", b"true", b"null",
+           b"[]",
+           b"{}", b'""', b'"\\u0000"', b'"\\ud800"', b'"\\ud83d\\ude00"', b'"\xff\xfe"', b'"\xed\xa0\x80"',
+           b'"\xc0\xaf"',
            b"'a'", b"undefined", b"/* */ 1", b'"\\x41"', b'"a\nb"', b"[" * 100_000, b"[" * 300 + b"]" * 300,
            b'{"a":' * 300 + b"1" + b"}" * 300]  # fmt: skip
 

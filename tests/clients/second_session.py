@@ -1,4 +1,5 @@
-"""Time to first token of two sessions of Claude Code: both begin with the same 34,000 tokens of tools and system prompt.
+"""Time to first token of two sessions of Claude Code: both begin with the same 34,000 tokens of tools and system
+prompt.
 
     python -m tests.clients.second_session
     python -m tests.clients.second_session --device cuda --model Qwen/Qwen3-0.6B

@@ -13,8 +13,8 @@ HEAD = "| client | version | tested |\n|---|---|---|\n"
 
 @dataclass(frozen=True)
 class Client:
-    """One row, for a module of tests that all passed. `package`: of PyPI, in `environment` if it has one of its own, or of npm in
-    `folder`.
+    """One row, for a module of tests that all passed. `package`: of PyPI, in `environment` if it has one of its own, or
+    of npm in `folder`.
     """
 
     name: str

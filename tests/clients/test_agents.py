@@ -57,7 +57,8 @@ def test_codex(tmp_path: Path) -> None:
         provider = f'{{name="quire",base_url="http://127.0.0.1:{live.port}/v1",wire_api="responses"}}'
         out = run(
             [
-                program("codex"), "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
+                program("codex"), "exec", "--json", "--skip-git-repo-check",
+                "--dangerously-bypass-approvals-and-sandbox",
                 "-c", "model_provider=quire", "-c", f"model_providers.quire={provider}", "-m", "toy", "say hello",
             ],
             tmp_path,

@@ -59,7 +59,8 @@ LESSONS: list[tuple[list[Any], str, str]] = [
     ([], "Tell me a joke about cats.", JOKE),
     (
         [],
-        "Tell me a joke about cats. Return the result as a JSON with 'setup' and 'punchline' keys. Return nothing other "
+        "Tell me a joke about cats. Return the result as a JSON with 'setup' and 'punchline' keys. "
+        "Return nothing other "
         "than JSON.",
         JOKE,
     ),
@@ -89,7 +90,9 @@ class OfQuire:
 
 
 class TestChatOpenAI(OfQuire, ChatModelIntegrationTests):
-    """Six of its tests are skipped: five send pictures, sound or PDFs, one times LangChain itself on recorded answers."""
+    """Six of its tests are skipped: five send pictures, sound or PDFs, one times LangChain itself on recorded
+    answers.
+    """
 
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:

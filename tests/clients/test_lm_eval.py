@@ -1,4 +1,6 @@
-"""lm-eval's `local-completions` against Quire: the same scores and texts as its own run of the model in transformers."""
+"""lm-eval's `local-completions` against Quire: the same scores and texts as its own run of the model in
+transformers.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""The official openai, anthropic and ollama clients, where a model has to answer in a form: parsed, by tools, in every API."""
+"""The official openai, anthropic and ollama clients, where a model has to answer in a form: parsed, by tools, in every
+API.
+"""
 
 from collections.abc import Iterator
 from enum import Enum

@@ -1,4 +1,6 @@
-"""What is shipped for systemd, Kubernetes and proxies: it is taken as it is, and names flags and paths that there are."""
+"""What is shipped for systemd, Kubernetes and proxies: it is taken as it is, and names flags and paths that there
+are.
+"""
 
 import argparse
 import importlib

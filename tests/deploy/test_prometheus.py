@@ -1,4 +1,6 @@
-"""Prometheus's own view of what is shipped for it: it takes the configuration, and every query of the dashboard has data."""
+"""Prometheus's own view of what is shipped for it: it takes the configuration, and every query of the dashboard has
+data.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Sequence classifiers: the scores of transformers, whatever the head is stored as; broken heads are refused in one line."""
+"""Sequence classifiers: the scores of transformers, whatever the head is stored as; broken heads are refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.support.live_server import run_server
 
 PROMPTS = [[(7 * i + k * k) % 250 for k in range(n)] for i, n in enumerate((1, 16, 33))]
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 300, "max_position_embeddings": 256, "pad_token_id": 299,
 }  # fmt: skip
 
@@ -60,7 +63,9 @@ def test_scores_are_those_of_transformers(family: str, num_labels: int, tmp_path
 
 
 def reranker(folder: Path, tied: bool) -> Any:
-    """A random generating model of transformers, saved in `folder` with a tokenizer whose vocabulary has "yes" and "no"."""
+    """A random generating model of transformers, saved in `folder` with a tokenizer whose vocabulary has "yes" and
+    "no".
+    """
     import transformers
 
     config = transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=tied, dtype="float32")

@@ -1,4 +1,6 @@
-"""Rows of logits that are not finite: their requests end with an error, and all others get what they get without them."""
+"""Rows of logits that are not finite: their requests end with an error, and all others get what they get without
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Embeddings: the model's own hidden states, however prompts are cut and whatever runs beside them; and Hugging Face's."""
+"""Embeddings: the model's own hidden states, however prompts are cut and whatever runs beside them; and Hugging
+Face's.
+"""
 
 from __future__ import annotations
 

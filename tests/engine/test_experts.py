@@ -118,7 +118,9 @@ def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
 
 
 def test_a_layer_takes_of_the_cache_what_it_needs(model: Any) -> None:
-    """A latent is small; two layers of small heads share the room of one with large ones; a layer may read another's."""
+    """A latent is small; two layers of small heads share the room of one with large ones; a layer may read
+    another's.
+    """
     folder = model[0]
     config = EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=8)
     engine = Engine(config)

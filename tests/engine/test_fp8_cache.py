@@ -46,7 +46,9 @@ def exact(tiny_model: Path) -> torch.Tensor:
 
 
 def test_the_error_is_small(tiny_model: Path, exact: torch.Tensor) -> None:
-    """0.24 on average for this model of random weights, whose log-probabilities have a spread of 2.3; bfloat16 costs it 0.05."""
+    """0.24 on average for this model of random weights, whose log-probabilities have a spread of 2.3; bfloat16 costs it
+    0.05.
+    """
     error = (scores(tiny_model, kv_cache_dtype="fp8") - exact).abs()
     assert 0.01 < error.mean() < SMALL
 
@@ -178,7 +180,9 @@ def test_what_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_story_model_tells_nearly_the_same(story_model: Path) -> None:
-    """Of each token that it should choose: 91 % are still its first choice, log-probabilities are off by 0.06 on average."""
+    """Of each token that it should choose: 91 % are still its first choice, log-probabilities are off by 0.06 on
+    average.
+    """
     stories = json.loads((story_model / "expected_greedy.json").read_text())
     prompts = [{"prompt_token_ids": story["prompt_ids"] + story["output_ids"]} for story in stories]
     found: list[list[Any]] = []

@@ -1,4 +1,5 @@
-"""Two ranks, or two stages, as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the kernels.
+"""Two ranks, or two stages, as they run on two GPUs, without any: all but the hardware. Triton's interpreter runs the
+kernels.
 
 All ranks but the first are forks of this process. They map the memory through which their kernels exchange tensors.
 """

@@ -1,4 +1,6 @@
-"""The prefix cache in a file: an engine finds what the one before it computed, and says the same; only what is its own."""
+"""The prefix cache in a file: an engine finds what the one before it computed, and says the same; only what is its
+own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights rounded while they are loaded, and bfloat16: about the same text as in float32, with and without a compiler."""
+"""Weights rounded while they are loaded, and bfloat16: about the same text as in float32, with and without a
+compiler.
+"""
 
 from pathlib import Path
 from typing import Any

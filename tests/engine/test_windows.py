@@ -1,4 +1,6 @@
-"""Layers with a sliding window through the whole engine: the texts of transformers, from a cache that forgets the past."""
+"""Layers with a sliding window through the whole engine: the texts of transformers, from a cache that forgets the
+past.
+"""
 
 from __future__ import annotations
 

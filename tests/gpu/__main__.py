@@ -3,7 +3,7 @@
     python -m tests.gpu                                    everything
     python -m tests.gpu attention products                 some parts, such as fit a limit of time
     python -m tests.gpu attention --match "head_dim 128"   those checks of a part whose name contains a text
-    python -m tests.gpu faults                             processes killed and stopped, on two GPUs (--device cpu: over gloo)
+    python -m tests.gpu faults                             processes killed and stopped, on two GPUs (or --device cpu)
     python -m tests.gpu --json gpu.json                    results as JSON, too
 
 Prints a line for each check: its error, and for many the time beside that in which the device could move the bytes that

@@ -1,7 +1,7 @@
 """Checks of the attention kernels against float64.
 
-Contexts are ragged, from one token to thirty thousand; blocks lie in random order; slots that belong to no context hold NaN,
-as does the output before the call; some cases put their blocks beyond 2^31 elements.
+Contexts are ragged, from one token to thirty thousand; blocks lie in random order; slots that belong to no context hold
+NaN, as does the output before the call; some cases put their blocks beyond 2^31 elements.
 """
 
 from __future__ import annotations
@@ -195,8 +195,9 @@ def check_attention(checks: Checks, contexts: Sequence[int] = CONTEXTS, queries:
 
 
 def check_many(checks: Checks) -> None:
-    """Decode steps of many sequences and padding rows: most pairs of a sequence and a head are cut, some into many parts. The
-    same bytes when it is run again."""
+    """Decode steps of many sequences and padding rows: most pairs of a sequence and a head are cut, some into many
+    parts. The same bytes when it is run again.
+    """
     device = checks.device
     lens = [0, *torch.randint(1, 2000, (119,)).tolist(), 9000, 0]
     window: dict[str, float] = {"window": 128}
@@ -217,7 +218,8 @@ def check_many(checks: Checks) -> None:
             **({"sinks": torch.randn(heads, device=device)} if shape.sinks else {}),
         }
         decode = partial(
-            kernels.paged_attention_decode, query, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens,
+            kernels.paged_attention_decode, query, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows,
+            paged.context_lens,
             scale=scale, **kinds,
         )  # fmt: skip
         got, again = decode(), decode()

@@ -1,4 +1,6 @@
-"""Checks of norms, activation, rotary embeddings and stores into the KV cache against their reference implementations."""
+"""Checks of norms, activation, rotary embeddings and stores into the KV cache against their reference
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def check_activation(checks: Checks) -> None:
 def check_rotary(checks: Checks) -> None:
     for tokens, heads, kv_heads, head_dim, normed, dtype, huge in (
         (1, 16, 8, 128, True, BF16, False), (256, 16, 8, 128, True, BF16, True), (8192, 16, 8, 128, True, BF16, False),
-        (1, 32, 8, 128, False, BF16, False), (256, 32, 8, 128, False, BF16, True), (8192, 32, 8, 128, False, BF16, False),
+        (1, 32, 8, 128, False, BF16, False), (256, 32, 8, 128, False, BF16, True),
+        (8192, 32, 8, 128, False, BF16, False),
         (256, 32, 8, 64, False, F16, False), (256, 32, 32, 80, False, BF16, False), (256, 8, 4, 256, True, BF16, False),
         (256, 24, 8, 128, True, F32, False),
     ):  # fmt: skip

@@ -57,7 +57,9 @@ MAX_ACTIVATIONS_ERROR = 0.06  # where activations are rounded to e4m3, too, whic
 
 
 def check_experts(checks: Checks) -> None:
-    """bfloat16: at most `MAX_RATIO` times the error of a CPU's bfloat16; float32 where weights are floats; twice the same."""
+    """bfloat16: at most `MAX_RATIO` times the error of a CPU's bfloat16; float32 where weights are floats; twice the
+    same.
+    """
     for name, config in MODELS.items():
         if not checks.wants(f"experts {name}"):
             continue

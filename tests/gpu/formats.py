@@ -23,7 +23,9 @@ LIMITS = {"e4m3": 0.05, "int8": 0.02}  # where x is rounded as well; elsewhere t
 def check_formats(
     checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS, shapes: dict[str, tuple[int, int]] = SHAPES
 ) -> None:
-    """Each as a layer calls it: q, k and v after the norm, o and down with the residual sum, gate and up with SwiGLU."""
+    """Each as a layer calls it: q, k and v after the norm, o and down with the residual sum, gate and up with
+    SwiGLU.
+    """
     cases = [(form, name) for form in ("bfloat16", *FORMS) for name in shapes]
     wanted = [case for case in cases if any(checks.wants(_name(*case, t)) for t in num_tokens)]
     if checks.device != "cpu":

@@ -1,4 +1,6 @@
-"""Checks of attention over latents, at the sizes of DeepSeek V2-Lite, GLM-4.7-Flash and DeepSeek V3, against float64."""
+"""Checks of attention over latents, at the sizes of DeepSeek V2-Lite, GLM-4.7-Flash and DeepSeek V3, against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def _check_expanded(checks: Checks, num_heads: int, plain: int, value_dim: int, 
 
 
 def _exact(query: Tensor, latents: Tensor, key_up: Tensor, value_up: Tensor, scale: float) -> Tensor:
-    """query [n, H, N + R], the newest tokens of latents [C, L + R] -> [n, H, V] float64; keys and values are rounded."""
+    """query [n, H, N + R], the newest tokens of latents [C, L + R] -> [n, H, V] float64; keys and values are
+    rounded.
+    """
     keys, values = ((latents[:, :L].double() @ up.double().mT).to(query.dtype).double() for up in (key_up, value_up))
     keys = torch.cat([keys, latents[:, L:].double().expand(len(keys), -1, -1)], 2)
     scores = query.double().transpose(0, 1) @ keys.mT * scale  # [H, n, C]

@@ -91,7 +91,9 @@ def story_folder() -> Path | None:
 
 
 def check_story(checks: Checks) -> None:
-    """A trained Llama in float32: its greedy text, token for token, in chunks of several sizes and by the whole engine."""
+    """A trained Llama in float32: its greedy text, token for token, in chunks of several sizes and by the whole
+    engine.
+    """
     folder = story_folder()
     if folder is None:
         print("left out: the story model (it is not on this machine)")
@@ -117,7 +119,9 @@ def check_story(checks: Checks) -> None:
 
 
 def check_graphs(checks: Checks) -> None:
-    """Steps that prefill and decode at once, in graphs beside eagerly: equal texts in float32, prompt log-probabilities else."""
+    """Steps that prefill and decode at once, in graphs beside eagerly: equal texts in float32, prompt log-probabilities
+    else.
+    """
     if importlib.util.find_spec("transformers") is None:
         print("left out: graphs (transformers is not installed)")
         return

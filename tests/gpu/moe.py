@@ -84,7 +84,9 @@ def check_expert_products(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS
 
 
 def check_sorted_pairs(checks: Checks) -> None:
-    """So many pairs that chunks are larger than the least: as a stable sort has them, and in tiles that hold each once."""
+    """So many pairs that chunks are larger than the least: as a stable sort has them, and in tiles that hold each
+    once.
+    """
     count, first, block_m, name = 128, 16, 128, "sorted pairs of 131072 tokens"
     if checks.device == "cpu" or not checks.wants(name):
         return

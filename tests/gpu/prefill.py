@@ -125,7 +125,8 @@ class Step:
         """Return the queries."""
         kv = self.paged.kv
         return kernels.rope_and_store(
-            self.qkv, self.slots, None, kv[0], kv[1], self.slots, num_heads=self.query.shape[1], num_kv_heads=NUM_KV_HEADS,
+            self.qkv, self.slots, None, kv[0], kv[1], self.slots, num_heads=self.query.shape[1],
+            num_kv_heads=NUM_KV_HEADS,
             kv_scale=self.paged.kv_scale, wide=wide,
         )  # fmt: skip
 

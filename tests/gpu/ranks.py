@@ -1,4 +1,6 @@
-"""Models on several GPUs: what ranks and pipeline stages answer, and find in their prefix cache files, beside one process."""
+"""Models on several GPUs: what ranks and pipeline stages answer, and find in their prefix cache files, beside one
+process.
+"""
 
 from __future__ import annotations
 

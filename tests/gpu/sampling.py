@@ -1,4 +1,6 @@
-"""Checks of sampling: masks, filters and thresholds against the reference implementation, draws against their distribution."""
+"""Checks of sampling: masks, filters and thresholds against the reference implementation, draws against their
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def check_faults(checks: Checks) -> None:
 
 
 def check_distribution(checks: Checks) -> None:
-    """Chi-square of many draws of a small vocabulary, sampled inside a CUDA graph whose inputs change between replays."""
+    """Chi-square of many draws of a small vocabulary, sampled inside a CUDA graph whose inputs change between
+    replays.
+    """
     draws, logits = 1 << 17, torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3], device=checks.device)
     rows = logits.expand(draws, -1).contiguous()
     ones = torch.ones(draws, device=checks.device)

@@ -1,4 +1,6 @@
-"""The checks themselves, run on the CPU, where reference implementations stand in for the kernels: they must be right."""
+"""The checks themselves, run on the CPU, where reference implementations stand in for the kernels: they must be
+right.
+"""
 
 import math
 from typing import Any

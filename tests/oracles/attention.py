@@ -16,7 +16,9 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(slots=True)
 class Paged:
-    """Random contexts in a paged cache [2, num_blocks, num_kv_heads, block_size, head_dim] that is NaN everywhere else."""
+    """Random contexts in a paged cache [2, num_blocks, num_kv_heads, block_size, head_dim] that is NaN everywhere
+    else.
+    """
 
     kv: Tensor
     kv_scale: Tensor | None
@@ -65,8 +67,8 @@ class Paged:
         return mine[0], mine[1]
 
     def newest(self, query_lens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [T, Hkv, D] in float64 of each sequence's newest tokens, as `context` returns them, and the tokens'
-        slots [T] int64.
+        """Keys and values [T, Hkv, D] in float64 of each sequence's newest tokens, as `context` returns them, and the
+        tokens' slots [T] int64.
         """
         keys, values, slots = [], [], []
         block_size = self.kv.shape[3]

@@ -407,7 +407,9 @@ def _relative_error(decoded: list[Decoded], expected: list[Decoded]) -> float:
 
 
 def passes(result: dict[str, Any], dtype: torch.dtype) -> bool:
-    """float32: logits within MAX_ERROR and equal greedy tokens. Else: an error of at most MAX_RATIO times transformers' own."""
+    """float32: logits within MAX_ERROR and equal greedy tokens. Else: an error of at most MAX_RATIO times transformers'
+    own.
+    """
     if dtype is torch.float32:
         return result["max_error"] <= MAX_ERROR and result["greedy_equal"]
     return result["error"] <= MAX_RATIO * result["transformers_error"]

@@ -248,7 +248,9 @@ def excludes(config: dict[str, Any]) -> bool:
 
 
 def make_quantised(name: str, folder: Path, exact: Path | None = None, shape: dict[str, Any] | None = None) -> None:
-    """A random checkpoint in a format in `folder`; in `exact`, the float checkpoint that it stands for, rounded to float32."""
+    """A random checkpoint in a format in `folder`; in `exact`, the float checkpoint that it stands for, rounded to
+    float32.
+    """
     family, changes, config, writer = EXPERTS[name] if name in EXPERTS else ("llama-biases", {}, *FORMATS[name])
     stacked = writer is mxfp4_blocks
     make_checkpoint(family, folder, changes | (shape or {}))

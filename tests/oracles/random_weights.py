@@ -6,7 +6,8 @@ import torch
 
 from kernels import Kind, QuantizedWeight, pack_e2m1, pack_nibbles
 
-# name → kind, channels in a group (0: all), rows that share a scale, and: zero points, e4m3 scales with a factor, an order
+# name → kind, channels in a group (0: all), rows that share a scale, and: zero points, e4m3 scales with a factor, an
+# order
 FORMS: dict[str, tuple[Kind, int, int, tuple[str, ...]]] = {
     "fp8": ("e4m3", 0, 1, ("rounds",)),
     "fp8 blocks": ("e4m3", 128, 128, ("rounds",)),

@@ -1,4 +1,6 @@
-"""Experts whose products are of codes: x, and what is between both products, rounded to e4m3 as the products round them."""
+"""Experts whose products are of codes: x, and what is between both products, rounded to e4m3 as the products round
+them.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 @torch.inference_mode()
 def make_windowed(name: str, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Save the model of that name in `MODELS`; prompts, of which two begin alike, and their answers of `LENGTH` tokens."""
+    """Save the model of that name in `MODELS`; prompts, of which two begin alike, and their answers of `LENGTH`
+    tokens.
+    """
     torch.manual_seed(0)
     oracle = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager").eval()
     oracle.save_pretrained(folder)

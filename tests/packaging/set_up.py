@@ -3,8 +3,8 @@
     clone    git clone, `make serve`, one streamed answer: seconds, and what it puts on the disk; then the second start
     wheel    the wheel in an environment of its own, started in another folder: the page and one streamed answer
 
-Takes the committed state (HEAD). Needs git, make, and a warm cache of packages: run it twice, believe the second. Caches
-of Quire and of its compiler are new each time. The exit code is 1 when a limit is missed.
+Takes the committed state (HEAD). Needs git, make, and a warm cache of packages: run it twice, believe the second.
+Caches of Quire and of its compiler are new each time. The exit code is 1 when a limit is missed.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def url(cluster: Any, demo_model: Path) -> Iterator[str]:
         "engine_kwargs": {"device": "cpu", "max_num_seqs": 2, "max_model_len": 2048, "num_gpu_blocks_override": 256},
         "deployment_config": {
             "autoscaling_config": {
-                "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "metrics_interval_s": 1, "look_back_period_s": 2,
+                "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "metrics_interval_s": 1,
+                "look_back_period_s": 2,
             },
         },
     }  # fmt: skip

@@ -23,7 +23,8 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(
         f"# our keys\nplain: 12345\nhashed: {hashed('two')}\n"
-        f"more: {{key: [{hashed('three')}, three-b], priority: true, requests_per_minute: 60, tokens_per_minute: 90000}}\n"
+        f"more: {{key: [{hashed('three')}, three-b], priority: true, "
+        "requests_per_minute: 60, tokens_per_minute: 90000}\n"
     )
     ring = KeyRing((), str(file))
     assert find(ring, "12345") == Caller("plain", may_prioritise=False)

@@ -2,11 +2,11 @@
 
     python -m tests.structured.coverage --packages openai.types anthropic.types     # of every pydantic model in them
     python -m tests.structured.coverage jsonschemabench/data                        # a clone of JSONSchemaBench
-    python -m tests.structured.coverage jsonschema-4.26.0/json/tests/draft2020-12/*.json   # as jsonschema has the official suite
+    python -m tests.structured.coverage jsonschema-4.26.0/json/tests/draft2020-12/*.json   # the official suite
 
-A folder has files of one schema each, or, as the official suite has them, of groups of tests for one schema each. For each
-schema that is accepted a few instances are drawn, all tokens that the grammar allows being equally likely; jsonschema judges
-them. The suite's own tests tell which of its instances can be generated.
+A folder has files of one schema each, or, as the official suite has them, of groups of tests for one schema each. For
+each schema that is accepted a few instances are drawn, all tokens that the grammar allows being equally likely;
+jsonschema judges them. The suite's own tests tell which of its instances can be generated.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tests.support.walks import END, TOKENS, follows, walk
 
 # Said of instances; all others are annotations, or only say how to read these.
 KEYWORDS = frozenset(
-    """additionalItems additionalProperties allOf anyOf const contains dependencies dependentRequired dependentSchemas else
-    enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems maxLength maxProperties maximum minContains
-    minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties prefixItems properties
-    propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems $ref $dynamicRef
-    $recursiveRef""".split()  # noqa: SIM905
+    """additionalItems additionalProperties allOf anyOf const contains dependencies dependentRequired
+    dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems maxLength
+    maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
+    patternProperties prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties
+    uniqueItems $ref $dynamicRef $recursiveRef""".split()  # noqa: SIM905
 )
 NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"])
 

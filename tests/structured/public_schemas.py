@@ -6,8 +6,8 @@
     python -m tests.structured.public_schemas unpacked npm/node_modules --into schemas
     python -m tests.structured.coverage schemas --list
 
-docs/benchmarks.md names the packages. Of each at most 20 schemas are chosen at random; schemas of ESLint's rules count as a
-package of 40.
+docs/benchmarks.md names the packages. Of each at most 20 schemas are chosen at random; schemas of ESLint's rules count
+as a package of 40.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RULES = """
 const rules = {};
 for (const [name, rule] of require("eslint/use-at-your-own-risk").builtinRules) {
   const schema = rule.meta.schema;
-  if (schema) rules[name] = Array.isArray(schema) ? {type: "array", items: schema, minItems: 0, maxItems: schema.length} : schema;
+  if (schema) rules[name] = Array.isArray(schema)
+    ? {type: "array", items: schema, minItems: 0, maxItems: schema.length} : schema;
 }
 console.log(JSON.stringify(rules));
 """

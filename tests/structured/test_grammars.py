@@ -34,7 +34,8 @@ from tests.support.walks import END, TOKENS, allowed_by, walk
     "pattern",
     [
         r"\d{3}-\d{2}", r"[^\d\s]{4}", r"\W\D\S", r"(a|bc)*d?", r"[\w.]+@[\w]+\.(com|org)", "é+[à-ü]?", r"a{,3}b{2,}",
-        r"{x}", r"[[\]&-]{3}", r"^abc$", r"\/\.\-\"", r"(?i)yes|no", "line\nbreak", r"\u00e9\x41", r"(?P<y>\d\d)(?:x|y)",
+        r"{x}", r"[[\]&-]{3}", r"^abc$", r"\/\.\-\"", r"(?i)yes|no", "line\nbreak", r"\u00e9\x41",
+        r"(?P<y>\d\d)(?:x|y)",
         r"[^a-z]{2}", r".{3}", r"\<b\>",
     ],
 )  # fmt: skip

@@ -107,7 +107,8 @@ def test_text_and_object_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("day", "good"), [("2024-02-29", True), ("2023-02-29", False), ("1900-02-29", False),
-    ("2000-02-29", True), ("0000-01-01", False), ("0400-02-29", True), ("0010-01-31", True), ("2024-04-31", False)])  # fmt: skip
+    ("2000-02-29", True), ("0000-01-01", False), ("0400-02-29", True), ("0010-01-31", True),
+    ("2024-04-31", False)])  # fmt: skip
 def test_dates_know_leap_years(day: str, good: bool, compiler: Compiler) -> None:
     matcher = compiler.compile(json_grammar({"type": "string", "format": "date"}))
     written = f'"{day}"'.encode()

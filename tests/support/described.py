@@ -1,4 +1,6 @@
-"""Answers held against the types that a vendor's client has for them: what is missing, and what is there in addition."""
+"""Answers held against the types that a vendor's client has for them: what is missing, and what is there in
+addition.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,9 @@ class Stages:
 
 
 class Pieces(Stages):
-    """Stages of which each part is cut into several. Where the parts were not written, pieces have memory of their own."""
+    """Stages of which each part is cut into several. Where the parts were not written, pieces have memory of their
+    own.
+    """
 
     def __init__(self, whole: Stages, dtype: torch.dtype, shape: list[int], layout: object) -> None:
         super().__init__(dtype, shape, layout)

@@ -1,9 +1,10 @@
 """Records which kernels each operation launches, for many shapes, on GPUs that are not there.
 
-`python -m tests.support.kernel_choices 80 90` prints a table for sm_80 and sm_90: for each case, ranges of tokens (or of
-sequences) and the kernels of an operation, in order; "cuBLAS" stands for a GEMM of PyTorch's. With --full it prints more
-operations, and a line for each launch's grid, constants and arguments: compare two versions of the launchers by it. Tensors
-are fake, nothing is compiled or run. Needs a fresh process, because the interpreter replaces kernels while they are imported.
+`python -m tests.support.kernel_choices 80 90` prints a table for sm_80 and sm_90: for each case, ranges of tokens (or
+of sequences) and the kernels of an operation, in order; "cuBLAS" stands for a GEMM of PyTorch's. With --full it prints
+more operations, and a line for each launch's grid, constants and arguments: compare two versions of the launchers by
+it. Tensors are fake, nothing is compiled or run. Needs a fresh process, because the interpreter replaces kernels while
+they are imported.
 """
 
 from __future__ import annotations

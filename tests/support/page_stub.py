@@ -1,4 +1,5 @@
-"""A stand-in for the server behind the chat page: the API's shapes with canned answers, which words in questions choose.
+"""A stand-in for the server behind the chat page: the API's shapes with canned answers, which words in questions
+choose.
 
 Run it by hand to work on the page: python -m tests.support.page_stub --port 8001
 """

@@ -7,7 +7,8 @@ NUM_LAYERS = 3
 
 
 def as_a_layer_of_one_tensor(kv: Tensor) -> Tensor:
-    """A copy of kv [2, num_blocks, Hkv, block_size, D] that is a view of one layer of a tensor [num_blocks, layers, 2, ...].
+    """A copy of kv [2, num_blocks, Hkv, block_size, D] that is a view of one layer of a tensor [num_blocks, layers, 2,
+    ...].
 
     In such a tensor a block is one contiguous piece over all layers. The other layers hold NaN.
     """

@@ -38,7 +38,9 @@ class HeldRows(kernels.QuantizedRows):
 
 @contextmanager
 def recorded(backend: Backend) -> Iterator[list[str]]:
-    """The names of the operations that are called within the context; " q" behind those that write quantised activations."""
+    """The names of the operations that are called within the context; " q" behind those that write quantised
+    activations.
+    """
     calls: list[str] = []
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,6 @@
-"""A stub of an OpenAI-compatible server on a real socket, in a thread. The first part of the path says how it behaves."""
+"""A stub of an OpenAI-compatible server on a real socket, in a thread. The first part of the path says how it
+behaves.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right words."""
+"""The bundled model, taught a few answers by heart: for clients' tests that want to see a tool called with the right
+words.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By size in bytes: a quiet NaN of float8_e4m3fn, of float16 and bfloat16, of float32, of float64; as integers, no index.
+# By size in bytes: a quiet NaN of float8_e4m3fn, of float16 and bfloat16, of float32, of float64; as integers, no
+# index.
 PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5E5E5, 8: 0x7FFDE5E5E5E5E5E5}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALLOCATIONS: dict[tuple[Any, str], Callable[..., Tensor]] = {
@@ -21,7 +22,9 @@ _ALLOCATIONS: dict[tuple[Any, str], Callable[..., Tensor]] = {
 
 
 def unwritten_is_nan() -> contextlib.AbstractContextManager[None]:
-    """In its block `torch.empty` and its like give NaN, of integers a huge one: what reads it before it writes goes wrong."""
+    """In its block `torch.empty` and its like give NaN, of integers a huge one: what reads it before it writes goes
+    wrong.
+    """
     return _replaced({place: _filled(allocate) for place, allocate in _ALLOCATIONS.items()})
 
 

@@ -39,7 +39,8 @@ CHATML_TOOLS = """\
         {%- if message.content %}{{- '\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}{%- endif %}
         {%- for call in message.tool_calls %}
             {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ call.arguments | tojson ~ '}\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": '
+                ~ call.arguments | tojson ~ '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
@@ -84,19 +85,23 @@ MISTRAL = """\
   {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) and messages[0].role != 'system' %}
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
   {% endif %}
-  {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}\
+  {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}\
 {% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}
 {% endfor %}"""
 
 MACROS = """\
-{% macro item(node, depth) %}{{ '%s%s;' % ('-' * depth, node.content) }}{% if depth < 2 %}{{ item(node, depth + 1) }}{% endif %}\
-{% endmacro %}{% set sep = joiner(", ") %}{% for message in messages recursive %}{{ sep() }}{{ loop.depth }}{{ loop.length }}\
+{% macro item(node, depth) %}{{ '%s%s;' % ('-' * depth, node.content) }}\
+{% if depth < 2 %}{{ item(node, depth + 1) }}{% endif %}\
+{% endmacro %}{% set sep = joiner(", ") %}{% for message in messages recursive %}{{ sep() }}\
+{{ loop.depth }}{{ loop.length }}\
 {{ item(message, 1) }}{{ loop(message.children) if message.children }}{% if not loop.last %}|{% endif %}{% endfor %}
 {% filter upper %}{{ messages | map(attribute='role') | unique | join('-') }}{% endfilter %}
 {% set block %}{{ {'b': [1, 2.5, none, true], 'a': '<é>'} | tojson(indent=2) }}{% endset %}{{ block | indent(2) }}
 {{ '{:>6}|{}'.format('ab', eos_token) }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 {{ undefined_one }}
-{{ 'a b c'.split() | batch(2, '-') | list }} {{ (3 * 'x') ~ 2 ** 10 ~ 7 % 4 }} {{ 'a-b'.replace('-', '+') | default('z') }}"""
+{{ 'a b c'.split() | batch(2, '-') | list }} {{ (3 * 'x') ~ 2 ** 10 ~ 7 % 4 }} \
+{{ 'a-b'.replace('-', '+') | default('z') }}"""
 
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "Hi <b>& 'you'</b> 👋"}],

@@ -86,7 +86,8 @@ def test_gguf_files_hold_the_model_of_a_configuration(programs: Path, tmp_path: 
     gguf = pytest.importorskip("gguf")
     config = {
         "architectures": ["Qwen3ForCausalLM" if tied else "LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 100,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16,
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": tied,
     }  # fmt: skip
     folder = tmp_path / "model"

@@ -1,4 +1,6 @@
-"""The comparison of engines: what is run, in which order, within which time; and one real comparison of a tiny model."""
+"""The comparison of engines: what is run, in which order, within which time; and one real comparison of a tiny
+model.
+"""
 
 import dataclasses
 import json

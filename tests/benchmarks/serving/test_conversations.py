@@ -1,4 +1,6 @@
-"""`quire bench serve --dataset-name conversations`: turns that repeat all before them, and what the server says of them."""
+"""`quire bench serve --dataset-name conversations`: turns that repeat all before them, and what the server says of
+them.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ FORMATS: list[dict[str, Any]] = [
     {"guided_json": "{"}, {"guided_regex": "a", "guided_json": {}}, {"response_format": {"type": "json_schema"}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
     {"response_format": {"type": "json_object", "schema": {"not": {}}}},
-    {"use_beam_search": True, "n": 11}, {"use_beam_search": True, "n": 3}, {"length_penalty": 3}, {"stream_options": {}},
+    {"use_beam_search": True, "n": 11}, {"use_beam_search": True, "n": 3}, {"length_penalty": 3},
+    {"stream_options": {}},
     {"use_beam_search": True, "n": 2, "prompt_logprobs": 1}, {"use_beam_search": True, "guided_regex": "a"},
     {"truncate_prompt_tokens": -2}, {"cache_salt": ""}, {"request_id": "?"}, {"timeout_ms": 0}, {"model": "other"},
 ]  # fmt: skip
@@ -95,7 +96,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "function", "name": "f", "parameters": BAD_SCHEMA, "strict": True}]},
         {"tools": [{"type": "function", "name": "f"}] * 2}, {"text": {"format": {"type": "json_schema", "name": "a"}}},
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}},
-        {"input": [{"type": "item_reference", "id": "msg_no"}]}, {"top_logprobs": 30}, {"background": True, "stream": 5},
+        {"input": [{"type": "item_reference", "id": "msg_no"}]}, {"top_logprobs": 30},
+        {"background": True, "stream": 5},
         {"input": [{"role": "user", "content": "refuse me"}]}, {"top_k": -3}, {"stop": ""}, {"seed": 2**70},
     ],
     MESSAGES: [
@@ -108,14 +110,16 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "refuse me"}]}, {"thread": "t"},
     ],
     OLLAMA: [
-        {"model": "other"}, {"options": {"temperature": 3}}, {"options": {"top_k": -3}}, {"options": {"num_predict": -5}},
+        {"model": "other"}, {"options": {"temperature": 3}}, {"options": {"top_k": -3}},
+        {"options": {"num_predict": -5}},
         {"options": {"stop": [""]}}, {"options": {"seed": 2**70}}, {"format": {"type": "nothing"}}, {"format": "xml"},
         {"messages": [{"role": "user", "content": LONG}]}, {"tools": [TOOL, TOOL]}, {"options": {"top_p": 2}},
         {"messages": [{"role": "user", "content": "refuse me"}]}, {"images": ["a"]},
     ],
     "/v1/embeddings": [
         {"input": ""}, {"input": LONG}, {"input": [999_999]}, {"input": [-1]}, {"dimensions": 0}, {"dimensions": 99},
-        {"pooling": "most"}, {"model": "other"}, {"input": ["a"] * 3000}, {"encoding_format": "hex"}, {"priority": 2**40},
+        {"pooling": "most"}, {"model": "other"}, {"input": ["a"] * 3000}, {"encoding_format": "hex"},
+        {"priority": 2**40},
     ],
     "/score": [{}, {"text_1": []}, {"model": "other"}, {"text_1": ["a", "b"]}],
     "/rerank": [{}, {"documents": []}, {"top_n": -1}],
@@ -185,7 +189,9 @@ def changed(engine: FakeEngine, **attributes: Any) -> FakeEngine:
 
 
 def bodies() -> dict[str, list[Any]]:
-    """Return status and body of the answer to each request. Answers that are no errors keep the status and the warnings."""
+    """Return status and body of the answer to each request. Answers that are no errors keep the status and the
+    warnings.
+    """
     found: dict[str, list[Any]] = {}
     for name, make, settings, asked in servers():
         with run_server(make(), settings) as live:

@@ -211,7 +211,8 @@ def test_arguments_that_no_answer_could_hold(serve: Callable[..., Live], argumen
 
 def test_results_of_tools_answer_the_calls_before_them(serve: Callable[..., Live]) -> None:
     template = (
-        "<tool_call>{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.id }}:{{ c.function.arguments.n }}"
+        "<tool_call>{% for m in messages %}{{ m.role }}"
+        "{% for c in m.tool_calls or [] %} {{ c.id }}:{{ c.function.arguments.n }}"
         "{% endfor %}{% if m.role == 'tool' %} {{ m.tool_call_id }}={{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
     live = serve(FakeEngine(template=template))

@@ -1,4 +1,6 @@
-"""/v1/responses as coding agents use it: namespaces, custom tools, a local shell, hosted tools, reasoning that comes back."""
+"""/v1/responses as coding agents use it: namespaces, custom tools, a local shell, hosted tools, reasoning that comes
+back.
+"""
 
 import json
 import re
@@ -62,7 +64,8 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"session_id": "01a20425"},
     "tools": TOOLS,
     "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are a coding agent."}]},
+        {"type": "message", "role": "developer",
+        "content": [{"type": "input_text", "text": "You are a coding agent."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "say hi"}]},
     ],
 }  # fmt: skip

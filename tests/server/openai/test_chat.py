@@ -1,4 +1,6 @@
-"""/v1/chat/completions and /v1/completions, whole answers: shapes, sampling parameters, logprobs, samples, templates."""
+"""/v1/chat/completions and /v1/completions, whole answers: shapes, sampling parameters, logprobs, samples,
+templates.
+"""
 
 from collections.abc import Callable
 from typing import Any

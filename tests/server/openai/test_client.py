@@ -92,7 +92,8 @@ def test_stream_helper(client: OpenAI) -> None:
     assert [choice.message.content for choice in final.choices] == [ANSWER] * 2
 
 
-# What docs/clients.md says the strict client rejects → a call, and where the answer is not as the client's types have it.
+# What docs/clients.md says the strict client rejects → a call, and where the answer is not as the client's types have
+# it.
 REJECTED: dict[str, tuple[Callable[[OpenAI], Any], str]] = {
     "`responses.compact`": (lambda client: client.responses.compact(model="toy", input="Hi"), "output.0"),
     "streamed completions": (

@@ -1,4 +1,6 @@
-"""Every parameter of a request, from HTTP down to the sampler of a real model: what it does can be seen in the answer."""
+"""Every parameter of a request, from HTTP down to the sampler of a real model: what it does can be seen in the
+answer.
+"""
 
 import json
 from collections.abc import Callable, Iterator

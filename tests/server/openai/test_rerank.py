@@ -146,7 +146,8 @@ def test_labels(vectors: Live, path: str) -> None:
     [
         (0, "/score", {"text_1": "a"}, "text_2", "is required"),
         (0, "/score", {"text_2": "a", "text_1": []}, "text_1", "is required"),
-        (0, "/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1", "must be one text or as many as text_2"),
+        (0, "/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1",
+        "must be one text or as many as text_2"),
         (0, "/score", {"text_1": "a", "text_2": 5}, "text_2", "must be a string or a list of strings"),
         (0, "/rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
         (0, "/rerank", {"query": "a", "documents": ["b", 5]}, "documents[1]", "must be a string or an object"),

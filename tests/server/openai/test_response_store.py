@@ -1,4 +1,6 @@
-"""The store of responses: what it holds is counted, whatever the responses share, and callers do not push each other out."""
+"""The store of responses: what it holds is counted, whatever the responses share, and callers do not push each other
+out.
+"""
 
 import gc
 import random

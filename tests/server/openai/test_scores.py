@@ -1,4 +1,6 @@
-"""Log-probabilities as clients get them: those of transformers in float32, for prompts, echoes and answers of real models."""
+"""Log-probabilities as clients get them: those of transformers in float32, for prompts, echoes and answers of real
+models.
+"""
 
 import json
 from collections.abc import Iterator
@@ -98,7 +100,9 @@ def test_prompts(scored: Scored) -> None:
 
 @pytest.mark.parametrize("more", [0, 8])
 def test_echoes(scored: Scored, more: int) -> None:
-    """As evaluation harnesses score texts: every token of the prompt but the first has its log-probability and its place."""
+    """As evaluation harnesses score texts: every token of the prompt but the first has its log-probability and its
+    place.
+    """
     body = {
         "prompt": TEXTS,
         "echo": True,

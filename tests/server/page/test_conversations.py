@@ -168,7 +168,9 @@ MAY_LEAVE = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
 
 
 def test_a_browser_without_room(page: ChatPage) -> None:
-    """Questions are answered, the user is told once, and nothing is lost while the page is open, or once there is room."""
+    """Questions are answered, the user is told once, and nothing is lost while the page is open, or once there is
+    room.
+    """
     page.run("""() => {
       const put = IDBObjectStore.prototype.put;
       window.full = true;

@@ -65,7 +65,8 @@ def test_the_page_can_be_installed(page: ChatPage) -> None:
     script = """async () => {
         const manifest = await (await fetch(document.querySelector("link[rel=manifest]").href)).json();
         const base = document.querySelector("link[rel=manifest]").href;
-        const icons = await Promise.all(manifest.icons.map(async ({ src }) => (await fetch(new URL(src, base))).status));
+        const icons = await Promise.all(
+          manifest.icons.map(async ({ src }) => (await fetch(new URL(src, base))).status));
         return [manifest.display, new URL(manifest.start_url, base).pathname, icons];
       }"""
     assert page.run(script) == ["standalone", "/", [200, 200, 200]]

@@ -1,4 +1,6 @@
-"""A request's way through an ingress to the application of a replica, and its response's way back. Ray is not needed."""
+"""A request's way through an ingress to the application of a replica, and its response's way back. Ray is not
+needed.
+"""
 
 from __future__ import annotations
 
