@@ -31,15 +31,48 @@ class Row:
 class Members:
     """Data derived from a `ScheduledBatch` of n requests, the same in all steps with that batch."""
 
-    def __init__(self, batch: ScheduledBatch, rows: dict[str, Row]) -> None:
+    def __init__(self, batch: ScheduledBatch, rows: dict[str, Row], samples_per_seq: int = 1) -> None:
         self.batch = batch
         self.rows = [rows[request_id] for request_id in batch.request_ids]
+        self.samples = BatchSamples(batch, self.rows, samples_per_seq)
         self.row_indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n]
         self.query_lens = np.array(batch.num_tokens, dtype=np.int32)  # [n]
         self.query_start = np.zeros(len(batch) + 1, dtype=np.int32)  # [n + 1]
         np.add.accumulate(self.query_lens, out=self.query_start[1:])
         self.indices = {request_id: i for i, request_id in enumerate(batch.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
+
+
+class BatchSamples:
+    """The samples of a batch: what `kernels.data.layout.Samples` is on the device, in the same order.
+
+    Each is the token after one of the last `per_seq` tokens of a request. Those of unfinished chunks are not wanted, nor
+    those of a request that has fewer tokens in the step.
+    """
+
+    def __init__(self, batch: ScheduledBatch, rows: list[Row], per_seq: int) -> None:
+        """`rows`: of each request."""
+        self.per_seq, self.num_requests = per_seq, len(rows)
+        self.rows = rows if per_seq == 1 else [row for row in rows for _ in range(per_seq)]  # [S]
+        self.unwanted = batch.partial  # indices of samples, in ascending order
+        if per_seq > 1:
+            partial = set(batch.partial)
+            self.unwanted = [
+                i * per_seq + j
+                for i, num_tokens in enumerate(batch.num_tokens)
+                for j in range(per_seq)
+                if i in partial or j < per_seq - num_tokens
+            ]
+
+    def request_of(self, sample: int) -> int:
+        """Return the index in the batch of a sample's request."""
+        return sample // self.per_seq
+
+    def positions(self, context_lens: np.ndarray) -> np.ndarray:
+        """Return the positions of the tokens to sample, [S] int32, given the requests' context lengths [n] int32."""
+        if self.per_seq == 1:
+            return context_lens
+        return (context_lens[:, None] + np.arange(1 - self.per_seq, 1, dtype=np.int32)).ravel()
 
 
 @dataclass(slots=True)
@@ -53,6 +86,7 @@ class PackedStep:
     num_decodes: int  # with padding
     members: Members  # without padding
     context_lens: np.ndarray  # [n] int32, without padding
+    positions: np.ndarray  # [S] int32: of the tokens to sample, without padding
 
 
 class InputBatch:
@@ -63,10 +97,19 @@ class InputBatch:
     """
 
     def __init__(
-        self, num_rows: int, num_groups: int, max_blocks: int, device: Device, num_buffers: int = RING
+        self,
+        num_rows: int,
+        num_groups: int,
+        max_blocks: int,
+        device: Device,
+        num_buffers: int = RING,
+        samples_per_seq: int = 1,
     ) -> None:
-        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`."""
+        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`. `samples_per_seq`:
+        as that of the step's `kernels.data.layout.Samples`.
+        """
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
+        self.samples_per_seq = samples_per_seq
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
         self.rows: dict[str, Row] = {}
         self.num_scored = 0  # rows with requested log-probabilities of the prompt
@@ -154,7 +197,8 @@ class InputBatch:
             tokens[first : first + len(known)] = known
         tokens[num_tokens : num_tokens + len(updates)] = updates
         num_decodes = output.batch.num_decodes + (0 if padded_tokens else padding)
-        return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens)
+        positions = members.samples.positions(context_lens)
+        return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens, positions)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
         """Return the blocks to append to block tables, group after group, each in batch order, and their counts.
@@ -199,15 +243,18 @@ class InputBatch:
     def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
         """Let requests for which the last step sampled nothing compute its last token again in the next step."""
         self._num_computed[packed.members.row_indices[indices]] -= 1
-        at = self.device.upload(torch.tensor(indices))
-        rows, newest = step.rows[at], step.input_ids[step.last_index[at]]
+        samples, per_seq = step.samples, self.samples_per_seq
+        at = self.device.upload(
+            torch.tensor([i * per_seq + per_seq - 1 for i in indices])
+        )  # each request's last sample
+        rows, newest = samples.rows[at], step.input_ids[samples.token_index[at]]
         self.state.last_token.scatter_(0, rows, newest)
-        self.state.num_computed.scatter_(0, rows, step.next_position[at] - 1)
+        self.state.num_computed.scatter_(0, rows, samples.next_position[at] - 1)
 
     def members(self, batch: ScheduledBatch) -> Members:
         """Return the data derived from a batch, cached for successive steps."""
         if self._members is None or self._members.batch is not batch:
-            self._members = Members(batch, self.rows)
+            self._members = Members(batch, self.rows, self.samples_per_seq)
         return self._members
 
     def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:

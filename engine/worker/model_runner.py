@@ -301,7 +301,7 @@ class ModelRunner:
             if len(pooled) == num_seqs:  # nothing to sample
                 return hidden[:0], torch.full((num_seqs,), -1, device=self.device.torch_device)
         if len(hidden) > num_seqs:
-            hidden = hidden[self._step.last_index[:num_seqs]]
+            hidden = hidden[self._step.samples.token_index[:num_seqs]]
         logits = self.model.logits(hidden)
         return logits, self._sampler.sample_unfiltered(logits, greedy=packed.members.greedy)
 
@@ -312,7 +312,9 @@ class ModelRunner:
         batch, context_lens, is_last = packed.members.batch, packed.context_lens.tolist(), self.model.stage.is_last
         n, num_tokens = batch.num_decodes, batch.total_num_tokens if is_last else packed.num_tokens
         every_token = every_token or num_tokens == len(batch) or not is_last
-        indices = None if every_token else self._step.last_index[: len(batch)]  # which the step's first kernel writes
+        indices = (
+            None if every_token else self._step.samples.token_index[: len(batch)]
+        )  # which the step's first kernel writes
         if shape is not None and self.prefill_graphs is not None and self.prefill_graphs.fits(packed.packed):
             hidden = self.prefill_graphs.run(shape, packed.packed, n, batch.num_tokens, context_lens)
             return hidden[:num_tokens] if indices is None else hidden[indices]

@@ -31,11 +31,14 @@ class _Step(ctypes.Structure):
     """`Step` in step.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "records", "input_ids", "slot_mapping", "last_index", "rows")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("packed", "records", "input_ids", "slot_mapping", "token_index", "rows")
+        ),
         *((name, ctypes.c_void_p) for name in ("seed", "next_position", "tables", "positions", "context_lens")),
         *((name, ctypes.c_void_p) for name in ("top_k", "temperature", "top_p", "min_p")),
         *((name, ctypes.c_int64) for name in ("segment", "seqs", "tokens", "block_size")),
-        *((name, ctypes.c_int64) for name in ("groups", "num_rows", "max_blocks", "slot_stride")),
+        *((name, ctypes.c_int64) for name in ("groups", "num_rows", "max_blocks", "slot_stride", "per_seq")),
     )
 
 
@@ -70,11 +73,12 @@ def prepare_step(
     tables = state.block_tables
     assert tables.is_contiguous()
     assert state.records.is_contiguous()
+    s = out.samples
     tensors = (
-        packed, state.records, out.input_ids, out.slot_mapping, out.last_index, out.rows, out.seed, out.next_position,
-        tables, out.positions, out.context_lens, out.top_k, out.temperature, out.top_p, out.min_p,
+        packed, state.records, out.input_ids, out.slot_mapping, s.token_index, s.rows, s.seed, s.next_position,
+        tables, out.positions, out.context_lens, s.top_k, s.temperature, s.top_p, s.min_p,
     )  # fmt: skip
-    numbers = (segment, num_seqs, num_tokens, block_size, *tables.shape, out.slot_mapping.stride(0))
+    numbers = (segment, num_seqs, num_tokens, block_size, *tables.shape, out.slot_mapping.stride(0), s.per_seq)
     struct = _Step(*(tensor.data_ptr() for tensor in tensors), *numbers)
     native.call("quire_prepare_step", struct, tensors)
 

@@ -57,31 +57,48 @@ class RowState:
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """Tokens to sample, each after a token of the step: after the last `per_seq` tokens of each sequence.
+
+    S = B * per_seq. Sample s belongs to sequence s // per_seq. The first samples of a shorter sequence repeat that after
+    its first token.
+    """
+
+    per_seq: int
+    token_index: Tensor  # [S] int64: the token before it, in the step
+    next_position: Tensor  # [S] int64: position of the token to sample; 0: of a padding row
+    rows: Tensor  # [S] int64: device row
+    seed: Tensor  # [S] int64
+    temperature: Tensor  # [S] float32
+    top_p: Tensor  # [S] float32
+    min_p: Tensor  # [S] float32
+    top_k: Tensor  # [S] int32
+
+    @classmethod
+    def allocate(cls, num_seqs: int, per_seq: int, device: torch.device) -> Samples:
+        i64, f32 = torch.int64, torch.float32
+        dtypes = (i64, i64, i64, i64, f32, f32, f32, torch.int32)
+        return cls(per_seq, *(torch.zeros(num_seqs * per_seq, dtype=dtype, device=device) for dtype in dtypes))
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Inputs of one step. The first three are per token, the others per sequence."""
+    """Inputs of one step with T tokens and B sequences."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int32
     slot_mapping: Tensor  # [G, T] int64: slot of each token's K and V in each cache group; -1: not stored
-    last_index: Tensor  # [B] int64: each sequence's last token in the step
-    rows: Tensor  # [B] int64
     context_lens: Tensor  # [B] int32: context length including the step's tokens; 0: a padding row
-    temperature: Tensor  # [B] float32
-    top_p: Tensor  # [B] float32
-    min_p: Tensor  # [B] float32
-    top_k: Tensor  # [B] int32
-    seed: Tensor  # [B] int64
-    next_position: Tensor  # [B] int64: position of the token to sample
+    samples: Samples
 
     @classmethod
-    def allocate(cls, num_seqs: int, num_tokens: int, num_groups: int, device: torch.device) -> StepTensors:
-        def zeros(n: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(n, dtype=dtype, device=device)
-
-        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    def allocate(
+        cls, num_seqs: int, num_tokens: int, num_groups: int, device: torch.device, samples_per_seq: int = 1
+    ) -> StepTensors:
         return cls(
-            zeros(num_tokens, i64), zeros(num_tokens, i32),
-            torch.zeros(num_groups, num_tokens, dtype=i64, device=device),
-            zeros(num_seqs, i64), zeros(num_seqs, i64), zeros(num_seqs, i32), zeros(num_seqs, f32), zeros(num_seqs, f32),
-            zeros(num_seqs, f32), zeros(num_seqs, i32), zeros(num_seqs, i64), zeros(num_seqs, i64),
-        )  # fmt: skip
+            torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            torch.zeros(num_tokens, dtype=torch.int32, device=device),
+            torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device),
+            torch.zeros(num_seqs, dtype=torch.int32, device=device),
+            Samples.allocate(num_seqs, samples_per_seq, device),
+        )

@@ -13,8 +13,8 @@ from kernels.data.plan import DecodePlan
 def prepare_step(
     packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
 ) -> None:
-    """Unpack a step: append the block updates to block tables, advance each row by its tokens, and fill the first `num_seqs`
-    or `num_tokens` entries of `out`. See `kernels.data.layout`.
+    """Unpack a step: append the block updates to block tables, advance each row by its tokens, and fill the entries of
+    `num_seqs` sequences, their samples and `num_tokens` tokens of `out`. See `kernels.data.layout`.
     """
     num_groups, num_rows = state.block_tables.shape[:2]
     tokens_at = (2 + 2 * num_groups) * segment
@@ -43,15 +43,22 @@ def prepare_step(
     newest = state.last_token[rows[seq]].clamp(min=0)  # below 0: the sampler found a fault
     out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, newest)
     out.positions[:num_tokens] = positions.int()
-    out.last_index[:num_seqs] = query_start[1:] - 1
-    out.rows[:num_seqs] = rows
     out.context_lens[:num_seqs] = context_lens.int()
-    out.next_position[:num_seqs] = context_lens
-    out.temperature[:num_seqs] = state.floats(TEMPERATURE)[rows]
-    out.top_p[:num_seqs] = state.floats(TOP_P)[rows]
-    out.min_p[:num_seqs] = state.floats(MIN_P)[rows]
-    out.top_k[:num_seqs] = state.records[rows, TOP_K].int()
-    out.seed[:num_seqs] = state.seed[rows]
+
+    samples, n = out.samples, num_seqs * out.samples.per_seq
+    token_index = query_start[1:, None] + torch.arange(-samples.per_seq, 0)
+    first = torch.minimum(query_start[:-1], query_start[1:] - 1)  # padding may have no token
+    token_index = torch.maximum(token_index, first[:, None])
+    sampled = rows.repeat_interleave(samples.per_seq)
+    samples.token_index[:n] = token_index.flatten()
+    following = context_lens[:, None] - (query_start[1:, None] - 1 - token_index)
+    samples.next_position[:n] = torch.where(real[:, None], following, 0).flatten()
+    samples.rows[:n] = sampled
+    samples.seed[:n] = state.seed[sampled]
+    samples.temperature[:n] = state.floats(TEMPERATURE)[sampled]
+    samples.top_p[:n] = state.floats(TOP_P)[sampled]
+    samples.min_p[:n] = state.floats(MIN_P)[sampled]
+    samples.top_k[:n] = state.records[sampled, TOP_K].int()
 
 
 def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:

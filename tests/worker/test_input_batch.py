@@ -84,7 +84,7 @@ class Device:
                 self.batch.state.last_token[self.batch.rows[request_id].index] = tokens[-1]
         assert (packed.num_seqs, packed.num_tokens) == (num_seqs, at + padding)
         assert (self.step.slot_mapping[:, at : at + padding] == -1).all()
-        assert self.step.rows[len(batch) : num_seqs].tolist() == [ROWS] * (num_seqs - len(batch))
+        assert self.step.samples.rows[len(batch) : num_seqs].tolist() == [ROWS] * (num_seqs - len(batch))
         assert not self.step.context_lens[len(batch) : num_seqs].any()
         if self.deferred:
             self.batch.defer(packed, self.step, self.deferred)
@@ -99,8 +99,8 @@ class Device:
         for slots, block_ids in zip(step.slot_mapping[:, own].tolist(), plain.block_ids, strict=True):
             assert slots == [block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions]
         plain.num_computed += num_tokens
-        assert step.next_position[i] == step.context_lens[i] == plain.num_computed
-        assert step.last_index[i] == at + num_tokens - 1
+        assert step.samples.next_position[i] == step.context_lens[i] == plain.num_computed
+        assert step.samples.token_index[i] == at + num_tokens - 1
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (CacheGroup(9),), (CacheGroup(6), FULL)])

@@ -17,9 +17,11 @@ MAX_ELEMENTS = 1 << 24  # most logits of prompt tokens held at a time
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """Log-probabilities of a step's sampled tokens: batch indices, and the tensors of `kernels.token_logprobs`."""
+    """Log-probabilities of some samples of a step: the batch index of each one's request, in ascending order, and the
+    tensors of `kernels.token_logprobs`.
+    """
 
-    indices: list[int]
+    requests: list[int]
     num_top: list[int]
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     named_ids: list[list[int]]  # each request's `logprob_token_ids`
@@ -34,8 +36,8 @@ class SampledLogprobs:
         tokens: Tensor,
         to_device: Callable[[Tensor], Tensor],
     ) -> SampledLogprobs:
-        """Compute them for the requests at `indices`. logits [B, V], tokens [B]: the step's. Does not wait."""
-        asked = [members.rows[i].sampling for i in indices]
+        """Compute them for the samples at `indices`. logits [S, V], tokens [S]: the step's. Does not wait."""
+        asked = [members.samples.rows[i].sampling for i in indices]
         named_ids = [each.logprob_token_ids or [] for each in asked]
         num_top = [0 if ids else each.logprobs or 0 for each, ids in zip(asked, named_ids, strict=True)]
         at = to_device(torch.tensor(indices))
@@ -46,17 +48,21 @@ class SampledLogprobs:
             rows, columns = to_device(torch.tensor(pairs)).unbind(1)
             totals = own.gather(1, sampled.unsqueeze(1)).squeeze(1).float() - tensors[0]
             named = (own[rows, columns].float() - totals[rows]).to("cpu", non_blocking=True)
-        return cls(indices, num_top, _to_cpu(tensors), named_ids, named)
+        requests = [members.samples.request_of(i) for i in indices]
+        return cls(requests, num_top, _to_cpu(tensors), named_ids, named)
 
     def read(self) -> dict[int, list[TokenLogprobs]]:
-        """Return index → one entry for each new token. Call it when the step is done."""
+        """Return request's index → one entry for each of its samples. Call it when the step is done."""
         records, values = _records(self.tensors, self.num_top), iter(() if self.named is None else self.named.tolist())
         for row, ids in enumerate(self.named_ids):
             if ids:
                 ordered = sorted(((next(values), token_id) for token_id in ids), key=lambda pair: -pair[0])
                 logprobs, top_ids = map(list, zip(*ordered, strict=True))
                 records[row] = replace(records[row], top_ids=top_ids, top_logprobs=logprobs)
-        return {index: [record] for index, record in zip(self.indices, records, strict=True)}
+        found: dict[int, list[TokenLogprobs]] = {}
+        for request, record in zip(self.requests, records, strict=True):
+            found.setdefault(request, []).append(record)
+        return found
 
 
 @dataclass(slots=True)

@@ -32,9 +32,9 @@ MAX_ELEMENTS = 1 << 24  # most logits processed at a time
 
 @dataclass(slots=True)
 class Group:
-    """n sequences that are processed and sampled together. Only `longest` changes from step to step."""
+    """n samples that are processed together. Only `longest` changes from step to step."""
 
-    indices: list[int]  # in the batch
+    indices: list[int]  # of samples
     members: list[ProcessedRow]
     at: Tensor  # [n] int64: `indices`
     rows: Tensor  # [n] int64: device rows
@@ -42,45 +42,47 @@ class Group:
     kernel_params: KernelParams
     processors: list[Processor]
     slots: Tensor  # [h] int64: in the token history
-    slots_of: Tensor  # [h] int64: index in the group of each slot's sequence
+    slots_of: Tensor  # [h] int64: index in the group of each slot's sample
     longest: int = 0  # tokens of the longest context in the current step
 
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """How each sequence of a batch is sampled. Valid for all steps of the batch until a processor is no longer needed.
+    """How each sample of a batch is drawn. Valid for all steps of the batch until a processor is no longer needed.
 
-    `guided` indices wait for masks, in the order of the masks. First come the `num_masked` sequences that need nothing
-    else, which `Sampler.sample_filtered` samples, then those of the groups with masks.
+    Indices are of samples, see `BatchSamples`. `guided` ones wait for masks, in the order of the masks. First come the
+    `num_masked` samples that need nothing else, which `Sampler.sample_filtered` draws, then those of the groups with masks.
     """
 
     members: Members | None = None
-    greedy: bool = True  # whether all sequences are greedy
-    filtered: bool = False  # whether some sequences need `Sampler.sample_filtered`
+    greedy: bool = True  # whether all samples are greedy
+    filtered: bool = False  # whether some samples need `Sampler.sample_filtered`
     guided: list[int] = field(default_factory=list)
     num_masked: int = 0
     groups: list[tuple[Group, int]] = field(default_factory=list)  # group, index of its first mask; -1: it has none
-    unsampled: list[int] = field(default_factory=list)  # unfinished chunks and pooling requests, in descending order
-    num_sampled: list[int] = field(default_factory=list)  # tokens of each sequence: 0 or 1
+    unsampled: list[int] = field(default_factory=list)  # of unfinished chunks and pooling requests, in descending order
+    num_sampled: list[int] = field(default_factory=list)  # samples of each request, without the `unsampled` ones
     with_logprobs: list[int] = field(default_factory=list)
-    lapsing: list[int] = field(default_factory=list)  # sequences that need a processor only up to some length
+    lapsing: list[int] = field(default_factory=list)  # samples that need a processor only up to some length
     lapse_at: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # these lengths
 
     def is_valid(self, packed: PackedStep) -> bool:
         if self.members is not packed.members:
             return False
-        return not self.lapsing or bool((packed.context_lens[self.lapsing] < self.lapse_at).all())
+        return not self.lapsing or bool((packed.positions[self.lapsing] < self.lapse_at).all())
 
 
 class Sampler:
-    """Samples each sequence of a step with its own parameters and seed, independent of the rest of the batch.
+    """Draws each sample of a step with its request's parameters and seed, independent of the rest of the batch. A sample
+    is a row and a position, see `kernels.data.layout.Samples`; S counts them.
 
     There are three passes, and a step runs those that it needs. Random numbers depend only on seed and position, so a
     later pass replaces the tokens of an earlier one:
 
-    1. `sample_unfiltered`, or with several ranks `sample_own`, in the step's CUDA graph: for sequences that use only temperature;
-    2. `sample_filtered`, in a separate graph: for sequences with top_k, top_p or min_p, or with only a grammar mask;
-    3. `sample_groups`: for sequences with processors, from copies of their logits.
+    1. `sample_unfiltered`, or with several ranks `sample_own`, in the step's CUDA graph: for samples that use only
+       temperature;
+    2. `sample_filtered`, in a separate graph: for samples with top_k, top_p or min_p, or with only a grammar mask;
+    3. `sample_groups`: for samples with processors, from copies of their logits.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class Sampler:
         # The CPU writes masks, and the device reads them from the CPU's memory. When a step's masks are written, the
         # device may not have read those of the `num_stages - 1` steps before it, so there is an area for each.
         self._num_areas, self._area = num_stages, 0
-        num_masks = num_stages * batch.num_rows
+        self._max_samples = batch.num_rows * batch.samples_per_seq
+        num_masks = num_stages * self._max_samples
         self._masks = batch.device.pinned(num_masks, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
-        # [B]: index of each sequence's mask in `_masks`; -1: none.
-        self._mask_of = torch.full((batch.num_rows,), -1, dtype=torch.int32, device=batch.device.torch_device)
+        # [S]: index of each sample's mask in `_masks`; -1: none.
+        self._mask_of = torch.full((self._max_samples,), -1, dtype=torch.int32, device=batch.device.torch_device)
         self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
         self.clear()
 
@@ -127,33 +130,33 @@ class Sampler:
                 self._processed[row.index] = ProcessedRow(row, max(untils, default=0), GrammarMask in needed, slot)
 
     def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
-        """Sample logits [B, V] → tokens [B] int64. Tokens of sequences that need another pass are not valid yet."""
+        """Sample logits [S, V] → tokens [S] int64. Tokens of samples that need another pass are not valid yet."""
         if greedy:
             tokens = kernels.likeliest(logits)
         else:
             tokens = self._sample(logits, kernels.Part.PLAIN)
-        self._store(tokens)
+        self._store(tokens, self._step.samples.rows[: len(tokens)])
         return tokens
 
     def sample_own(self, own_logits: Tensor, first_id: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """As `sample_unfiltered`, from this rank's logits [B, n], those of the tokens from `first_id` on.
+        """As `sample_unfiltered`, from this rank's logits [S, n], those of the tokens from `first_id` on.
 
         `gather`: returns the columns of all ranks, given this one's.
         """
         keys = kernels.best_keys(own_logits, *self._params(len(own_logits)), first_id, self._vocab_size)
         tokens = kernels.best_tokens(gather(keys))
-        self._store(tokens)
+        self._store(tokens, self._step.samples.rows[: len(tokens)])
         return tokens
 
     def sample_filtered(self, logits: Tensor, tokens: Tensor) -> None:
-        """Sample filtered and masked sequences into tokens [B]. Applies masks to the logits [B, V] in place."""
+        """Draw filtered and masked samples into tokens [S]. Applies masks to the logits [S, V] in place."""
         mask_of = self._mask_of[: len(logits)]
         kernels.mask_logits(logits, self._masks, mask_of)
         self._sample(logits, kernels.Part.REST, mask_of, tokens)
-        self._store(tokens)
+        self._store(tokens, self._step.samples.rows[: len(tokens)])
 
     def sample_groups(self, plan: SamplingPlan, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
-        """Sample the groups of `plan` from logits [B, V], which are not changed, into tokens [B]. masks: by `masks`."""
+        """Sample the groups of `plan` from logits [S, V], which are not changed, into tokens [S]. masks: by `masks`."""
         for group, first in plan.groups:
             own = None if masks is None or first < 0 else masks[first : first + len(group.indices)]
             self._sample_group(group, own, logits, tokens)
@@ -164,17 +167,21 @@ class Sampler:
         return kernels.sample(logits, *self._params(len(logits)), part, mask_of, out)
 
     def _params(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The parameters of the first n sequences, in the order of `kernels.sample`."""
-        step = self._step
-        params = step.temperature[:n], step.top_k[:n], step.top_p[:n], step.min_p[:n]
-        return *params, step.seed[:n], step.next_position[:n]
+        """Return the parameters of the first n samples, in the order of `kernels.sample`."""
+        samples = self._step.samples
+        params = samples.temperature[:n], samples.top_k[:n], samples.top_p[:n], samples.min_p[:n]
+        return *params, samples.seed[:n], samples.next_position[:n]
 
-    def _store(self, tokens: Tensor) -> None:
-        """Store the tokens in their rows, where the next step reads them."""
-        self._batch.state.last_token.scatter_(0, self._step.rows[: len(tokens)], tokens)
+    def _store(self, tokens: Tensor, rows: Tensor) -> None:
+        """Store the tokens in their rows, where the next step reads them: tokens, rows [n] int64.
+
+        With several samples a row, the caller of the sampler decides which of them is the newest.
+        """
+        if self._batch.samples_per_seq == 1:
+            self._batch.state.last_token.scatter_(0, rows, tokens)
 
     def _sample_group(self, group: Group, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
-        lengths, params = self._step.next_position.index_select(0, group.at), group.kernel_params
+        lengths, params = self._step.samples.next_position.index_select(0, group.at), group.kernel_params
         context = Context(lengths, group.longest, group.seeds, masks, lambda: logits[group.at].float())
         own = context.raw()
         is_finite = own.amax(-1) < math.inf
@@ -187,7 +194,7 @@ class Sampler:
         # fault.
         sampled.masked_fill_(sampled < 0, kernels.NOTHING_ALLOWED).masked_fill_(~is_finite, kernels.NOT_FINITE)
         tokens.scatter_(0, group.at, sampled)
-        self._batch.state.last_token.scatter_(0, group.rows, sampled)
+        self._store(sampled, group.rows)
         if len(group.slots):
             self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of].clamp(min=0))
 
@@ -198,12 +205,12 @@ class Sampler:
             self._plan = self._make_plan(packed)
         plan = self._plan
         for group, _ in plan.groups:
-            group.longest = int(packed.context_lens[group.indices].max())
+            group.longest = int(packed.positions[group.indices].max())
         if plan.guided:
             self._area = (self._area + 1) % self._num_areas
         if (is_new and (was_masked or plan.num_masked)) or (plan.num_masked and self._num_areas > 1):
-            mask_of = torch.full((self._batch.num_rows,), -1, dtype=torch.int32)
-            first = self._area * self._batch.num_rows
+            mask_of = torch.full((self._max_samples,), -1, dtype=torch.int32)
+            first = self._area * self._max_samples
             mask_of[plan.guided[: plan.num_masked]] = torch.arange(first, first + plan.num_masked, dtype=torch.int32)
             self._mask_of.copy_(self._batch.device.upload(mask_of))
         return plan
@@ -212,34 +219,36 @@ class Sampler:
         """Return the CPU's memory for the masks of the step planned last, one for each of `plan.guided`, to be filled
         before it is sampled: [n, (V + 31) // 32] int32, a bit for each token, the lowest first, set if it is allowed.
         """
-        first = self._area * self._batch.num_rows
+        first = self._area * self._max_samples
         return self._masks[first : first + len(plan.guided)]
 
     def _make_plan(self, packed: PackedStep) -> SamplingPlan:
-        members, rows = packed.members, packed.members.rows
-        partial = members.batch.partial
-        plan = SamplingPlan(members, members.greedy, any(is_filtered(row.sampling) for row in rows))
-        plan.num_sampled = [1] * len(rows)
-        plan.unsampled = list(reversed(partial))
+        members, samples = packed.members, packed.members.samples
+        rows, unwanted = samples.rows, samples.unwanted
+        plan = SamplingPlan(members, members.greedy, any(is_filtered(row.sampling) for row in members.rows))
+        plan.num_sampled = [samples.per_seq] * samples.num_requests
+        plan.unsampled = list(reversed(unwanted))
         if self._batch.num_pooled:
             pooled = [i for i, row in enumerate(rows) if row.pooling is not None]
-            plan.unsampled = sorted({*partial, *pooled}, reverse=True)
+            plan.unsampled = sorted({*unwanted, *pooled}, reverse=True)
         for i in plan.unsampled:
-            plan.num_sampled[i] = 0
-        plan.with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and i not in partial]
+            plan.num_sampled[samples.request_of(i)] -= 1
+        plan.with_logprobs = [
+            i for i, row in enumerate(rows) if row.sampling.logprobs is not None and i not in unwanted
+        ]
         if self._processed:
             self._plan_processed(plan, packed)
         return plan
 
     def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:
-        """Plan the sequences that need processors."""
-        lengths, partial = packed.context_lens.tolist(), packed.members.batch.partial
+        """Plan the samples that need processors."""
+        lengths, samples = packed.positions.tolist(), packed.members.samples
         masked: list[int] = []
         guided: list[int] = []
         free: list[int] = []
-        for i, row in enumerate(packed.members.rows):
+        for i, row in enumerate(samples.rows):
             found = self._processed.get(row.index)
-            if found is None or i in partial:
+            if found is None or i in samples.unwanted:
                 continue
             is_processed = lengths[i] < found.until
             if is_processed and found.until < FOREVER:
@@ -249,7 +258,7 @@ class Sampler:
                 (guided if is_processed or row.sampling.logprobs is not None else masked).append(i)
             elif is_processed:
                 free.append(i)
-        untils = [self._processed[packed.members.rows[i].index].until for i in plan.lapsing]
+        untils = [self._processed[samples.rows[i].index].until for i in plan.lapsing]
         plan.lapse_at = np.array(untils, dtype=np.int32)
         plan.guided, plan.num_masked = masked + guided, len(masked)
         plan.filtered |= bool(masked)
@@ -260,12 +269,12 @@ class Sampler:
             start += len(group.indices)
 
     def _groups(self, indices: list[int], packed: PackedStep) -> list[Group]:
-        size, rows = max(MAX_ELEMENTS // self._vocab_size, 1), packed.members.rows
+        size, rows = max(MAX_ELEMENTS // self._vocab_size, 1), packed.members.samples.rows
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         return [self._group(part, [self._processed[rows[i].index] for i in part]) for part in parts]
 
     def _group(self, indices: list[int], members: list[ProcessedRow]) -> Group:
-        """Return a group of these sequences, the last plan's if it has one."""
+        """Return a group of these samples, the last plan's if it has one."""
         for group, _ in self._plan.groups:
             if group.indices == indices and group.members == members:
                 return group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from engine.core.params.pooling import UNSAMPLED
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.worker.device import CpuDevice
-from engine.worker.input_batch import InputBatch
+from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.sampling.logprobs import SampledLogprobs
 from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
 from kernels import reference
@@ -37,9 +39,9 @@ def freeing(*removed: str) -> SchedulerOutput:
 class Sampling:
     """The sampling half of a model runner: requests come and go, logits are made up."""
 
-    def __init__(self) -> None:
-        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU)
-        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU.torch_device)
+    def __init__(self, samples_per_seq: int = 1) -> None:
+        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, samples_per_seq=samples_per_seq)
+        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU.torch_device, samples_per_seq)
         self.sampler = Sampler(self.batch, self.step, EOS, VOCAB, MAX_LEN)
         self.number, self.last = 0, ScheduledBatch([], [], 0, 0, [])
 
@@ -66,17 +68,27 @@ class Sampling:
         if not admitted and not removed and self.last.request_ids == names and self.last.num_tokens == sizes:
             batch = self.last  # as the scheduler does
         output, self.last = step_of(self.number, new_requests, batch, removed), batch
+        packed = self.prepare(output)
+        tokens = self.sample(packed, [logits[name] for name in names], [(masks or {}).get(name) for name in names])
+        rows = torch.tensor([row.index for row in packed.members.rows])
+        assert torch.equal(self.batch.state.last_token[rows], tokens)
+        return {name: int(token) for name, token in zip(names, tokens, strict=True)}
+
+    def prepare(self, output: SchedulerOutput) -> PackedStep:
         self.apply(output)
         packed = self.batch.pack(output)
         reference.prepare_step(
             packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
         )
-        table = torch.tensor([logits[name] for name in names])
-        sampler = self.sampler
+        return packed
+
+    def sample(self, packed: PackedStep, logits: list[list[float]], masks: Sequence[set[int] | None]) -> torch.Tensor:
+        """Draw the samples of a step, given the logits of each, and the tokens that its grammar allows."""
+        table, sampler = torch.tensor(logits), self.sampler
         tokens = sampler.sample_unfiltered(table)
         before = table.clone()
         plan = sampler.plan(packed)
-        allowed = [(masks or {})[names[i]] for i in plan.guided]
+        allowed = [masks[i] or set() for i in plan.guided]
         words = [[sum(1 << t % 32 for t in ids if t // 32 == word) for word in range(2)] for ids in allowed]
         grammar_masks = sampler.masks(plan)
         grammar_masks[:] = torch.tensor(words).view(-1, 2).to(torch.int32)
@@ -86,9 +98,7 @@ class Sampling:
             table[masked] = before[masked]
         sampler.sample_groups(plan, grammar_masks, table, tokens)
         assert torch.equal(table, before), "log-probabilities are of raw logits"
-        rows = torch.tensor([row.index for row in packed.members.rows])
-        assert torch.equal(self.batch.state.last_token[rows], tokens)
-        return {name: int(token) for name, token in zip(names, tokens, strict=True)}
+        return tokens
 
     def apply(self, output: SchedulerOutput) -> None:
         self.sampler.update_rows(*self.batch.apply(output))
@@ -237,3 +247,63 @@ def test_min_tokens_needs_no_processor_when_nothing_ends_the_text() -> None:
     assert BannedTokens.needed(SamplingParams(min_tokens=5))
     assert BannedTokens.needed(SamplingParams(min_tokens=5, ignore_eos=True, stop_token_ids=[3]))
     assert not BannedTokens.needed(SamplingParams(min_tokens=5, ignore_eos=True))
+
+
+@pytest.mark.parametrize("world", range(8))
+def test_samples_of_a_row_are_the_tokens_of_as_many_steps(world: int) -> None:
+    """Of tokens that the CPU knows, as of drafts: each sample sees the history before it, and no token after it."""
+    rng, per_seq = random.Random(world), 3
+    one, several = Sampling(), Sampling(per_seq)
+    params = {str(i): params_of(rng) for i in range(ROWS)}
+    known = {name: [rng.randrange(VOCAB) for _ in range(rng.randint(3, 20))] for name in params}
+    num_prompt = {name: rng.randint(1, len(tokens)) for name, tokens in known.items()}
+    steps = [{name: [rng.gauss(0, 3) for _ in range(VOCAB)] for name in params} for _ in range(per_seq)]
+    masks = [{name: {rng.randrange(VOCAB) for _ in range(30)} for name in params} for _ in range(per_seq)]
+    drawn: dict[str, list[int]] = {name: [] for name in params}
+    admitted = {name: (known[name], num_prompt[name], params[name], 7) for name in params}
+    for logits, allowed in zip(steps, masks, strict=True):
+        found = one.run(logits, {name: len(known[name]) for name in params}, admitted, [], masks=allowed)
+        admitted = {}
+        for name, token in found.items():
+            drawn[name].append(token)
+
+    names = [name for name in params if min(drawn[name]) >= 0]  # some exclude all tokens
+    assert len(names) >= 2
+    tokens = {name: known[name] + drawn[name][:-1] for name in names}
+    new_requests = [
+        NewRequest(
+            EngineRequest(name, tokens[name][: num_prompt[name]], params[name]), 7, tokens[name], 0, [[*range(8)]]
+        )
+        for name in names
+    ]
+    sizes = [len(tokens[name]) for name in names]
+    packed = several.prepare(step_of(1, new_requests, ScheduledBatch(names, sizes, sum(sizes), 0, []), []))
+    assert several.step.samples.next_position[: len(names) * per_seq].tolist() == packed.positions.tolist()
+    result = several.sample(
+        packed,
+        [logits[name] for name in names for logits in steps],
+        [allowed[name] for name in names for allowed in masks],
+    )
+    assert result.view(-1, per_seq).tolist() == [drawn[name] for name in names]
+    plan = several.sampler.plan(packed)
+    assert (plan.num_sampled, plan.unsampled) == ([per_seq] * len(names), [])
+
+
+def test_samples_before_a_requests_first_token_and_of_chunks_are_not_wanted() -> None:
+    sampling = Sampling(samples_per_seq=3)
+    new_requests = [
+        NewRequest(EngineRequest(name, [1] * 9, SamplingParams(logprobs=0)), 7, [1] * 9, num_computed, [[0]])
+        for name, num_computed in (("a", 8), ("b", 7), ("c", 0), ("d", 0))
+    ]
+    batch = ScheduledBatch(["a", "b", "c", "d"], [1, 2, 9, 5], 17, 1, [3])
+    packed = sampling.prepare(step_of(1, new_requests, batch, []))
+    plan = sampling.sampler.plan(packed)
+    assert plan.unsampled == [11, 10, 9, 3, 1, 0]
+    assert plan.num_sampled == [1, 2, 3, 0]
+    assert plan.with_logprobs == [2, 4, 5, 6, 7, 8]
+    logits = torch.randn(12, VOCAB)
+    tokens = logits.argmax(-1)
+    found = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, CPU.upload).read()
+    assert {request: len(records) for request, records in found.items()} == {0: 1, 1: 2, 2: 3}
+    best = logits.log_softmax(-1).amax(-1)
+    assert [each.logprob for each in found[2]] == pytest.approx(best[6:9].tolist(), abs=1e-5)
