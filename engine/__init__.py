@@ -12,50 +12,81 @@ if TYPE_CHECKING:
     from engine.core.params.pooling import PoolingParams
     from engine.core.params.sampling import SamplingParams
     from engine.core.params.structured import StructuredOutputs
-    from engine.errors import ConfigError, EngineError
+    from engine.errors import ConfigError, EngineDeadError, EngineError, ParameterError, TagsError
+    from engine.models.classifier import Classifier
     from engine.models.errors import ModelError
     from engine.offline.llm import LLM
     from engine.processing.beam_search import BeamSearchParams
-    from engine.processing.output_collector import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from engine.processing.model_info import ModelInfo
+    from engine.processing.output_collector import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+        RequestUpdate,
+    )
+    from engine.replicas.state import EngineState
+    from engine.text.tokenizer import TokenizerError
 
 __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
     "BeamSearchParams",
+    "Classifier",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "EngineDeadError",
     "EngineError",
     "EngineRequest",
+    "EngineState",
     "ModelError",
+    "ModelInfo",
+    "ParameterError",
     "PoolingParams",
+    "RequestMetrics",
     "RequestOutput",
+    "RequestUpdate",
     "SamplingParams",
     "StructuredOutputs",
+    "TagsError",
+    "TokenizerError",
     "__version__",
 ]
 
-_HOMES = {
-    "LLM": "engine.offline.llm",
+_MODULES = {
     "AsyncEngine": "engine.async_engine",
     "BeamSearchParams": "engine.processing.beam_search",
+    "Classifier": "engine.models.classifier",
     "CompletionOutput": "engine.processing.output_collector",
     "ConfigError": "engine.errors",
+    "EmbeddingOutput": "engine.processing.output_collector",
     "EmbeddingRequestOutput": "engine.processing.output_collector",
     "EngineConfig": "engine.config",
+    "EngineDeadError": "engine.errors",
     "EngineError": "engine.errors",
     "EngineRequest": "engine.core.engine_request",
+    "EngineState": "engine.replicas.state",
+    "LLM": "engine.offline.llm",
     "ModelError": "engine.models.errors",
+    "ModelInfo": "engine.processing.model_info",
+    "ParameterError": "engine.errors",
     "PoolingParams": "engine.core.params.pooling",
+    "RequestMetrics": "engine.processing.output_collector",
     "RequestOutput": "engine.processing.output_collector",
+    "RequestUpdate": "engine.processing.output_collector",
     "SamplingParams": "engine.core.params.sampling",
     "StructuredOutputs": "engine.core.params.structured",
+    "TagsError": "engine.errors",
+    "TokenizerError": "engine.text.tokenizer",
 }
 
 
 def __getattr__(name: str) -> Any:  # so that `quire --help` and the API process need not import PyTorch
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

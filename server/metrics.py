@@ -20,10 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from engine import RequestMetrics, RequestUpdate, SamplingParams
 from engine.core.batch import SchedulerStats
 from engine.core.params.pooling import UNSAMPLED
-from engine.core.params.sampling import SamplingParams
-from engine.processing.output_collector import RequestMetrics, RequestUpdate
 from engine.stats import EXPERT_BOUNDS, STEP_BOUNDS, ExpertTokens, StepTokens
 
 _log = logging.getLogger(__name__)

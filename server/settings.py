@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine import ConfigError
 from engine.flags import check, flag
 from engine.utils.log import FORMATS
 from server.http.api_keys import KeyRing

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from engine import PoolingParams, SamplingParams
 from engine.core.params.declare import Declaration, Parameter, parameters_of
-from engine.core.params.pooling import POOLINGS, PoolingParams
-from engine.core.params.sampling import SamplingParams
+from engine.core.params.pooling import POOLINGS
 from server.http.bodies import one_message
 from server.http.errors import APIError
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, EngineError
+from engine import ConfigError, EngineError
 from engine.flags import add_flags, check, flag, load
 from server.cli.common import base_url
 

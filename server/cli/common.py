@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine import ConfigError, EngineConfig, SamplingParams
 from engine.core.params.declare import Parameter, parameters_of
-from engine.core.params.sampling import SamplingParams
-from engine.errors import ConfigError
 from engine.flags import check, flag, load
 
 

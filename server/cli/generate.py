@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.core.engine_request import EngineRequest
-from engine.errors import ConfigError, EngineError
+from engine import ConfigError, EngineConfig, EngineError, EngineRequest
 from engine.flags import add_flags
 from server.cli.common import SAMPLING_FLAGS, SamplingFlags, load_with_model
 
@@ -66,7 +64,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 async def _generate(config: EngineConfig, sampling: SamplingFlags, prompt: str) -> None:
-    from engine.async_engine import AsyncEngine
+    from engine import AsyncEngine
 
     engine = await AsyncEngine.start(config)
     try:

@@ -87,9 +87,7 @@ def command_line(only: str = "") -> Parser:
 
 def _is_plain(error: Exception) -> bool:
     """Whether the message suffices without a traceback."""
-    from engine.errors import ConfigError, EngineError
-    from engine.models.errors import ModelError
+    from engine import ConfigError, EngineError, ModelError, TokenizerError
     from engine.text.chat_template import ChatTemplateError
-    from engine.text.tokenizer import TokenizerError
 
     return isinstance(error, (ConfigError, EngineError, ModelError, TokenizerError, ChatTemplateError))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
+from engine import EngineConfig
 from engine.flags import add_flags, check, flag, settings_of
 from server.cli.common import load_with_model, model_argument
 

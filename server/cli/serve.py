@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError
+from engine import ConfigError, EngineConfig, EngineError
 from engine.flags import add_flags
 from engine.utils.log import configure_logging, debugging, traceback_without_text
 from server.cli.common import load_with_model, model_argument
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-    from engine.async_engine import AsyncEngine
+    from engine import AsyncEngine
     from server.http.connections import Connections
     from server.observability.readiness import Readiness
 
@@ -130,7 +129,7 @@ def _listen_unix(path: str) -> socket.socket:
 
 
 async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.socket) -> int:
-    from engine.async_engine import AsyncEngine
+    from engine import AsyncEngine
 
     service = _Service()
     with service.signals():

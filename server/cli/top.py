@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
+from engine import EngineError
 from engine.flags import add_flags, check, flag, load
 from server.cli.common import base_url
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine import ConfigError, EngineConfig
 from engine.flags import load, settings_of
 from server.settings import ServerConfig
 

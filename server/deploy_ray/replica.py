@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from starlette.types import Message
 
-from engine import AsyncEngine
-from engine.errors import EngineDeadError
+from engine import AsyncEngine, EngineDeadError
 from server.app import create_app
 from server.deploy_ray.autoscaling import replica_load
 from server.deploy_ray.config import LLMConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.config import EngineConfig
+from engine import EngineConfig
 from engine.flags import settings_of
 from engine.models.catalog import families, quantizations
 from server.apis.anthropic.protocol import MessagesRequest

@@ -8,11 +8,10 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
+from engine import BeamSearchParams, EngineRequest, RequestUpdate, SamplingParams
 from engine.core.batch import EngineOutput
-from engine.core.engine_request import EngineRequest
-from engine.core.params.sampling import SamplingParams
-from engine.processing.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch, BeamSearchParams
-from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.processing.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearch
+from engine.processing.output_collector import OutputCollector
 from server.generation.engine_client import EngineClient
 from server.generation.errors import InvalidRequestError
 from server.generation.model import Model

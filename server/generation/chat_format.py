@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError
+from engine import ConfigError
 from engine.text.chat_renderer import ChatRenderer
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
 from engine.text.chat_templates import DEFAULT, chosen_name

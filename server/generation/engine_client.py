@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from engine import EngineRequest, EngineState, ModelInfo, RequestUpdate, SamplingParams
 from engine.core.batch import SchedulerStats
-from engine.core.engine_request import EngineRequest
-from engine.core.params.sampling import SamplingParams
-from engine.processing.model_info import ModelInfo
-from engine.processing.output_collector import RequestUpdate
 from engine.replicas.in_flight import InFlight
-from engine.replicas.state import EngineState
 from server.metrics import ReplicaClient
 
 

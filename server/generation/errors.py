@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from engine.errors import ParameterError
+from engine import ParameterError
 
 Names = Mapping[str, str]  # see `field_name`
 

@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineDeadError
-from engine.processing.output_collector import RequestMetrics, RequestUpdate
+from engine import EngineDeadError, RequestMetrics, RequestUpdate, SamplingParams
 from server.generation.errors import AbortedError, EngineFailedError, InvalidRequestError, TimedOutError
 from server.generation.usage import Usage
 from server.metrics import Metrics, SampleWatch

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from engine.core.params.sampling import SamplingParams
-from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags, Thoughts
-from engine.errors import ParameterError, TagsError
+from engine import ParameterError, SamplingParams, StructuredOutputs, TagsError
+from engine.core.params.structured import MAX_TAGS, Tag, Tags, Thoughts
 from server.generation.conversation import Prompt
 from server.generation.errors import InvalidRequestError
 from server.generation.model import Model

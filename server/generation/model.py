@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from engine.processing.model_info import ModelInfo
+from engine import ModelInfo, TokenizerError
 from engine.text.chat_template import ChatTemplateError
-from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.text.tokenizer import Tokenizer
 from server.generation.chat_format import ChatFormats
 from server.generation.conversation import CheckText, ConversationEncoder, Prompt
 from server.generation.engine_client import EngineClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.core.params.sampling import SamplingParams
+from engine import SamplingParams
 from server.generation.conversation import Prompt
 from server.generation.errors import invalid
 from server.generation.guided import guided

@@ -10,11 +10,9 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
-from engine.core.engine_request import EngineRequest
-from engine.core.params.pooling import UNSAMPLED, PoolingParams
-from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineDeadError
-from engine.processing.output_collector import RequestUpdate, with_samples
+from engine import EngineDeadError, EngineRequest, PoolingParams, RequestUpdate, SamplingParams
+from engine.core.params.pooling import UNSAMPLED
+from engine.processing.output_collector import with_samples
 from server.generation.beam_search import beam_searches
 from server.generation.caller import Caller
 from server.generation.checks import (

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from engine.errors import ConfigError
+from engine import ConfigError
 from server.generation.caller import Caller
 
 _log = logging.getLogger(__name__)

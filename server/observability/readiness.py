@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from engine.replicas.state import EngineState
+from engine import EngineState
 from server.http.sse import event
 
 UNKNOWN_SECONDS = 5  # Retry-After if the duration of the start is unknown

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
-from engine.errors import ConfigError
+from engine import ConfigError
 from server.metrics import SampleWatch
 
 _log = logging.getLogger(__name__)

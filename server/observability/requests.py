@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.params.sampling import SamplingParams
+from engine import SamplingParams
 from server.http.context import CURRENT, RequestContext
 from server.metrics import SampleWatch
 

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.replicas.state import PHASES, EngineState
+from engine import EngineState
+from engine.replicas.state import PHASES
 from server.metrics import HTTPMetrics, ReplicaClient
 from server.observability.processes import EventLoopLag, ProcessesCollector
 

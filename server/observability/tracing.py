@@ -21,8 +21,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine import SamplingParams
 from engine.core.params.pooling import UNSAMPLED
-from engine.core.params.sampling import SamplingParams
 from server.http.callers import caller_in
 from server.http.context import CURRENT
 from server.observability.requests import RequestRecord

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from engine.processing.output_collector import RequestUpdate
+from engine import RequestUpdate
 from server.apis.anthropic.errors import failure
 from server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest, parsed_arguments
 from server.generation.checks import warn_of_changes

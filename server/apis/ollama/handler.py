@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 import engine as quire
-from engine.processing.output_collector import EmbeddingOutput, RequestUpdate
+from engine import EmbeddingOutput, RequestUpdate
 from server.apis.ollama.errors import failure
 from server.apis.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from server.apis.openai.logprobs import logprobs_content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.processing.output_collector import RequestMetrics
+from engine import RequestMetrics
 from server.generation.usage import Usage
 
 

@@ -7,8 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine import ConfigError, EngineConfig
 from engine.flags import add_flags, check, flag, load
 from server.cli.chat.models import Model, OwnModel, ServedModel
 from server.cli.chat.session import HELP, NAMES, Chat

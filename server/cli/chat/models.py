@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.config import EngineConfig
-from engine.core.engine_request import EngineRequest
-from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine import ConfigError, EngineConfig, EngineDeadError, EngineError, EngineRequest
 from server.cli.common import SamplingFlags
 
 Message = dict[str, str]
@@ -52,7 +50,7 @@ class OwnModel:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> OwnModel:
-        from engine.async_engine import AsyncEngine
+        from engine import AsyncEngine
         from engine.text.chat_templates import choose_renderer
 
         engine = await AsyncEngine.start(config)

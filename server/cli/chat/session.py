@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine import ConfigError
 from engine.flags import nearest, settings_of
 from server.cli.chat.models import Message, Model, Piece, RefusedError
 from server.cli.chat.terminal import Terminal

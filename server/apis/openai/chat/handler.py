@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from engine import RequestUpdate
 from engine.core.batch import TokenLogprobs
-from engine.processing.output_collector import RequestUpdate
 from server.apis.openai.chat.protocol import ChatCompletionRequest
 from server.apis.openai.errors import DONE, failure
 from server.apis.openai.logprobs import logprobs_content, prompt_logprobs

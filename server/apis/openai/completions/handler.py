@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from engine import RequestUpdate
 from engine.core.batch import TokenLogprobs
-from engine.processing.output_collector import RequestUpdate
 from server.apis.openai.completions.protocol import CompletionRequest
 from server.apis.openai.errors import DONE, failure
 from server.apis.openai.fields import prompts_of

@@ -7,7 +7,7 @@ import base64
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from engine.processing.output_collector import EmbeddingOutput
+from engine import EmbeddingOutput
 from server.apis.openai.embeddings.protocol import EmbeddingBody
 from server.apis.openai.usage import usage_object
 from server.generation.generation import Generation

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from engine import RequestUpdate
 from engine.core.batch import TokenLogprobs
-from engine.processing.output_collector import RequestUpdate
 from server.apis.openai.errors import DONE, failure
 from server.apis.openai.generate.protocol import TokensRequest
 from server.apis.openai.logprobs import LOWEST_LOGPROB, prompt_logprobs

@@ -10,8 +10,7 @@ from operator import mul
 
 from fastapi import FastAPI, Request, Response
 
-from engine.models.classifier import Classifier
-from engine.processing.output_collector import EmbeddingOutput
+from engine import Classifier, EmbeddingOutput
 from server.apis.openai.scores.protocol import ClassifyRequest, Pair, RerankRequest, ScoreRequest
 from server.apis.openai.usage import usage_object
 from server.generation.checks import MAX_SAMPLES
