@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.types import Scope
 
 from engine.utils.round_robin import Turns
 from server.generation.warnings import Warnings
@@ -22,6 +23,7 @@ from server.http.disconnect import disconnected, ended_by
 from server.http.entrance import BEGIN_AT_ONCE
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_body, check_values, is_small
+from server.http.surrogates import REPLACED, WARNING, replace_lone_surrogates
 
 _decode = msgspec.json.decode
 B = TypeVar("B", bound=Body)
@@ -124,8 +126,8 @@ class Arrivals:
 class Bodies:
     """Reads request bodies: within limits, a few at a time, and in a thread if they are large.
 
-    JSON follows RFC 8259, in UTF-8. NaN, lone surrogates and numbers outside the range of doubles are refused, so that every
-    value in a request can be encoded again in a response.
+    JSON follows RFC 8259, in UTF-8. NaN and numbers outside the range of doubles are refused and lone surrogates replaced,
+    so that every value in a request can be encoded again in a response.
     """
 
     def __init__(self, max_bytes: int, timeout: float, workers: Workers, *, strict: bool) -> None:
@@ -151,7 +153,10 @@ class Bodies:
         """Return the warnings about `body`, and `convert(body)`; see `converted` below."""
 
         def work() -> tuple[Warnings, T]:
-            return warnings_about(body, self._strict), convert(body)
+            warnings = warnings_about(body, self._strict)
+            if REPLACED in request.scope:
+                warnings.add(WARNING, "body")
+            return warnings, convert(body)
 
         owner = caller_of(request).owner("")
         return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
@@ -160,9 +165,9 @@ class Bodies:
         if not _is_json(request):
             raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
         if is_small(data):
-            return _read(data, body_type)
+            return _read(data, body_type, request.scope)
         request.scope[_LARGE] = True
-        return await self._workers.run(_read, data, body_type, owner=caller_of(request).owner(""))
+        return await self._workers.run(_read, data, body_type, request.scope, owner=caller_of(request).owner(""))
 
 
 async def converted(
@@ -185,11 +190,11 @@ def _is_json(request: Request) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _read(data: bytes, body_type: TypeAdapter[Any]) -> Any:
+def _read(data: bytes, body_type: TypeAdapter[Any], scope: Scope) -> Any:
     if not data:
         raise APIError(400, "the body is empty: it must be a JSON object")
     check_body(data)
-    decoded = _decoded(data.removeprefix(_BYTE_ORDER_MARK))
+    decoded = _decoded(data.removeprefix(_BYTE_ORDER_MARK), scope)
     check_values(decoded)
     try:
         return body_type.validate_python(decoded)
@@ -197,7 +202,14 @@ def _read(data: bytes, body_type: TypeAdapter[Any]) -> Any:
         raise from_validation(error.errors(include_url=False)) from None
 
 
-def _decoded(data: bytes) -> Any:
+def _decoded(data: bytes, scope: Scope) -> Any:
+    try:
+        return _decode(data)
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        if (mended := replace_lone_surrogates(data)) != data:
+            scope[REPLACED], data = True, mended
+    except RecursionError:
+        pass
     try:
         return _decode(data)
     except UnicodeDecodeError as error:

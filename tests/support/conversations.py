@@ -129,3 +129,90 @@ def texts_of(messages: list[Message]) -> list[str]:
             found.append(each["function"]["name"])
             found += [city for city in ("Paris", "Rome", "Lond") if city in str(each["function"]["arguments"])]
     return found
+
+
+def as_items(messages: list[Message]) -> list[Message]:
+    """The conversation as items of /v1/responses."""
+    items: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": message["content"]}
+            )
+            continue
+        if message.get("reasoning"):
+            content = [{"type": "reasoning_text", "text": message["reasoning"]}]
+            items.append({"type": "reasoning", "summary": [], "content": content})
+        if message.get("content") or not message.get("tool_calls"):
+            items.append({"role": message["role"], "content": message["content"]})
+        items += [
+            {"type": "function_call", "call_id": each.get("id"), **each["function"]}
+            for each in message.get("tool_calls") or ()
+        ]
+    return items
+
+
+def as_anthropic(messages: list[Message]) -> list[Message]:
+    """The conversation as messages of /v1/messages: results are blocks of the user's."""
+    found: list[Message] = []
+    for message in messages:
+        role, text = message["role"], message.get("content")
+        if role == "tool":
+            block = {"type": "tool_result", "tool_use_id": message.get("tool_call_id"), "content": text}
+            found.append({"role": "user", "content": [block]})
+            continue
+        blocks: list[Message] = []
+        if message.get("reasoning"):
+            blocks.append({"type": "thinking", "thinking": message["reasoning"], "signature": ""})
+        if text or not message.get("tool_calls"):
+            blocks.append({"type": "text", "text": text})
+        for each in message.get("tool_calls") or ():
+            function = each["function"]
+            blocks.append(
+                {"type": "tool_use", "id": each.get("id"), "name": function["name"], "input": function["arguments"]}
+            )
+        found.append({"role": "system" if role == "developer" else role, "content": blocks})
+    return found
+
+
+def as_ollama(messages: list[Message]) -> list[Message]:
+    """The conversation as messages of /api/chat."""
+    found = []
+    for message in messages:
+        kept = {name: message[name] for name in ("role", "content", "tool_call_id", "tool_calls") if name in message}
+        found.append(kept | ({"thinking": message["reasoning"]} if message.get("reasoning") else {}))
+    return found
+
+
+def requests_of(messages: list[Message], tools: list[Message] | None, max_tokens: int = 2) -> dict[str, Message]:
+    """The same conversation as a request to each API, by path."""
+    functions = [tool["function"] for tool in tools or ()]
+    of_responses = [{"type": "function", **each} for each in functions]
+    of_anthropic = [
+        {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
+        for each in functions
+    ]
+    common: Message = {"tools": tools} if tools else {}
+    return {
+        "/v1/chat/completions": {"messages": messages, "max_tokens": max_tokens, **common},
+        "/tokenize": {"messages": messages, **common},
+        "/v1/responses": {
+            "input": as_items(messages),
+            "max_output_tokens": max_tokens,
+            **({"tools": of_responses} if tools else {}),
+        },
+        "/v1/messages": {
+            "model": "toy",
+            "messages": as_anthropic(messages),
+            "max_tokens": max_tokens,
+            "thinking": {"type": "adaptive"},
+            **({"tools": of_anthropic} if tools else {}),
+        },
+        "/api/chat": {
+            "model": "toy",
+            "messages": as_ollama(messages),
+            "stream": False,
+            "options": {"num_predict": max_tokens},
+            **common,
+        },
+    }

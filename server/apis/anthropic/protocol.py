@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
 
+from engine.text.call_arguments import INVALID
 from server.apis.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
@@ -57,31 +58,31 @@ class Block(Body):
 
 class TextBlock(Block):
     type: Literal["text"]
-    text: str
+    text: str | None
 
 
 class ThinkingBlock(Block):
     type: Literal["thinking"]
-    thinking: str
+    thinking: str | None
     signature: str | None = None
 
 
 class RedactedThinkingBlock(Block):
     type: Literal["redacted_thinking"]
-    data: str
+    data: str | None = None
 
 
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
-    id: str
+    id: str | None = None
     name: str
-    input: dict[str, Any]
+    input: Any = None  # an object
     caller: Any = None
 
 
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str | None = None
     content: Annotated[
         str | list[TextBlock] | None, one_message("a string or a list of text blocks; other blocks are not supported")
     ] = None
@@ -112,11 +113,11 @@ def _text_or_list(items: Any) -> Any:
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: _text_or_list(list[AnyBlock])  # type: ignore[valid-type]
+    content: _text_or_list(list[AnyBlock]) | None = None  # type: ignore[valid-type]
 
     @property
     def blocks(self) -> list[Any]:
-        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        return self.content if isinstance(self.content, list) else [TextBlock(type="text", text=self.content)]
 
 
 class AnthropicTool(Body):
@@ -218,7 +219,9 @@ class _Conversation(Body):
 
     def system_text(self) -> str:
         """Return the system prompt without Claude Code's billing line."""
-        texts = [self.system or ""] if not isinstance(self.system, list) else [block.text for block in self.system]
+        texts = (
+            [self.system or ""] if not isinstance(self.system, list) else [block.text or "" for block in self.system]
+        )
         texts = [_BILLING.sub("", text) if index == 0 else text for index, text in enumerate(texts)]
         return "\n".join(texts[1:] if texts and not texts[0] else texts)
 
@@ -265,9 +268,9 @@ def _messages(given: list[AnthropicMessage]) -> list[Message]:
         for block in each.blocks:
             match block:
                 case TextBlock(text=text):
-                    texts.append(text)
+                    texts.append(text or "")
                 case ThinkingBlock(thinking=thinking):
-                    thoughts.append(thinking)
+                    thoughts.append(thinking or "")
                 case ToolUseBlock():
                     message.tool_calls.append(ToolCall(id=block.id, name=block.name, arguments=block.input))
                 case ToolResultBlock():
@@ -282,7 +285,7 @@ def _messages(given: list[AnthropicMessage]) -> list[Message]:
 
 def _result(block: ToolResultBlock) -> str:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
     return f"Error: {text}" if block.is_error else text
 
 
@@ -317,6 +320,6 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """Parse the input of a tool call. Text that is not a JSON object is returned under `INVALID_JSON`."""
+    """Parse the input of a tool call. Text that is not a JSON object is returned under `INVALID`."""
     arguments = json_object(text)
-    return {"INVALID_JSON": text} if arguments is None else arguments
+    return {INVALID: text} if arguments is None else arguments

@@ -129,7 +129,7 @@ class _Answering(_Loading):
 
 class FunctionCall(Body):
     name: str
-    arguments: dict[str, Any] | str | None = None
+    arguments: Any = None  # an object
     index: int | None = None
     description: str | None = None
 

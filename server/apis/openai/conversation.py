@@ -21,7 +21,28 @@ NAMES = {
 
 class TextPart(Body):
     type: Literal["text", "input_text", "output_text"]
-    text: str
+    text: str | None
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str | None = None
+
+
+class ThinkingPart(Body):
+    """Reasoning, as Mistral's and Anthropic's APIs return it."""
+
+    type: Literal["thinking", "reasoning"]
+    thinking: str | list[TextPart] | None = None
+    text: str | None = None
+
+    NAMES_UNKNOWN: ClassVar[bool] = False
+
+    @property
+    def reasoning(self) -> str:
+        if isinstance(self.thinking, list):
+            return "".join(part.text or "" for part in self.thinking)
+        return self.thinking or self.text or ""
 
 
 class FunctionCall(Body):
@@ -31,7 +52,7 @@ class FunctionCall(Body):
 
 class ToolCallFields(Body):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
     index: int | None = None
 
@@ -43,7 +64,8 @@ class MessageFields(Body):
         pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or another role of the chat template."
     )
     content: Annotated[
-        str | list[TextPart] | None, one_message("a string or a list of text parts; other parts are not supported")
+        str | list[TextPart | RefusalPart | ThinkingPart] | None,
+        one_message("a string or a list of text parts; other parts are not supported"),
     ] = None
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
@@ -53,7 +75,7 @@ class MessageFields(Body):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None  # the older form of one call
 
     NO_EFFECT: ClassVar[Any] = {"annotations": ([],)}
 
@@ -125,7 +147,7 @@ class ConversationFields(Body):
         if self.add_generation_prompt and self.continue_final_message:
             raise wrong("cannot be true together with add_generation_prompt", "continue_final_message")
         for index, message in enumerate(self.messages):
-            if message.content is None and message.role not in ("assistant", "tool"):
+            if message.content is None and message.role not in ("assistant", "tool", "function"):
                 raise wrong("is required", "messages", index, "content")
         return self
 
@@ -144,21 +166,30 @@ class ConversationFields(Body):
 
 
 def _message(given: MessageFields) -> Message:
+    reasoning = given.reasoning_content if given.reasoning_content is not None else given.reasoning
     if isinstance(given.content, list):
-        content = "\n".join(part.text for part in given.content)
+        parts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in given.content]
+        thoughts = [part.reasoning for part in given.content if isinstance(part, ThinkingPart)]
+        texts = [
+            text for part, text in zip(given.content, parts, strict=True) if text and not isinstance(part, ThinkingPart)
+        ]
+        content = "\n".join(texts)
+        reasoning = reasoning if reasoning is not None or not thoughts else "".join(thoughts)
     else:
         content = given.content or given.refusal or ""
     calls = [
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
         for call in given.tool_calls or ()
     ]
+    if given.function_call is not None and not calls:
+        calls = [ToolCall(id=None, name=given.function_call.name, arguments=given.function_call.arguments)]
     return Message(
-        role=given.role,
+        role="tool" if given.role == "function" else given.role,
         content=content,
         name=given.name,
         tool_call_id=given.tool_call_id,
         tool_calls=calls,
-        reasoning=given.reasoning_content if given.reasoning_content is not None else given.reasoning,
+        reasoning=reasoning,
     )
 
 

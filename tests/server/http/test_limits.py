@@ -144,9 +144,9 @@ def test_values_are_counted_before_they_are_decoded(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("server.http.reading._decode", pytest.fail)
         with pytest.raises(APIError, match="more than 100000 objects"):
-            reading._read(body, read)
+            reading._read(body, read, {})
     text = '{[:\\"' * limits.MAX_VALUES  # in a text they are none
-    assert reading._read(json.dumps({"prompt": text}).encode(), read).prompt == text
+    assert reading._read(json.dumps({"prompt": text}).encode(), read, {}).prompt == text
 
 
 def test_the_characters_of_a_prompt_are_not_looked_at_one_by_one() -> None:

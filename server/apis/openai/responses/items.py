@@ -27,8 +27,8 @@ class Part(Body):
     """A part of a message or of a tool's output."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
     annotations: Any = None
     logprobs: Any = None
 
@@ -41,7 +41,7 @@ Content = Annotated[
 class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Content | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -49,9 +49,9 @@ class InputMessage(Body):
 
 class FunctionCallItem(Body):
     type: Literal["function_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
-    arguments: str
+    arguments: Any = None  # a JSON object as a string, as in OpenAI's API, or the object itself
     namespace: str | None = None
     id: str | None = None
     status: str | None = None
@@ -59,9 +59,9 @@ class FunctionCallItem(Body):
 
 class CustomCallItem(Body):
     type: Literal["custom_tool_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
-    input: str
+    input: str | None = None
     namespace: str | None = None
     id: str | None = None
     status: str | None = None
@@ -94,15 +94,15 @@ class LocalShellOutputItem(Body):
 
 class FunctionOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: Content
+    call_id: str | None = None
+    output: Content | None = None
     id: str | None = None
     status: str | None = None
 
 
 class ReasoningText(Body):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str | None = None
 
 
 class ReasoningItem(Body):
@@ -117,10 +117,10 @@ class ReasoningItem(Body):
     def text(self) -> str | None:
         """The reasoning text; None if this server cannot read it."""
         if self.content:
-            return "\n".join(part.text for part in self.content)
+            return "\n".join(part.text or "" for part in self.content)
         if self.encrypted_content and (found := unpacked(self.encrypted_content)) is not None:
             return found
-        return "\n".join(part.text for part in self.summary) if self.summary else None
+        return "\n".join(part.text or "" for part in self.summary) if self.summary else None
 
 
 class CompactionItem(Body):
@@ -223,8 +223,10 @@ def messages_of(items: list[Any]) -> list[Message]:
     return messages
 
 
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
+def _text(content: str | list[Part] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text or part.refusal or "" for part in content)
+    return content or ""
 
 
 def _call(item: FunctionCallItem | CustomCallItem | LocalShellCallItem) -> ToolCall:
@@ -233,7 +235,7 @@ def _call(item: FunctionCallItem | CustomCallItem | LocalShellCallItem) -> ToolC
             return ToolCall(id=item.call_id, name=full_name(item.name, item.namespace), arguments=item.arguments)
         case CustomCallItem():
             name = full_name(item.name, item.namespace)
-            return ToolCall(id=item.call_id, name=name, arguments={INPUT: item.input})
+            return ToolCall(id=item.call_id, name=name, arguments={INPUT: item.input or ""})
     arguments = item.action.model_dump(include={"command", "working_directory", "timeout_ms"}, exclude_none=True)
     return ToolCall(id=item.call_id or item.id, name=LOCAL_SHELL, arguments=arguments)
 
