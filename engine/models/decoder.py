@@ -6,7 +6,6 @@ Shapes: T tokens of the step, H query heads, Hkv key heads, D head_dim.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -30,8 +29,6 @@ from engine.models.residual import InputNorm, OutputSum, ResidualStream, Sublaye
 from engine.models.rope import rope_table
 from engine.models.shard import Span
 from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
-
-logger = logging.getLogger(__name__)
 
 
 class Decoder(nn.Module):
@@ -94,24 +91,14 @@ class Decoder(nn.Module):
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
 
-    def pack_weights(self, compress_experts: bool = False) -> None:
-        """Repack all weights for the matrix products of their device. They cannot be filled afterwards.
-
-        compress_experts: bfloat16 experts without loss, where there are kernels for that.
-        """
+    def pack_weights(self) -> None:
+        """Repack all weights for the GEMMs of their device. They cannot be filled afterwards."""
         for module in self.modules():
             if isinstance(module, Matrix) and module.is_here:
                 module.pack()
         for module in self.modules():
             if isinstance(module, MoE):
-                module.pack(compress_experts)
-        if compress_experts:
-            mixtures = [module for module in self.modules() if isinstance(module, MoE)]
-            count = sum(module.compressed is not None for module in mixtures)
-            if count:
-                logger.info("Compressed the experts of %d of %d layers to 12 bits a weight", count, len(mixtures))
-            else:
-                logger.warning("compress_experts has no effect: none of the model's experts can be compressed")
+                module.pack()
 
     def forward(
         self,
@@ -215,10 +202,8 @@ class DecoderLayer(nn.Module):
         self.attention_sum.precede(self.mlp_norm)
 
     def forms_of_weights(self) -> tuple[object, ...]:
-        """Shapes, dtypes and formats of the weights: where these are the same, products need the same kernels and memory."""
-        matrices = (getattr(module, "weight", None) for module in self.modules() if isinstance(module, Matrix))
-        compressed = (module.compressed is None for module in self.modules() if isinstance(module, MoE))
-        return *map(_form, matrices), *compressed
+        """Return shapes, dtypes and formats of the weights: layers that agree need the same kernels and memory."""
+        return tuple(_form(module.weight) for module in self.modules() if isinstance(module, Matrix))
 
     def precede(self, following: DecoderLayer) -> None:
         """Let this layer's last kernel compute the norm with which the layer `following` begins, where it is faster."""

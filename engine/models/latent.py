@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import kernels
 from engine.models.attention import AttentionMetadata
-from engine.models.formats.floats import FLOATS
+from engine.models.formats.floats import FloatFormat
 from engine.models.layers import Linear
 from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm
@@ -89,7 +89,7 @@ class HeadProjections(Linear):
     """Projections from latents to keys and values of each head. Packed as floats, since attention needs the matrices."""
 
     def pack(self) -> None:
-        if self.format is FLOATS:
+        if isinstance(self.format, FloatFormat):
             return
         self.format.pack(self)
         assert isinstance(self.weight, kernels.QuantizedWeight)

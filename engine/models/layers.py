@@ -25,6 +25,8 @@ class Linear(Matrix):
     sum, and a `ResidualEpilogue` adds these. "vocab": the rows, possibly unevenly.
     """
 
+    weight: kernels.Weight
+
     def __init__(
         self,
         scope: Scope,

@@ -130,7 +130,13 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def pack(self, matrix: Matrix) -> None:
-        """Convert the filled memory to `matrix.weight`, the form that products take. It cannot be filled afterwards."""
+        """Convert the filled memory to `matrix.weight`, the form that GEMMs read. It cannot be filled afterwards."""
+
+    def pack_experts(self, gate_up: Matrix, down: Matrix) -> None:
+        """Convert the packed stacks of an MoE, which have no biases, to the form that `kernels.experts` reads fastest."""
+        packed = kernels.pack_experts(gate_up.uncompressed, down.uncompressed, gate_up.dtype)
+        gate_up.set_weight(packed[0])
+        down.set_weight(packed[1])
 
 
 class WeightFormats(Protocol):
@@ -173,7 +179,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 class Matrix(CheckpointModule):
     """One rank's part of a matrix, or of a stack of equal matrices, with bias. Its rows come from parts of a checkpoint."""
 
-    weight: kernels.Weight  # [num_rows, in], or [num_stacked, num_rows / num_stacked, in]
+    weight: kernels.ExpertWeight  # [num_rows, in], or [num_stacked, num_rows / num_stacked, in]
     stored: dict[tuple[int, str], Tensor]  # (part, name) → tensor of a quantised checkpoint, until packed
     bias: nn.Parameter | None  # [num_rows], or [num_stacked, num_rows / num_stacked]
 
@@ -204,12 +210,21 @@ class Matrix(CheckpointModule):
         return (self.num_stacked, num_rows // self.num_stacked) if self.num_stacked else (num_rows,)
 
     def pack(self) -> None:
-        """Repack the filled weights for the products of their device. They can no longer be filled."""
+        """Repack the filled weights for the GEMMs of their device. They can no longer be filled."""
         self.format.pack(self)
-        packed = kernels.pack_weight(self.weight)
-        if packed is not self.weight:
+        self.set_weight(kernels.pack_weight(self.uncompressed))
+
+    @property
+    def uncompressed(self) -> kernels.Weight:
+        """The weight before `WeightFormat.pack_experts`."""
+        assert not isinstance(self.weight, kernels.CompressedWeight)
+        return self.weight
+
+    def set_weight(self, weight: kernels.ExpertWeight) -> None:
+        """Replace the weight, and free the old one's memory."""
+        if weight is not self.weight:
             del self.weight  # a parameter's name accepts only parameters
-            self.weight = packed
+            self.weight = weight
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield from self.format.tensors(self)

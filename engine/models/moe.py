@@ -36,7 +36,6 @@ class MoE(nn.Module):
         # Its partial sums are added to the experts' first, then those of all ranks.
         self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared, sums=False) if spec.shared else None
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
-        self.compressed: tuple[kernels.CompressedWeight, kernels.CompressedWeight] | None = None  # both matrices
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add the experts' output for x [T, hidden] to the residual stream [T, hidden] in place."""
@@ -44,8 +43,8 @@ class MoE(nn.Module):
         # Computed before the sum overwrites x.
         inner = None if self.shared is None else self.shared.activate(x.with_normed(normed))
         in_place = self.num_ranks == 1 and epilogue.is_sum
-        gate_up, down = self.compressed or (self.gate_up.weight, self.down.weight)
-        stack = kernels.Experts(gate_up, down, self.gate_up.bias, self.down.bias, self.spec.activation, self.first)
+        gate_up, down = self.gate_up, self.down
+        stack = kernels.Experts(gate_up.weight, down.weight, gate_up.bias, down.bias, self.spec.activation, self.first)
         chosen = normed, ids, weights, stack
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
@@ -60,16 +59,11 @@ class MoE(nn.Module):
             stream = epilogue.done(total)
         return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
 
-    def pack(self, compress: bool) -> None:
-        """Repack both matrices, each of which is packed already, for the products with experts; `compress`: also floats."""
+    def pack(self) -> None:
+        """Repack both matrices, each of which is packed already, for `kernels.experts`."""
         gate_up, down = self.gate_up, self.down
-        if not gate_up.is_here or gate_up.bias is not None or down.bias is not None:
-            return
-        gate_up.weight, down.weight = kernels.pack_experts(gate_up.weight, down.weight, gate_up.dtype)
-        if compress:
-            self.compressed = kernels.compress_experts(gate_up.weight, down.weight)
-        if self.compressed is not None:
-            del gate_up.weight, down.weight
+        if gate_up.is_here and gate_up.bias is None and down.bias is None:
+            gate_up.format.pack_experts(gate_up, down)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`. The router reads the norm, and does not quantise it."""

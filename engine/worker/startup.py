@@ -21,7 +21,7 @@ from engine.models.attention import Attention
 from engine.models.checkpoints import open_checkpoint
 from engine.models.decoder import DecoderLayer
 from engine.models.files import Progress, silent
-from engine.models.formats import weight_formats
+from engine.models.formats import log_compression, weight_formats
 from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
@@ -72,14 +72,16 @@ def build_runner(
         scope = Scope(
             options.dtype,
             options.device.torch_device,
-            weight_formats(spec.quantization),
+            weight_formats(spec.quantization, compress_experts=options.compress_experts),
             shard,
             member.communicator,
             stage=stage,
         )
         checkpoint = open_checkpoint(folder, options.load_format, options.seed)
         model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
-        model.pack_weights(options.compress_experts)
+        model.pack_weights()
+        if options.compress_experts:
+            log_compression(model)
         runner = ModelRunner(model, spec, options, member.link)
         if runner.device.is_accelerator:
             progress("compiling", 0, 0)

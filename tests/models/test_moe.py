@@ -1,6 +1,8 @@
 """Mixtures of experts: where each expert's weights lie, on which rank, and configurations that cannot be."""
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import kernels
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.models.formats import log_compression
 from engine.models.shard import Shard
 from engine.models.spec import MoESpec
 from engine.models.weights import checkpoint_tensors
+from kernels.data.compressed_weight import compress, decompress
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
 from tests.support.loaded import load as load_model
@@ -36,6 +41,45 @@ def test_each_experts_gate_then_up(tmp_path: Path) -> None:
         gate, up, down = (stored[f"model.layers.2.mlp.experts.{i}.{n}_proj.weight"] for n in ("gate", "up", "down"))
         assert torch.equal(moe.gate_up.weight[i], torch.cat([gate, up]))
         assert torch.equal(moe.down.weight[i], down)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_compressed_experts(
+    can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without loss; experts of a kind for which there are no kernels stay as they are."""
+    shape = {"moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    make_checkpoint("qwen3_moe", tmp_path, {**shape, "mlp_only_layers": [], "decoder_sparse_step": 1})
+    plain, experts, added = load(tmp_path, dtype=torch.bfloat16), kernels.experts, kernels.experts_add_norm
+
+    def compressed(gate_up: Tensor, down: Tensor) -> Any:
+        both = compress(gate_up, True), compress(down, False)
+        return both if can and None not in both else None
+
+    def as_it_was(stack: kernels.Experts) -> kernels.Experts:
+        gate_up, down = stack.gate_up, stack.down
+        assert isinstance(gate_up, kernels.CompressedWeight) == isinstance(down, kernels.CompressedWeight) == can
+        return replace(stack, gate_up=decompress(gate_up), down=decompress(down)) if can else stack  # type: ignore[arg-type]
+
+    expected = decode(plain, make_prompts(), 3)
+    monkeypatch.setattr(kernels, "pack_weight", lambda weight: weight)
+    monkeypatch.setattr(kernels, "compress_experts", compressed)
+    monkeypatch.setattr(
+        kernels, "experts", lambda x, ids, weights, stack, **o: experts(x, ids, weights, as_it_was(stack), **o)
+    )
+    monkeypatch.setattr(
+        kernels,
+        "experts_add_norm",
+        lambda sum_, norm, x, *chosen: added(sum_, norm, x, chosen[0], chosen[1], as_it_was(chosen[2])),
+    )
+    model = load(tmp_path, dtype=torch.bfloat16, compress_experts=True)
+    model.pack_weights()
+    with caplog.at_level(logging.INFO):
+        log_compression(model)
+    said = "Compressed the experts of 2 of 2 layers to 12 bits a weight" if can else "compress_experts has no effect"
+    assert said in caplog.text
+    for ours, theirs in zip(decode(model, make_prompts(), 3), expected, strict=True):
+        assert torch.equal(ours.logits, theirs.logits)
 
 
 def test_stacked_experts_are_turned_and_sorted(tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    compress_experts: bool = False,
     **options: Any,
 ) -> Decoder:
     """options: fields of `Scope`, and parameters of `open_checkpoint` and `load_model`."""
     where = {name: options.pop(name) for name in SCOPE if name in options}
-    scope = Scope(dtype, torch.device(device), weight_formats(spec.quantization), **where)
+    formats = weight_formats(spec.quantization, compress_experts=compress_experts)
+    scope = Scope(dtype, torch.device(device), formats, **where)
     stored = {name: options.pop(name) for name in FORMAT if name in options}
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, **stored)
     return load_model(checkpoint, spec, scope, **options)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.models.errors import ModelError
-from engine.models.formats.floats import FLOATS
+from engine.models.formats.compressed import COMPRESSED_EXPERTS
+from engine.models.formats.compressed import log_compression as log_compression
+from engine.models.formats.floats import FLOATS, FloatFormat
 from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
 from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
@@ -27,6 +29,7 @@ class QuantizedFormats:
     """The formats of a quantised checkpoint."""
 
     quantization: Quantization
+    floats: FloatFormat = FLOATS  # the format of matrices that are not quantised
 
     def of(self, names: Sequence[str]) -> WeightFormat:
         schemes = [self.quantization.scheme(name) for name in names]
@@ -34,7 +37,7 @@ class QuantizedFormats:
             raise ModelError(
                 f"'quantization_config': {', '.join(names)} must be stored alike: they are multiplied at once"
             )
-        return FLOATS if schemes[0] is None else LAYOUTS[schemes[0].layout](schemes[0])
+        return self.floats if schemes[0] is None else LAYOUTS[schemes[0].layout](schemes[0])
 
 
 def formats_of_tied_head(formats: WeightFormats, name: str) -> WeightFormats:
@@ -43,5 +46,7 @@ def formats_of_tied_head(formats: WeightFormats, name: str) -> WeightFormats:
     return Shared(own) if isinstance(own, Online) else FLOATS
 
 
-def weight_formats(quantization: Quantization | None) -> WeightFormats:
-    return FLOATS if quantization is None else QuantizedFormats(quantization)
+def weight_formats(quantization: Quantization | None, *, compress_experts: bool = False) -> WeightFormats:
+    """Return the formats of a checkpoint's matrices. `compress_experts`: of floats, see `CompressedExperts`."""
+    floats = COMPRESSED_EXPERTS if compress_experts else FLOATS
+    return floats if quantization is None else QuantizedFormats(quantization, floats)
