@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,17 +26,19 @@ from engine.models.pooling_config import read_pooling
 from engine.models.spec import ModelSpec
 from engine.processing.grammar_cache import GrammarCache, TooSlowError
 from engine.processing.model_info import ModelInfo
+from engine.structured.arguments import prepare_arguments
 from engine.structured.grammar import (
     Compiler,
     Vocabulary,
     choice_grammar,
     json_grammar,
     lark_grammar,
+    library_schema,
     regex_grammar,
     text_grammar,
 )
 from engine.structured.harmony import compose_messages
-from engine.structured.tags import MAX_TAGS_LENGTH, compose
+from engine.structured.tags import MAX_TAGS_LENGTH, Instances, compose
 from engine.structured.unique import refuse_unique_items
 from engine.text.tokenizer import Tokenizer
 
@@ -246,26 +249,40 @@ class InputProcessor:
             self._checked("structured_outputs", lambda _: content, None)
         return StructuredOutputs(compiled=content, notes=tuple(notes))
 
-    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[str]:
+    def _tag_grammars(self, tags: Tags, notes: list[tuple[int | None, str]], in_messages: bool) -> list[Instances]:
         if len(tags.tags) > MAX_TAGS:
             raise ParameterError("structured_outputs.tags", f"must be at most {MAX_TAGS}, got {len(tags.tags)}")
-        grammars, reasons = [], {}
+        grammars: list[Instances] = []
+        reasons, length = {}, 0
         until = time.monotonic() + CHECK_SECONDS
         for place, tag in enumerate(tags.tags):
             if time.monotonic() > until:
                 raise TooSlowError("structured_outputs.tags", "together, their schemas are too complex", ": ")
             try:
                 found: list[str] = []
-                grammars.append(self._tag_grammar(tag, found, in_messages))
+                grammars.append(self._instances(tags, tag, found, in_messages))
                 notes += [(place, note) for note in found]
+                length += len(last) if isinstance(last := grammars[-1], str) else len(json.dumps(tag.schema))
             except ValueError as error:
                 reasons[place] = str(error)
-            if sum(map(len, grammars)) > MAX_TAGS_LENGTH:
+            if length > MAX_TAGS_LENGTH:
                 reason = f"their schemas may have {MAX_TAGS_LENGTH} characters in all"
                 raise ParameterError("structured_outputs.tags", reason, ": ")
         if reasons:
             raise TagsError(reasons)
         return grammars
+
+    def _instances(self, tags: Tags, tag: Tag, notes: list[str], in_messages: bool) -> Instances:
+        if tag.syntax is None or in_messages:
+            return self._tag_grammar(tag, notes, in_messages)
+        if tag.grammar is not None:
+            if not tag.lenient:
+                raise ValueError("grammars are not supported in this model's format of tool calls")
+            notes.append(f"{tag.grammar[0]} may be any text: its grammar is not enforced")
+        prepared = prepare_arguments(tag.schema, tag.syntax, library_schema, notes, tag.lenient)
+        alone = replace(tags, tags=[tag], required=True)
+        self._checked("", lambda _: compose(None, alone, [prepared], None, {}), None)
+        return prepared
 
     def _tag_grammar(self, tag: Tag, notes: list[str], in_messages: bool) -> str:
         if tag.grammar is not None:

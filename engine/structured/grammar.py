@@ -24,7 +24,7 @@ from engine.structured.json_schema import MAX_TEXT_LENGTH, prepare
 from engine.structured.lark import bounded
 from engine.structured.quoted_lark import object_with_text
 from engine.structured.regex import portable
-from engine.structured.unique import MARK, Endings
+from engine.structured.unique import MARK, Endings, refuse_unique_items
 
 MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
@@ -48,6 +48,14 @@ def json_grammar(schema: dict[str, Any] | str, notes: list[str] | None = None, l
     """
     prepared = prepare(schema, notes, lenient)
     return LLMatcher.grammar_from_json_schema(prepared, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def library_schema(schema: dict[str, Any], notes: list[str], lenient: bool) -> dict[str, Any]:
+    """Return a JSON Schema in the library's form, for grammars that contain it."""
+    grammar = json_grammar(schema, notes, lenient)
+    refuse_unique_items(grammar)
+    found: dict[str, Any] = json.loads(grammar)["grammars"][0]["json_schema"]
+    return found
 
 
 def regex_grammar(pattern: str) -> str:

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.core.params.structured import Tags
-from engine.structured.tags import Composition, quoted
+from engine.structured.tags import Composition, Instances, quoted
 
 _CHANNEL, _MESSAGE, _NEXT = "<|channel|>", "<|message|>", "<|end|><|start|>assistant"
 _FREE = ("analysis", "commentary")  # channels before the answer
 
 
-def compose_messages(content: str | None, tags: Tags | None, schemas: Sequence[str], special: Mapping[str, int]) -> str:
+def compose_messages(
+    content: str | None, tags: Tags | None, schemas: Sequence[Instances], special: Mapping[str, int]
+) -> str:
     """Return a grammar of `content` (a grammar; None: free text) in the final message, or a call of one of `tags`.
 
     `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, except end-of-text tokens.

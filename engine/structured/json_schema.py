@@ -71,7 +71,7 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {  # the library's own formats ignore leap years and are more lenient than validators
+FORMATS = {  # the library's own formats ignore leap years and are more lenient than validators
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -330,9 +330,9 @@ class _Preparation:
         if name == "int32":
             del schema["format"]
             _add(schema, {"minimum": -(2**31), "maximum": 2**31 - 1})
-        elif name in _FORMATS:
+        elif name in FORMATS:
             del schema["format"]
-            _add(schema, {"pattern": _FORMATS[name]})
+            _add(schema, {"pattern": FORMATS[name]})
         elif name is not None and name not in _LIBRARY_FORMATS:
             del schema["format"]
             if name not in _HINTS:

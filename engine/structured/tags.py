@@ -11,21 +11,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.core.params.structured import Tags, Thoughts
+from engine.structured.arguments import ArgumentRules, Arguments
 
 MAX_TAGS_LENGTH = 1_000_000  # characters of the tags' grammars
 SPACE = r"[ \t\r\n]"
+Instances = str | Arguments  # a tag's instances: a grammar, or what is written in the tag's own syntax
+_SLOTS = {"{id}": "/[a-zA-Z0-9_-]{1,40}/", "{index}": "/(0|[1-9][0-9]{0,3})/"}
 
 
 def compose(
     content: str | None,
     tags: Tags | None,
-    schemas: Sequence[str],
+    schemas: Sequence[Instances],
     thoughts: Thoughts | None,
     special: Mapping[str, int],
 ) -> str:
     """Return a grammar of `content` (a grammar; None: free text) or `tags`, after `thoughts`.
 
-    `schemas`: a grammar for each tag. `special`: the vocabulary's special tokens, except end-of-text tokens.
+    `schemas`: the instances of each tag. `special`: the vocabulary's special tokens, except end-of-text tokens.
     """
     return Composition(content, tags, schemas, thoughts, special).text()
 
@@ -37,7 +40,7 @@ class Composition:
         self,
         content: str | None,
         tags: Tags | None,
-        schemas: Sequence[str],
+        schemas: Sequence[Instances],
         thoughts: Thoughts | None,
         special: Mapping[str, int],
     ) -> None:
@@ -52,6 +55,8 @@ class Composition:
         tags, thoughts = self.tags, self.thoughts
         marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
         marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
+        for syntax in {tag.syntax for tag in tags.tags if tag.syntax is not None} if tags is not None else ():
+            marks += [getattr(syntax, name) for name in syntax.__slots__ if name != "kinds"]
         return marks + ([thoughts.begin, thoughts.end] if thoughts is not None else [])
 
     def text(self) -> str:
@@ -71,7 +76,7 @@ class Composition:
         grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(self.rules)}]
         if self.content is not None:
             grammars.append(_named("content", self.content))
-        grammars += [_named(f"schema_{i}", schema) for i, schema in enumerate(self.schemas)]
+        grammars += [_named(f"schema_{i}", each) for i, each in enumerate(self.schemas) if isinstance(each, str)]
         return json.dumps({"grammars": grammars, "begins": self.begins()})
 
     def begins(self) -> dict[str, list[str]]:
@@ -99,15 +104,29 @@ class Composition:
         return f"{free}({name}{token})"
 
     def literal(self, text: str) -> str:
-        """Return a rule for exactly this text, with its special tokens."""
+        """Return a rule for exactly this text, with its special tokens and slots."""
         symbols = []
         while text:
-            found = [(text.index(mark), -len(mark), mark) for mark in self.special if mark in text]
+            found = [(text.index(mark), -len(mark), mark) for mark in (*self.special, *_SLOTS) if mark in text]
             at, _, mark = min(found, default=(len(text), 0, ""))
             symbols += [quoted(text[:at])] if at else []
-            symbols += [_token([self.special[mark]])] if mark else []
+            if mark:
+                symbols.append(_SLOTS[mark] if mark in _SLOTS else _token([self.special[mark]]))
             text = text[at + len(mark) :]
         return " ".join(symbols)
+
+    def special_id(self, mark: str) -> str | None:
+        """Return a rule for a special token; None: the mark is written as text."""
+        return _token([self.special[mark]]) if mark in self.special else None
+
+    def instances(self, i: int) -> str:
+        """Return an expression for the instances of a tag."""
+        assert self.tags is not None
+        instances, syntax = self.schemas[i], self.tags.tags[i].syntax
+        if isinstance(instances, str):
+            return f"@schema_{i}"
+        assert syntax is not None
+        return ArgumentRules(self, syntax, f"arguments_{i}_").object(instances)
 
     def answer(self) -> str:
         tags, free = self.tags, ""
@@ -117,7 +136,7 @@ class Composition:
         if tags is None:
             return content
         for i, tag in enumerate(tags.tags):
-            self.rule(f"inner_{i}", f"@schema_{i} {self.literal(tag.end)}")
+            self.rule(f"inner_{i}", f"{self.instances(i)} {self.literal(tag.end)}")
             self.rule(f"tag_{i}", f"{self.literal(tag.begin)} inner_{i}")
         self.rule("tag", *(f"tag_{i}" for i in range(len(tags.tags))))
         more = f"({self.literal(tags.between)} tag)* " if tags.several else ""

@@ -33,8 +33,6 @@ async def guided(
     mode = request.tool_mode
     chat = prompt.chat
     format = chat.format_for(request) if chat is not None else None
-    if format is not None and format.arguments is not None:
-        format = None  # no grammar yet
     content = request.structured_outputs if mode != "required" else {}
     if format is None and not content:
         return sampling

@@ -14,11 +14,11 @@ from typing import Protocol
 import pydantic_core
 
 from engine.core.params.structured import Literals, Parameters
-from engine.structured.kinds import Schema, property_kinds
+from engine.structured.kinds import ALL_KINDS, Schema, property_kinds
 from server.parsing.literals import LiteralScanner, parse_literals
 from server.parsing.patterns import slotted
 from server.parsing.pieces import begun
-from server.parsing.typed import as_json, dumped
+from server.parsing.typed import as_json, dumped, is_complete
 
 MAX_HEAD = 2000  # characters before the arguments; bounds repeated matching
 _SPACE = r"[ \t\r\n]*"
@@ -55,6 +55,8 @@ def head(name: str) -> str:
 
 
 _HEAD = re.compile(head(f"({_STRING})") + _SPACE)
+_MAX_ENDS = 64  # marks that may be part of a value
+_FIRST_CHARS = 100  # within which an object has its first key
 _FIRST_KEYS = ('"name"', '"tool_name"', '"id"', '"tool_call_id"', '"type"', '"arguments"', '"parameters"')
 
 
@@ -81,11 +83,11 @@ class ObjectCall:
         num_before = len(self._chars)
         for char in text:
             self._read(char)
+            if self.name is None and len(self._chars) <= _FIRST_CHARS and not self._may_be_call():
+                self.over = True
             if self.over:
                 break
         num_read = len(self._chars) - num_before
-        if self.name is None and not self._may_be_call():
-            self.over = True
         if self.over and self.name is None and self._whole:
             self._read_whole()
         return num_read
@@ -140,7 +142,7 @@ class ObjectCall:
             self.name, self._start = found[1], len(self._chars)
 
     def _may_be_call(self) -> bool:
-        text = "".join(self._chars[:100]).lstrip()[1:].lstrip() if self._given is None else ""
+        text = "".join(self._chars[:_FIRST_CHARS]).lstrip()[1:].lstrip() if self._given is None else ""
         return not text or any(key.startswith(text[: len(key)]) for key in _FIRST_KEYS)
 
     def _read_whole(self) -> None:
@@ -207,13 +209,15 @@ class ParametersCall(_Arguments):
         self._counts = True  # the value's name is new
         self._parts: list[str] = []  # of a value returned once it is complete
         self._is_first = False  # nothing of the value is read yet
-        self._pending: int | None = None  # where the value ends if what follows is a mark
+        self._pending: int | None = None  # where the value may end
+        self._num_searched = 0  # characters of the text, without a certain end
+        self._num_doubtful = 0  # marks that may be part of the value
 
     def feed(self, text: str, finished: bool) -> int:
         if self._value is not None:
             return self._read_value(text, finished)
         bare = text.lstrip()
-        if not bare or (self._first.startswith(bare) and not finished):
+        if not bare or (self._first.startswith(bare) and bare != self._first):
             return len(text) - len(bare)
         found = self._key.match(bare) if bare.startswith(self._first) else None
         if found is None:
@@ -243,6 +247,7 @@ class ParametersCall(_Arguments):
             kinds = frozenset({"string"}) if "string" in named else kinds - {"string"} or kinds
         self._counts, self._value, self._is_first = self._add_key(key), kinds, True
         self._parts = []
+        self._pending, self._num_searched, self._num_doubtful = None, 0, 0
         if self._counts and self._streams:
             self._new.append('"')
 
@@ -260,11 +265,12 @@ class ParametersCall(_Arguments):
         end = self._find_end(text, finished)
         if end is None:
             keep = len(text) - begun(text, self._mark)
-            while keep and text[keep - 1] in "\r\n" and self._trails:
-                keep -= 1
             if self._pending is not None:
                 keep = min(keep, self._pending)
+            while keep and self._trails and text[keep - 1] in "\r\n":
+                keep -= 1
             self._add(text[:keep])
+            self._num_searched = max(self._num_searched - keep, 0)
             return keep
         value = text[:end]
         if self._trails and value.endswith("\n"):
@@ -275,17 +281,30 @@ class ParametersCall(_Arguments):
 
     def _find_end(self, text: str, finished: bool) -> int | None:
         """Return where the value ends, if that is certain. A mark inside a value is followed by none that may follow it."""
-        self._pending = None
-        at = text.find(self._mark)
+        # A mark that may be part of a string inside JSON stays in the text: if nothing completes the JSON, it was the end.
+        doubtful = text.find(self._mark) if self._num_searched else None
+        self._pending = doubtful
+        at = text.find(self._mark, self._num_searched)
         while at >= 0:
             rest = text[at + len(self._mark) :].lstrip()
-            if any(rest.startswith(each) for each in self._followers) or (not rest and finished):
-                return at
-            if not finished and (not rest or any(each.startswith(rest) for each in self._followers)):
-                self._pending = at - (len(text[:at]) - len(text[:at].rstrip("\r\n")) if self._trails else 0)
+            may_follow = any(each.startswith(rest) for each in self._followers)  # so does nothing
+            if any(rest.startswith(each) for each in self._followers) or (may_follow and finished):
+                if not self._is_written_as_json(text) or is_complete("".join(self._parts) + text[:at]):
+                    return at
+                doubtful = at if doubtful is None else doubtful
+                self._pending, self._num_searched = doubtful, at + 1
+                self._num_doubtful += 1
+                if self._num_doubtful == _MAX_ENDS:
+                    return doubtful
+            elif may_follow:
+                self._pending = at if doubtful is None else doubtful
                 return None
             at = text.find(self._mark, at + 1)
-        return None
+        return doubtful if finished else None
+
+    def _is_written_as_json(self, text: str) -> bool:
+        start = "".join((*self._parts, text)).lstrip()[:1]
+        return self._value != ALL_KINDS and not self._streams and start in ("{", "[", '"')
 
     def _add(self, text: str) -> None:
         if self._streams and self._counts:

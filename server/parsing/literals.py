@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -189,7 +190,10 @@ class _Parser:
 
 def _number(text: str) -> int | float:
     text = text.replace("_", "")
-    return int(text) if text.lstrip("+-").isdigit() else float(text)
+    if text.lstrip("+-").isdigit():
+        return int(text)
+    most = sys.float_info.max
+    return max(-most, min(float(text), most))
 
 
 def _unescaped(text: str, quote: str) -> str:

@@ -51,10 +51,8 @@ def _header(format: ToolFormat) -> Pattern:
     """Return a pattern of a call up to its arguments."""
     name = NAME if not isinstance(format.arguments, Literals) else NAME.replace("[^", "[^()")
     before, between, _ = format.call
-    return slotted(before.lstrip(), f"(?P<name>{name}+?)", between, "(?P<end>)" if between.strip() else _AFTER_NAME)
-
-
-_AFTER_NAME = r"(?P<end>\s*(?=[<{\[]))"
+    after = ("(?P<end>)",) if between.strip() else (r"(?P<gap>\s*)", r"(?P<end>(?=[<{\[]))")
+    return slotted(before.lstrip(), f"(?P<name>{name}+?)", between if between.strip() else "", *after)
 
 
 class ToolReader:

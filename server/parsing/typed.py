@@ -29,6 +29,12 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     return bare
 
 
+def is_complete(text: str) -> bool:
+    """Return whether a text is a whole JSON value or Python literal."""
+    text = text.strip()
+    return _parsed(text) is not _NONE or _literal(text) is not _NONE
+
+
 def dumped(value: Any) -> str:
     """Return a value as JSON."""
     return json.dumps(value, ensure_ascii=False)
@@ -52,7 +58,7 @@ def _literal(text: str) -> Any:
         return _NONE
     try:
         found = ast.literal_eval(text)
-        json.dumps(found, allow_nan=False).encode()
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NONE
     return found
