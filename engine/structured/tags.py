@@ -56,7 +56,7 @@ class Composition:
         marks = [tags.trigger, tags.opening, tags.between, tags.closing] if tags is not None else []
         marks += [text for tag in tags.tags for text in (tag.begin, tag.end)] if tags is not None else []
         for syntax in {tag.syntax for tag in tags.tags if tag.syntax is not None} if tags is not None else ():
-            marks += [getattr(syntax, name) for name in syntax.__slots__ if name != "kinds"]
+            marks += syntax.marks
         return marks + ([thoughts.begin, thoughts.end] if thoughts is not None else [])
 
     def text(self) -> str:

@@ -68,11 +68,7 @@ class ToolFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """Return all literal texts of a call."""
-        marks: tuple[str, ...] = ()
-        if isinstance(self.arguments, Parameters):
-            marks = (self.arguments.key, self.arguments.value, self.arguments.end)
-        elif self.arguments is not None:
-            marks = (self.arguments.quote,)
+        marks = self.arguments.marks if self.arguments is not None else ()
         return (self.begin, self.opening, *self.call, self.separator, self.closing, *marks)
 
     @property

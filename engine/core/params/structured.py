@@ -24,6 +24,11 @@ class Syntax:
 
     __slots__ = ()
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return all texts that stand around names and values."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters(Syntax):
@@ -37,6 +42,10 @@ class Parameters(Syntax):
     end: str
     kinds: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.key, self.value, self.end)
+
     def value_mark(self, kind: str) -> str:
         """Return the mark before a value of this JSON type."""
         return self.value.replace("{kind}", dict(self.kinds).get(kind, "")) if self.kinds else self.value
@@ -49,6 +58,10 @@ class Literals(Syntax):
     assign: str = "="  # between a name and its value
     separator: str = ", "
     quote: str = '"'  # around a string; strings have escapes only if it is `"`
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.assign, self.separator, self.quote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
