@@ -84,7 +84,7 @@ class Isolation:
                 return list(group.values())
         return []
 
-    def see(self, request_ids: Iterable[str]) -> bool:
+    def observe(self, request_ids: Iterable[str]) -> bool:
         """Record that these requests got a token or finished. Returns whether the whole running group did."""
         self._not_passed.difference_update(request_ids)
         return not self._not_passed
@@ -155,10 +155,10 @@ class Recovery:
         self._run_group(isolation)
         return outputs
 
-    def see(self, outputs: StepOutputs) -> bool:
+    def observe(self, outputs: StepOutputs) -> bool:
         """Process the outputs of each step. Returns whether the step in flight was dropped to run other requests."""
         assert self._isolation is not None
-        if not self._isolation.see(each.request_id for each in outputs):
+        if not self._isolation.observe(each.request_id for each in outputs):
             return False
         for request in chain(*self._drain()):
             self._isolation.hold(request)

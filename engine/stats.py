@@ -19,7 +19,7 @@ class ExpertTokens:
         # Layer → bucket counts, of which the last is beyond all bounds, then the sum of tokens.
         self.layers: dict[int, list[int]] = {}
 
-    def see(self, counts: Mapping[int, Sequence[int]]) -> None:
+    def observe(self, counts: Mapping[int, Sequence[int]]) -> None:
         """Record a step. `counts`: layer → tokens of each expert."""
         for layer, tokens in counts.items():
             row = self._row(layer)
@@ -50,7 +50,7 @@ class StepTokens:
         self.total = 0
         self._before = 0
 
-    def see(self, stats: SchedulerStats) -> None:
+    def observe(self, stats: SchedulerStats) -> None:
         """Record the statistics after a step."""
         now = stats.prompt_tokens + stats.generation_tokens
         if (num_tokens := now - self._before) > 0:

@@ -69,7 +69,7 @@ class HTTPMetrics:
             registry=registry,
         )
 
-    def see(self, method: str, status: int, handler: str, seconds: float) -> None:
+    def observe(self, method: str, status: int, handler: str, seconds: float) -> None:
         """Count an answered request."""
         self._requests.labels(method, f"{status // 100}xx", handler).inc()
         self._seconds.labels(method, handler).observe(seconds)
@@ -177,7 +177,7 @@ class SampleWatch:
     finish_reason: str | None = None
     last_token: float = 0.0
 
-    def see(self, update: RequestUpdate) -> None:
+    def observe(self, update: RequestUpdate) -> None:
         metrics, times, num_new = self.metrics, update.timings, len(update.token_ids)
         if num_new and not self.num_tokens:
             metrics._first_token.observe(times.first_token_ts - times.arrival_time)

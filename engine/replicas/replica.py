@@ -123,7 +123,7 @@ class Replica:
     def stepped(self, step: Step) -> None:
         """Deliver the outputs of a step to the streams."""
         self.stats = step.stats
-        self.step_tokens.see(step.stats)
+        self.step_tokens.observe(step.stats)
         self.expert_tokens.add(step.expert_tokens)
         deliver(step.outputs, self.streams, time.monotonic())
         for output in step.outputs.outputs:

@@ -119,13 +119,13 @@ class Generation:
         return found
 
     def _event(self, sample: Sample, update: RequestUpdate) -> Event:
-        sample.watch.see(update)
+        sample.watch.observe(update)
         usage = self.usage
         usage.completion_tokens += len(update.token_ids)
         if sample.index == 0:
             self.timings = update.timings
         if update.finish_reason is not None:
-            self._see_end(sample, update)
+            self._observe_end(sample, update)
         if (reader := sample.reader) is None:
             return sample, update, _NO_PIECES
         finished = update.finish_reason is not None
@@ -136,7 +136,7 @@ class Generation:
             usage.reasoning_tokens += sample.num_reasoning_tokens - before
         return sample, update, pieces
 
-    def _see_end(self, sample: Sample, update: RequestUpdate) -> None:
+    def _observe_end(self, sample: Sample, update: RequestUpdate) -> None:
         self._ended.add(sample.index)
         if sample.index % self.n == 0:  # the other samples share the first one's prompt
             self.usage.cached_tokens += update.num_cached_tokens

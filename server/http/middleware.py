@@ -66,4 +66,4 @@ class RequestMiddleware:
             del scope[DIRECT_SEND]  # breaks a reference cycle: `send` is a method of the scope's owner
             handler = getattr(scope.get("route"), "path", "none")
             counted = method if method in _METHODS else "other"  # clients may invent methods
-            self._metrics.see(counted, status, handler, time.monotonic() - context.received)
+            self._metrics.observe(counted, status, handler, time.monotonic() - context.received)

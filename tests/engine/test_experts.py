@@ -107,7 +107,7 @@ def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
     steps = [seen[at : at + num_layers] for at in range(0, len(seen), num_layers)]
     expected = ExpertTokens()
     for step in steps[interval - 1 : 7 : interval] if interval else ():
-        expected.see(dict(enumerate(step)))
+        expected.observe(dict(enumerate(step)))
     assert len(steps) == 7 + 3
     got = engine.expert_tokens.take()
     assert got == expected.layers

@@ -120,8 +120,8 @@ def test_guided_answers_obey_and_others_do_not_change(tiny_model: Path, settings
     assert finished >= 3 * len(ASKED) - 3
     if "block_size" in settings:
         assert loop.engine.stats().num_preemptions > 0
-    assert loop.engine._grammars.num_held == loop.engine._grammars.num_followed == 0
-    assert not loop.engine._grammars._weights
+    assert loop.engine._guided.grammars.num_held == loop.engine._guided.grammars.num_followed == 0
+    assert not loop.engine._guided.grammars._weights
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_aborts_at_every_stage(tiny_model: Path) -> None:
         assert not loop.engine.abort("a")
         loop.run()
         assert re.fullmatch("[ab]{30}", loop.text("b"))
-        assert not loop.engine._grammars._weights
+        assert not loop.engine._guided.grammars._weights
         assert loop.engine.stats().num_free_blocks == loop.engine.stats().num_blocks
 
 
@@ -211,7 +211,7 @@ def test_grammars_wait_for_room(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     loop = Loop(tiny_model)
     for i in range(6):
         loop.add(str(i), params(choice=["x" * 70, "y" * 90]))
-    assert sum(held.matcher is None for held in loop.engine._grammars._held.values()) >= 4
+    assert sum(held.matcher is None for held in loop.engine._guided.grammars._held.values()) >= 4
     loop.run()
     assert all(len(set(loop.text(str(i)))) == 1 for i in range(6))
 
@@ -223,10 +223,10 @@ def test_what_cannot_be_compiled_or_followed_ends_in_an_error(tiny_model: Path) 
     loop.engine.add_request(EngineRequest("broken", [1], SamplingParams(structured_outputs=broken)))
     loop.add("plain", SamplingParams(max_tokens=20, ignore_eos=True))
     loop.add("complex", params(regex="[ab]{50}"))
-    while "complex" not in loop.engine._grammars._followed:  # its grammar is being compiled
+    while "complex" not in loop.engine._guided.grammars._followed:  # its grammar is being compiled
         loop.run(steps=1)
     loop.run(steps=2)
-    loop.engine._grammars._followed["complex"].matcher.consume_token(5)  # as if its limits were reached
+    loop.engine._guided.grammars._followed["complex"].matcher.consume_token(5)  # as if its limits were reached
     loop.run()
     assert loop.ended("broken") == "error"
     assert loop.ended("complex") == "error"

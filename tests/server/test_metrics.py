@@ -11,7 +11,7 @@ from tests.support.fake_engine import FakeEngine
 def test_tokens_of_each_expert_are_a_histogram_for_each_layer() -> None:
     replica, registry = FakeEngine(), CollectorRegistry()
     Metrics(registry, "toy", [replica], max_model_len=64, block_size=16)
-    replica.expert_tokens.see({3: [0, 0, 5, 9000], 7: [1, 1, 1, 1]})
+    replica.expert_tokens.observe({3: [0, 0, 5, 9000], 7: [1, 1, 1, 1]})
 
     def value(kind: str, layer: int, **more: str) -> float | None:
         labels = {"model_name": "toy", "engine": "0", "layer": str(layer), **more}

@@ -245,7 +245,7 @@ class FakeEngine:
                 generated.append(token)
                 self._generated += 1
                 self.stats = self._stats()
-                self.step_tokens.see(self.stats)
+                self.step_tokens.observe(self.stats)
                 finish = None
                 if token == 257 or token in (sampling.stop_token_ids or ()):
                     finish = "stop"

@@ -1,0 +1,66 @@
+"""The interface of what executes steps, as the engine uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.kv.cache_groups import CacheGroup
+from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
+
+
+class Handle(Protocol):
+    """A launched step. Requests at the `guided` indices of its batch are sampled once their `masks` are filled, all
+    others at once.
+    """
+
+    @property
+    def guided(self) -> list[int]:
+        """Indices of requests that wait for grammar masks before they are sampled."""
+
+    @property
+    def masks(self) -> np.ndarray:
+        """[len(guided), (vocabulary + 31) // 32] int32: one bit for each token, the lowest bit first."""
+
+    @property
+    def device_waited(self) -> bool:
+        """Whether the previous step had guided requests and finished before this one was launched."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that `read` waited for the device."""
+
+    @property
+    def has_ended(self) -> bool:
+        """On a CPU, whether the step is sampled; elsewhere always False."""
+
+    def sample(self, deferred: Sequence[int] = ()) -> None:
+        """Sample the guided requests. `deferred`: indices without a filled mask."""
+
+    def read(self) -> tuple[SchedulerOutput, StepResult]:
+        """Wait for the step and return its result."""
+
+
+class Runner(Protocol):
+    """The engine's view of what executes steps: a model runner, or one with follower ranks."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    cache_bound: str  # what limits `num_blocks`, for display
+
+    @property
+    def attention_backend(self) -> str: ...
+    @property
+    def cache_groups(self) -> Sequence[CacheGroup]: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    def launch(self, output: SchedulerOutput) -> Handle: ...
+    def reset(self) -> None: ...
+    def open_block_file(self, options: BlockFileOptions) -> BlockFile | None: ...  # None: it cannot be used
+    def close(self) -> None: ...
