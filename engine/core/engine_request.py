@@ -24,3 +24,11 @@ class EngineRequest:
     owner: str = ""  # API key, user or client address: the engine is fair between owners
     deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none
     arrival: float = 0.0  # when it reached the server, by that clock; 0: when it reaches the engine
+    # What names each prompt token in the prefix cache, where tokens alone do not say what is computed: for a placeholder
+    # an id of 63 bits of its content, else the token. None: the prompt's tokens.
+    name_ids: list[int] | None = None
+
+    @property
+    def prompt_name_ids(self) -> list[int]:
+        """Ids that name the prompt's tokens in the prefix cache."""
+        return self.prompt_token_ids if self.name_ids is None else self.name_ids

@@ -24,6 +24,7 @@ class Request:
     def __init__(self, engine_request: EngineRequest, eos_token_ids: frozenset[int], seed: int) -> None:
         """`eos_token_ids`: the model's end-of-text tokens. `seed`: 64-bit, the request's own or drawn by the engine."""
         sampling = engine_request.sampling
+        assert len(engine_request.prompt_name_ids) == len(engine_request.prompt_token_ids)
         self.engine_request = engine_request
         self.request_id = engine_request.request_id
         self.sampling, self.pooling = sampling, engine_request.pooling
@@ -67,6 +68,13 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
         self.queued_time = 0.0  # monotonic seconds
         self.scheduled_time = 0.0  # when the request was first admitted, in monotonic seconds; 0: not yet
+
+    def name_ids(self, start: int, end: int) -> list[int]:
+        """Return ids that name the tokens from index `start` to `end` in the prefix cache: usually the tokens themselves."""
+        names, tokens = self.engine_request.name_ids, self.token_ids
+        if names is None:
+            return tokens[start:end]
+        return names[start:end] + tokens[max(start, len(names)) : end]
 
     @property
     def is_scored(self) -> bool:

@@ -57,11 +57,13 @@ class Router:
         self._cached.append(OrderedDict())
         return len(self._loads) - 1
 
-    def choose(self, request_id: str, token_ids: Sequence[int], salt: str, eligible: Collection[int]) -> int:
-        """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`."""
-        names = chunk_names(token_ids, salt)
+    def choose(self, request_id: str, name_ids: Sequence[int], salt: str, eligible: Collection[int]) -> int:
+        """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`. `name_ids`: of
+        its prompt, see `EngineRequest`.
+        """
+        names = chunk_names(name_ids, salt)
         chosen = min(eligible, key=self._cost(names, eligible))
-        self.assign(request_id, chosen, len(token_ids), names)
+        self.assign(request_id, chosen, len(name_ids), names)
         return chosen
 
     def ranked(self, names: Sequence[int], eligible: Collection[int]) -> list[int]:
@@ -143,16 +145,17 @@ def _bits(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def chunk_names(token_ids: Sequence[int], salt: str) -> list[int]:
-    """Return a name for each full chunk of a prompt, which identifies the whole prefix that ends with the chunk.
+def chunk_names(name_ids: Sequence[int], salt: str) -> list[int]:
+    """Return a name for each full chunk of a prompt, which identifies the whole prefix that ends with the chunk. `name_ids`:
+    of the prompt, see `EngineRequest`.
 
     The last token is left out, because it is always computed. Names are valid only within one process. They collide
     with a probability of 2⁻⁶⁴, and a collision only misleads the router.
     """
-    data = array("q", token_ids).tobytes()
+    data = array("q", name_ids).tobytes()
     size = CHUNK_TOKENS * array("q").itemsize
     names, name = [], hash(salt)
-    for start in range(0, (len(token_ids) - 1) // CHUNK_TOKENS * size, size):
+    for start in range(0, (len(name_ids) - 1) // CHUNK_TOKENS * size, size):
         name = hash((name, data[start : start + size]))
         names.append(name)
     return names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 
 from engine.core.engine_request import EngineRequest
@@ -64,6 +66,40 @@ def test_a_prefix_is_matched_up_to_the_first_difference() -> None:
         "the same tokens elsewhere are another prefix"
     )
     assert blocks.match_prefix(request(3)) == [[]]
+
+
+def test_names_are_those_of_cache_files() -> None:
+    """A change of names would make every prefix cache file worthless."""
+    blocks = BlockManager(16, SIZE)
+    r = compute(
+        blocks, Request(EngineRequest("a", [*range(8), 2**31], SamplingParams(), cache_salt="x"), frozenset(), 0)
+    )
+    name = sha256(b"x").digest()
+    for first in (0, SIZE):
+        name = sha256(name + b"".join(token.to_bytes(8, "little") for token in range(first, first + SIZE))).digest()
+    assert r.block_hashes[1] == name
+    assert name.hex() == "57b7edcc6c3f41b7c9e8e1aa5e9f8a9beb1e7ede350c25a6a9301a1e99dea7f8"
+    assert blocks.pool.name_of(r.block_tables[0][1]) == (0, name)
+
+
+def test_placeholders_are_named_by_their_content() -> None:
+    """The same tokens in front of other contents are another prefix; generated tokens name themselves."""
+    blocks, image, other = BlockManager(16, SIZE), 2**62 + 5, 2**62 + 6
+
+    def of_content(content: int, *more: int) -> Request:
+        tokens = [1, 2, 3, 4, 5, 7, 7, 8, *more]
+        names = [1, 2, 3, 4, 5, content, content + 1, 8, *more]
+        return Request(EngineRequest("a", tokens, SamplingParams(), name_ids=names), frozenset(), 0)
+
+    first = of_content(image, 9, 10)
+    first.append([11, 12])
+    first.num_tokens = 12
+    compute(blocks, first)
+    table = first.block_tables[0]
+    assert blocks.match_prefix(of_content(image, 9, 10, 11, 12, 13)) == [table[:3]]
+    assert blocks.match_prefix(of_content(image, 9, 10, 11, 13, 13)) == [table[:2]]
+    assert blocks.match_prefix(of_content(other, 9, 10)) == [table[:1]]
+    assert blocks.match_prefix(request([1, 2, 3, 4, 5, 7, 7, 8, 9])) == [table[:1]], "tokens alone name no content"
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:

@@ -30,6 +30,15 @@ def test_another_salt_shares_nothing() -> None:
     assert router.choose("b", prompt(1, 20), "", range(2)) == 1 - chosen
 
 
+def test_other_contents_of_the_same_tokens_share_nothing() -> None:
+    """Placeholders of an image are all one token; what names them is 63 bits of the image's hash."""
+    router, tokens = Router(2, CAPACITY), prompt(1, 20)
+    one, other = ([2**62 + content, *tokens[1:]] for content in (1, 2))
+    chosen = router.choose("a", one, "", range(2))
+    assert router.choose("b", other, "", range(2)) == 1 - chosen
+    assert router.choose("c", one, "", range(2)) == chosen
+
+
 def test_only_eligible_replicas_are_chosen() -> None:
     router = Router(3, CAPACITY)
     router.choose("a", prompt(1, 20), "", [1])

@@ -69,6 +69,7 @@ EXPECTED_EVENTS = [
     "more than two steps at a time",
     "finished by error",
     "NaN in blocks that others hold",
+    "prefix-cache hits on named content",
 ]
 
 
@@ -136,6 +137,8 @@ class Workload:
         self.turns = Random(seed)
         self.faults = Random(seed)
         self.nan_rate = self.faults.choice([0, 0, 0, 0.2])
+        self.contents = Random(seed)
+        self.content_rate = self.contents.choice([0, 0, 0.7])
         self.owners = Random(seed)
         self.owner_names = self.owners.choice(["", "a", "ab", "aaaab", "abcdefgh"])
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
@@ -271,7 +274,7 @@ class Workload:
         for (g, block_hash), block_id in published.items() - self.published.items():
             request = next(each for each in self.requests if block_hash in each.block_hashes)
             end = (request.block_hashes.index(block_hash) + 1) * size
-            states = states_of(request.token_ids[:end], request.seed)[end - size :]
+            states = states_of(request.name_ids(0, end), request.seed)[end - size :]
             assert self.runner.kv[block_id * size : (block_id + 1) * size] == [state ^ g for state in states], (
                 "a published block holds other KV than its name says"
             )
@@ -309,6 +312,9 @@ class Workload:
                 self.events["prompts scored in chunks"] += client.request.num_prompt_tokens > budget
                 self.events["scored prompts preempted"] += output.num_preemptions > 0
             self.events["resumed after preemption"] += output.num_preemptions > 0
+            self.events["prefix-cache hits on named content"] += (
+                output.num_cached_tokens > 0 and client.request.engine_request.name_ids is not None
+            )
             if client.embedding is not None:
                 budget = self.scheduler.max_num_batched_tokens
                 self.events["embeddings of chunks"] += client.request.num_prompt_tokens > budget
@@ -359,7 +365,9 @@ class Workload:
             priority=self.turns.choice([0, 0, 1, -1]),
             owner=self.owners.choice(self.owner_names or [""]),
             deadline=self.owners.choice([0, 0, 0, self.now + self.owners.randint(1, 60)]),
+            name_ids=self._named(prompt),
         )
+        names = engine_request.prompt_name_ids
         request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
         longest = min(len(prompt) + (max_tokens or most), most)
@@ -374,12 +382,19 @@ class Workload:
         self.scheduler.add(request)
         self.requests.append(request)
         if pooling is None:
-            client = Client(request, single_answer(prompt, sampling, eos, salt, self.max_model_len, self.vocab_size))
+            client = Client(request, single_answer(names, sampling, eos, salt, self.max_model_len, self.vocab_size))
         else:
-            client = Client(request, ([], "stop", None), single_embedding(prompt, pooling, salt))
+            client = Client(request, ([], "stop", None), single_embedding(names, pooling, salt))
         self.clients[request_id] = client
         in_flight = [each for step in self.in_flight for each in step.output.batch.request_ids]
         self.events["ids used again while in flight"] += request_id in in_flight
+
+    def _named(self, prompt: list[int]) -> list[int] | None:
+        """The prompt with one of two contents in place of its even tokens; None: without."""
+        if self.contents.random() >= self.content_rate:
+            return None
+        content = self.contents.choice([1, 2]) << 61
+        return [content + token if token % 2 == 0 else token for token in prompt]
 
     def _time_out(self, output: EngineOutput) -> None:
         """An end that is neither too early nor at any other time than the deadline's."""

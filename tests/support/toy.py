@@ -1,9 +1,10 @@
 """A worker without weights or a device, to test the policy by: KV slots hold hashes of their prefix.
 
-Its model: the state after a token is a hash of all tokens up to it (and of the request's seed, so that requests of
-different seeds must not share blocks), and the next token follows from the state. A step writes states through the
-slot mapping and reads the whole context back through the block table, so a slot that holds anything but the right
-prefix is found at once. Whatever the contract between policy and mechanism promises is asserted on the way.
+Its model: the state after a token is a hash of all tokens up to it, by their names in the prefix cache (and of the
+request's seed, so that requests of different seeds must not share blocks), and the next token follows from the state. A
+step writes states through the slot mapping and reads the whole context back through the block table, so a slot that
+holds anything but the right prefix is found at once. Whatever the contract between policy and mechanism promises is
+asserted on the way.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class ToyRunner:
                 self.poison(block_ids[num_computed // self.block_size :])
             self.rows[new.request_id] = Row(
                 list(tokens),
-                states_of(tokens, new.seed),
+                states_of(new.request.prompt_name_ids + tokens[new.num_prompt_tokens :], new.seed),
                 [list(block_ids) for block_ids in new.block_ids],
                 num_computed,
                 new.request.sampling,

@@ -24,11 +24,12 @@ class BlockManager:
     blocks have the same size in bytes, so every group can use the blocks that another one releases: the pool is not
     divided between groups.
 
-    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its token ids)`; the
-    chain starts at `sha256(salt)`. So a name stands for a whole prefix, equal prefixes have equal names, and a chain
-    survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal content: no one
-    can construct two prefixes with the same name, as would be possible with Python's `hash()` of token tuples. A name
-    takes 32 bytes; the tokens to compare would take a kilobyte.
+    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
+    chain starts at `sha256(salt)`. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
+    stands for a whole prefix, equal prefixes have equal names, and a chain survives the eviction and recomputation of a
+    block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two prefixes with the same
+    name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens to compare would
+    take a kilobyte.
 
     If two requests compute the same content at the same time, each keeps its own block. The first block is published;
     the other stays private and is empty once it is released.
@@ -253,7 +254,7 @@ class BlockManager:
         hashes, size = request.block_hashes, self.block_size
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
-        data, width = pack(f"<{(end - start) * size}q", *request.token_ids[start * size : end * size]), 8 * size
+        data, width = pack(f"<{(end - start) * size}q", *request.name_ids(start * size, end * size)), 8 * size
         name = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
         for at in range(0, len(data), width):
             name = sha256(name + data[at : at + width]).digest()
