@@ -26,7 +26,6 @@ from unittest.mock import patch
 
 import torch
 import zmq
-from torch import Tensor
 
 from benchmarks.model_shapes import model_folder
 from benchmarks.report.result_files import save
@@ -40,9 +39,9 @@ from engine.models.shard import WHOLE
 from engine.models.spec import ModelSpec
 from engine.offline.llm import LLM
 from engine.replicas.process import EngineLoop
-from engine.worker.cuda_graphs import PrefillShape
+from engine.worker.executor import Computed, Padding, StepRequest, WholeLogits
 from engine.worker.input_batch import PackedStep
-from engine.worker.model_runner import ModelRunner, StepHandle
+from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 
 BLOCK_SIZE, PROMPT = 16, 100
@@ -50,20 +49,23 @@ WARM_UP = 40  # steps that do not count
 NOW = time.thread_time_ns
 
 
-class NoGraphs:
-    """In place of `DecodeGraphs`: tokens without a model."""
+class NoForwardPass:
+    """In place of other executors: logits and tokens without a model."""
 
-    def __init__(self, runner: NoDevice) -> None:
-        self._runner = runner
+    max_words = sys.maxsize
 
-    def padded_size(self, num_seqs: int) -> int:
-        return num_seqs
+    def __init__(self, runner: ModelRunner) -> None:
+        max_num_seqs = runner.options.max_num_seqs
+        self._logits = torch.zeros(max_num_seqs, 1)
+        self._tokens = torch.arange(max_num_seqs) + 1000
+        self._sampler = runner.sampler
 
-    def fits(self, packed: Tensor) -> bool:
-        return True
+    def fits(self, step: StepRequest) -> Padding:
+        return Padding()
 
-    def run(self, size: int, packed: Tensor) -> tuple[Tensor, Tensor]:
-        return self._runner.logits[:size], self._runner.tokens[:size]
+    def run(self, step: StepRequest, packed: PackedStep) -> Computed:
+        n = packed.num_seqs
+        return Computed(logits=WholeLogits(self._logits[:n], self._sampler), tokens=self._tokens[:n])
 
 
 class NoDevice(ModelRunner):
@@ -71,19 +73,12 @@ class NoDevice(ModelRunner):
 
     def __init__(self, spec: ModelSpec, options: RunnerOptions) -> None:
         super().__init__(SimpleNamespace(norm=None, spec=spec, stage=WHOLE), spec, options)  # type: ignore[arg-type]
-        self.logits = torch.zeros(options.max_num_seqs, 1)
-        self.tokens = torch.arange(options.max_num_seqs) + 1000
         self.num_blocks = options.max_num_seqs * options.max_model_len // options.block_size
-        self.graphs = NoGraphs(self)  # type: ignore[assignment]
+        self.executors = [NoForwardPass(self)]
 
     @classmethod
     def build(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, *, progress: bool = True) -> NoDevice:
         return cls(spec, options)
-
-    def _run_eagerly(
-        self, handle: StepHandle, packed: PackedStep, shape: PrefillShape | None, scored: list[int], pooled: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        return self.logits[: packed.num_seqs], self.tokens[: packed.num_seqs]
 
 
 class Times:

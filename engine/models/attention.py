@@ -40,19 +40,14 @@ class AttentionMetadata:
     query_start: Tensor  # [B + 1] int32: sequence i has the tokens [query_start[i], query_start[i + 1])
     context_lens: Tensor  # [B] int32: context length including this step's tokens; 0: a padding row
     slot_mapping: Tensor  # [T] int64: slot of each token's K and V; -1: not stored
-    decode_plan: kernels.DecodePlan | None = None  # the decode kernel's work map, computed once per step; None on a CPU
-    prefill_tiles: Tensor | None = (
-        None  # [N, 2] int32 (sequence, first query): the prefill kernel's grid; None on a CPU
-    )
-    sparse_plan: kernels.DecodePlan | None = None  # the same for block-sparse layers
-    sparse_tiles: Tensor | None = None
-    # In a graph of steps with prefill, [num_decodes] int32: context lengths of the sequences that decode, 0 for others. All
-    # sequences may have tiles then, and `context_lens` are at least 1.
+    plan: kernels.DecodePlan | None = None  # the decode kernel's work map, computed once per step; None on a CPU
+    # [N, 2] int32 (sequence, first query): the prefill kernel's grid; None on a CPU
+    tiles: Tensor | None = None
+    # In a graph of steps with prefill, [num_decodes] int32: context lengths of the sequences that decode, 0 for others.
+    # All sequences may have tiles then, and `context_lens` are at least 1.
     decode_lens: Tensor | None = None
-    # How latent attention computes the sequences that do not decode; None: over latents.
-    expansion: LatentExpansion | None = None
-    # What the sequences that do not decode see of an e4m3 cache; None: they read the cache.
-    wide_pages: WidePages | None = None
+    # Keys and values that the sequences that do not decode attend to; None: those in the cache.
+    prefill_kv: LatentExpansion | WidePages | None = None
     # Of the last layer, [N] integer: the tokens whose hidden states it computes. It stores the keys and values of all tokens.
     # None: all tokens.
     logits_indices: Tensor | None = None
@@ -133,7 +128,7 @@ class Attention(CheckpointModule):
             qkv, slots = F.pad(qkv, (0, 2 * spec.num_kv_heads * spec.head_dim)), torch.full_like(slots, -1)
         elif self.v_norm is not None and k_norm is not None:
             qkv = self._with_normed_values(qkv, self.v_norm, k_norm.eps)
-        pages = metadata.wide_pages
+        pages = metadata.prefill_kv if isinstance(metadata.prefill_kv, WidePages) else None
         # While scales are calibrated the cache is not e4m3 yet, and is read itself.
         wide = pages.allocate(kv) if pages is not None and spec.widens and kv_scale is not None else None
         query = kernels.rope_and_store(
@@ -254,7 +249,7 @@ def attend(
 
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]; rounded only if all tokens decode.
     kv_scale [2, num_kv_heads] float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has
-    them. `wide`: the pages of `metadata.wide_pages`, which hold the K and V that the layer has stored.
+    them. `wide`: the pages of `metadata.prefill_kv`, which hold the K and V that the layer has stored.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
     options = _Options(
@@ -267,20 +262,19 @@ def attend(
         kv_scale=kv_scale,
     )
     m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
-    plan, tiles = (m.sparse_plan, m.sparse_tiles) if spec.sparse else (m.decode_plan, m.prefill_tiles)
     if n:
         lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
         into = out if isinstance(out, kernels.QuantizedRows) else out[:n]
         kernels.paged_attention_decode(
-            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=plan, out=into, **options
+            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=m.plan, out=into, **options
         )
     if first < len(m.rows):
         assert isinstance(out, Tensor)
         tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
-        if m.wide_pages is not None and wide is not None:
-            m.wide_pages.fill(wide, kv_cache, tables, rows, None if spec.kv_of is None else lens)
+        if isinstance(m.prefill_kv, WidePages) and wide is not None:
+            m.prefill_kv.fill(wide, kv_cache, tables, rows, None if spec.kv_of is None else lens)
             key_cache, value_cache = wide[0], wide[1]
-            tables, rows = m.wide_pages.block_tables, m.wide_pages.rows
+            tables, rows = m.prefill_kv.block_tables, m.prefill_kv.rows
         kernels.paged_attention_prefill(
-            query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=tiles, out=out, **options
+            query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=m.tiles, out=out, **options
         )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import kernels
 from engine.models.attention import AttentionMetadata
+from engine.models.expansion import LatentExpansion
 from engine.models.formats.floats import FloatFormat
 from engine.models.layers import Linear
 from engine.models.matrix import Scope
@@ -72,7 +73,7 @@ class LatentAttention(nn.Module):
             metadata.slot_mapping,
             spec.rope.interleaved,
         )
-        if metadata.expansion is None:
+        if metadata.prefill_kv is None:
             query = kernels.absorb_and_store(query, key_up, *stored)  # [T, H, L + R]
             out = projected(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
         else:
@@ -113,12 +114,12 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
     if n:
         kernels.latent_attention_decode(
             query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n],
-            plan=m.decode_plan,
+            plan=m.plan,
         )  # fmt: skip
     if first < len(m.rows):
         kernels.latent_attention_prefill(
             query, cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
-            scale=spec.scale, out=out, tiles=m.prefill_tiles,
+            scale=spec.scale, out=out, tiles=m.tiles,
         )  # fmt: skip
     return out
 
@@ -130,8 +131,8 @@ def attend_expanded(
 
     query [T, H, plain_dim + R], its last R channels rotated; key_up and value_up by `of_heads` -> [T, H, value_dim].
     """
-    m, n, e = metadata, metadata.num_decodes, metadata.expansion
-    assert e is not None
+    m, n, e = metadata, metadata.num_decodes, metadata.prefill_kv
+    assert isinstance(e, LatentExpansion)
     starts, lens = m.query_start[n : n + e.num_seqs + 1], m.context_lens[n : n + e.num_seqs]
     out = e.attend(query, cache, key_up, value_up, starts, lens, spec.scale)[..., : spec.value_dim]
     if n:  # one query of each sequence: absorbed
@@ -139,7 +140,7 @@ def attend_expanded(
         sums = query.new_empty(n, spec.num_heads, spec.latent_dim)
         kernels.latent_attention_decode(
             absorbed, cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=sums,
-            plan=m.decode_plan,
+            plan=m.plan,
         )  # fmt: skip
         out[:n] = projected(sums, value_up)
     return out

@@ -1,4 +1,4 @@
-"""Recorded decode steps of few sequences on a CPU: replaying a step takes one call, without Python per operation."""
+"""Captured decode steps of few sequences on a CPU: a replay takes one call, without Python for each operation."""
 
 from __future__ import annotations
 
@@ -9,37 +9,49 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.worker.decode_step import DecodeStep
+from engine.worker.executor import Computed, Padding, StepRequest, WholeLogits
+from engine.worker.input_batch import PackedStep
 from engine.worker.parallel.step_threads import StepThreads
+from engine.worker.sampling.sampler import Sampler
 
 MAX_SEQS = 16  # with more, the operations themselves take longer than Python
 
 
-class RecordedSteps:
-    """Records `decode(packed, size)`, which returns logits, for each size at its first use.
+class CapturedSteps:
+    """Captures the logits of a decode step for each size at its first use.
 
-    Owns the buffer from which steps read their packed input. A model is not recorded if PyTorch computes a part of it.
-    With a recorded model, PyTorch computes only sampling and gets one thread: more would spin beside the kernels'.
+    Owns the buffer from which steps read their packed input. A model is not captured if PyTorch computes a part of it.
+    With a captured model, PyTorch computes only sampling and gets one thread: more would spin beside the kernels'.
     """
 
-    def __init__(self, decode: Callable[[Tensor, int], Tensor], buffer: Tensor) -> None:
-        self._decode, self._buffer = decode, buffer
-        self._recorded: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
-        self._threads: dict[int, StepThreads] = {}  # by size, for steps that are not recorded
+    def __init__(self, work: DecodeStep, sampler: Sampler, buffer: Tensor) -> None:
+        self._work, self._sampler, self._buffer = work, sampler, buffer
+        self._captured: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
+        self._threads: dict[int, StepThreads] = {}  # by size, for steps that are not captured
 
-    def fits(self, packed: Tensor, size: int) -> bool:
-        return size <= MAX_SEQS and len(packed) <= len(self._buffer)
+    @property
+    def max_words(self) -> int:
+        return len(self._buffer)
 
-    def run(self, packed: Tensor, size: int) -> Tensor:
-        """Return logits [size, V] of a step that fits. The next step of this size overwrites them."""
-        self._buffer[: len(packed)] = packed
-        decode = partial(self._decode, self._buffer, size)
-        if (recorded := self._recorded.get(size)) is not None:
-            logits, replay = recorded
+    def fits(self, step: StepRequest) -> Padding | None:
+        fits = step.only_decodes and not step.needs_every_token and len(step.batch) <= MAX_SEQS
+        return Padding() if fits else None
+
+    def run(self, step: StepRequest, packed: PackedStep) -> Computed:
+        """Compute the logits of a step. The next step of this size overwrites them."""
+        self._buffer[: len(packed.packed)] = packed.packed
+        return Computed(logits=WholeLogits(self._logits(packed.num_seqs), self._sampler))
+
+    def _logits(self, size: int) -> Tensor:
+        work = partial(self._work.logits, self._buffer, size)
+        if (captured := self._captured.get(size)) is not None:
+            logits, replay = captured
             if replay is None:
-                return self._threads[size].run(decode)
+                return self._threads[size].run(work)
             replay()
             return logits
-        self._recorded[size] = logits, replay = kernels.record(decode)
+        self._captured[size] = logits, replay = kernels.record(work)
         num_threads = kernels.num_threads(logits.device)
         torch.set_num_threads(num_threads if replay is None else 1)
         self._threads[size] = StepThreads(num_threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import SchedulerOutput
 from engine.models.files import Progress
+from engine.worker.attention.group_attention import CapturedPrefills
+from engine.worker.decode_step import DecodeStep
 from engine.worker.device import Device, Graph
+from engine.worker.executor import Computed, Padding, StepRequest
+from engine.worker.forward_pass import ForwardPass, StepSize
+from engine.worker.input_batch import PackedStep
+from engine.worker.options import RunnerOptions
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -27,55 +32,67 @@ PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 class DecodeGraphs:
-    """Graphs of `decode(packed, size)` and, for its results, of `filtered(own_logits, tokens)`, for each size.
+    """Graphs of decode steps, and on the last stage of their filtered sampling, for each size.
 
-    A pipeline stage before the last one has no `filtered`, and its `decode` returns hidden states [size, hidden] alone.
     Owns the static buffer from which the graphs read packed steps.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        decode: Callable[[Tensor, int], tuple[Tensor, ...]],
-        filtered: Callable[..., None] | None,
-        buffer: Tensor,
-        sizes: list[int],
-        progress: Progress,
-    ) -> None:
-        self._sizes, self._buffer = sizes, buffer
+    def __init__(self, device: Device, work: DecodeStep, buffer: Tensor, sizes: list[int], progress: Progress) -> None:
+        self._work, self._buffer, self._sizes = work, buffer, sizes
         self._graphs: dict[int, Graph] = {}
         self._filtered: dict[int, Graph] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         shared: Graph | None = None
         for done, size in enumerate(sizes[::-1]):
             progress("capturing", done, len(sizes))
-            outputs = decode(buffer, size)  # compile and select algorithms before the capture
-            if filtered is not None:
-                filtered(*outputs)
-            self._graphs[size], self._outputs[size] = device.capture(partial(decode, buffer, size), shared)
+            outputs = work.run(buffer, size)  # compile and select algorithms before the capture
+            if work.is_last:
+                work.sample_filtered(*outputs)
+            self._graphs[size], self._outputs[size] = device.capture(partial(work.run, buffer, size), shared)
             shared = shared or self._graphs[size]
-            if filtered is not None:
-                self._filtered[size], _ = device.capture(partial(filtered, *self._outputs[size]), shared)
+            if work.is_last:
+                filtered = partial(work.sample_filtered, *self._outputs[size])
+                self._filtered[size], _ = device.capture(filtered, shared)
         progress("capturing", len(sizes), len(sizes))
 
-    def padded_size(self, num_seqs: int) -> int:
-        """Return the captured size for `num_seqs` sequences, 0 if there is none."""
-        at = bisect.bisect_left(self._sizes, num_seqs)
-        return self._sizes[at] if at < len(self._sizes) else 0
+    @property
+    def max_words(self) -> int:
+        return len(self._buffer)
 
-    def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
-        return len(packed) <= len(self._buffer)
+    def fits(self, step: StepRequest) -> Padding | None:
+        """Return the captured size for a step that only decodes."""
+        if step.needs_every_token or not step.only_decodes:
+            return None
+        at = bisect.bisect_left(self._sizes, len(step.batch))
+        return Padding(self._sizes[at]) if at < len(self._sizes) else None
 
-    def run(self, size: int, packed: Tensor) -> tuple[Tensor, ...]:
-        """Queue a step that is packed for a captured size. The results of `decode`, which are returned, belong to the graph."""
-        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
-        self._graphs[size].replay()
-        return self._outputs[size]
+    def run(self, step: StepRequest, packed: PackedStep) -> Computed:
+        """Queue a step that is packed for a captured size. The results belong to the graph."""
+        self._buffer[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
+        self._graphs[packed.num_seqs].replay()
+        outputs = self._outputs[packed.num_seqs]
+        if not self._work.is_last:
+            return Computed(hidden=outputs[0], is_graph=True)
+        own_logits, tokens = outputs
+        logits = GraphLogits(self._work, own_logits, self._filtered[packed.num_seqs])
+        return Computed(logits=logits, tokens=tokens, is_graph=True)
 
-    def run_filtered(self, size: int) -> None:
-        """Queue the `filtered` pass after the last step, which had this size."""
-        self._filtered[size].replay()
+
+@dataclass(frozen=True, slots=True)
+class GraphLogits:
+    """The logits that a decode graph has left."""
+
+    work: DecodeStep
+    own_logits: Tensor  # [size, n]: of this rank's tokens
+    filtered: Graph
+
+    def gathered(self) -> Tensor:
+        return self.work.gathered(self.own_logits)
+
+    def sample_filtered(self, tokens: Tensor) -> Tensor:
+        """Replay the graph of filtered sampling, which writes the graph's own `tokens`."""
+        self.filtered.replay()
+        return self.work.all_logits(len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +105,15 @@ class PrefillShape:
     num_tiles: Mapping[int, int]  # of prefill attention, by queries per tile
 
     @classmethod
-    def of_size(cls, num_tokens: int, max_num_seqs: int, decodes: bool, tile_queries: set[int]) -> PrefillShape:
+    def of_size(cls, num_tokens: int, max_num_seqs: int, decodes: bool, tile_queries: Iterable[int]) -> PrefillShape:
+        """`decodes`: whether some sequences may decode. `tile_queries`: of the tiles of all cache groups."""
         seqs = min(num_tokens, max_num_seqs)
         more = min(num_tokens // 8, 32)  # partially filled tiles
         tiles = {queries: -(-num_tokens // queries) + more for queries in tile_queries}
         return cls(num_tokens, seqs + 2, seqs if decodes else 0, tiles)
 
     def holds(self, num_decodes: int, prefill_lens: Sequence[int]) -> bool:
-        """Whether a step with these decodes and prefill chunks fits, given that it has at most `num_tokens` tokens."""
+        """Return whether a step with these decodes and prefill chunks of at most `num_tokens` tokens fits."""
         return (
             num_decodes + len(prefill_lens) <= self.num_seqs - 2
             and num_decodes <= self.num_decodes
@@ -103,21 +121,26 @@ class PrefillShape:
         )
 
 
+def prefill_shapes(forward: ForwardPass, options: RunnerOptions) -> list[PrefillShape]:
+    """Return the shapes of steps with prefill that are worth a graph, smallest first."""
+    most = min(options.max_num_batched_tokens, options.max_model_len)
+    decodes = all(each.decodes_beside_captured_prefills for each in forward.attentions)
+    tile_queries = {each.tile_queries for each in forward.attentions} - {0}
+    sizes = (size for size in PREFILL_SIZES if size <= most)
+    return [PrefillShape.of_size(size, options.max_num_seqs, decodes, tile_queries) for size in sizes]
+
+
 class PrefillGraphs:
-    """Graphs of `forward(packed, shape, tiles)`, which returns hidden states, for each shape. `shapes`: smallest first.
+    """Graphs of the forward pass of steps with prefill, for each shape.
 
     Owns the static buffers that the graphs read: packed steps, and tiles of prefill attention by queries per tile.
     """
 
     def __init__(
-        self,
-        device: Device,
-        forward: Callable[[Tensor, PrefillShape, dict[int, Tensor]], Tensor],
-        buffer: Tensor,
-        shapes: list[PrefillShape],
-        progress: Progress,
+        self, device: Device, forward: ForwardPass, buffer: Tensor, shapes: list[PrefillShape], progress: Progress
     ) -> None:
-        self._device, self._shapes, self._buffer = device, shapes, buffer
+        """`shapes`: smallest first."""
+        self._device, self._forward, self._shapes, self._buffer = device, forward, shapes, buffer
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         largest, shared = shapes[-1], None
         self._tiles = {
@@ -128,39 +151,54 @@ class PrefillGraphs:
             progress("capturing", done, len(shapes))
             for queries in self._tiles:
                 self._write_tiles(shape, queries, [])
-            tiles = {queries: tiles[: shape.num_tiles[queries]] for queries, tiles in self._tiles.items()}
-            work = partial(forward, buffer, shape, tiles)
+            work = partial(self._run_shape, shape)
             work()  # compile and select algorithms before the capture
             graph, hidden = device.capture(work, shared)
             shared = shared or graph
             self._graphs[shape.num_tokens] = graph, hidden
         progress("capturing", len(shapes), len(shapes))
 
-    def shape_for(self, output: SchedulerOutput) -> PrefillShape | None:
-        """Return the next larger shape if it holds the step, else None."""
-        batch = output.batch
-        at = bisect.bisect_left(self._shapes, batch.total_num_tokens, key=lambda shape: shape.num_tokens)
-        if at == len(self._shapes) or not self._shapes[at].holds(
-            batch.num_decodes, batch.num_tokens[batch.num_decodes :]
-        ):
+    @torch.inference_mode()
+    def _run_shape(self, shape: PrefillShape) -> Tensor:
+        """Return the hidden states [T, hidden] of the step in the buffer."""
+        tiles = {queries: tiles[: shape.num_tiles[queries]] for queries, tiles in self._tiles.items()}
+        size = StepSize(shape.num_seqs, shape.num_tokens, shape.num_decodes, may_decode=True)
+        return self._forward.run(self._buffer, size, CapturedPrefills(tiles))
+
+    @property
+    def max_words(self) -> int:
+        return len(self._buffer)
+
+    def fits(self, step: StepRequest) -> Padding | None:
+        """Return the next larger shape's size if it holds the step."""
+        if step.only_decodes or step.counts_experts:
             return None
-        return self._shapes[at]
+        shape = self._shape(step.batch.total_num_tokens)
+        prefill_lens = step.batch.num_tokens[step.batch.num_decodes :]
+        if shape is None or not shape.holds(step.batch.num_decodes, prefill_lens):
+            return None
+        return Padding(shape.num_seqs, shape.num_tokens)
 
-    def fits(self, packed: Tensor) -> bool:
-        """Whether a packed step fits the buffer: a step that appends very many blocks does not."""
-        return len(packed) <= len(self._buffer)
+    def _shape(self, num_tokens: int) -> PrefillShape | None:
+        """Return the smallest shape with so many tokens or more."""
+        at = bisect.bisect_left(self._shapes, num_tokens, key=lambda shape: shape.num_tokens)
+        return self._shapes[at] if at < len(self._shapes) else None
 
-    def run(
-        self, shape: PrefillShape, packed: Tensor, num_decodes: int, query_lens: list[int], context_lens: list[int]
-    ) -> Tensor:
-        """Queue a step packed for a shape. The result, hidden states [num_tokens, hidden], belongs to the graph."""
-        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
+    def run(self, step: StepRequest, packed: PackedStep) -> Computed:
+        """Queue a step packed for a shape. The hidden states of a stage before the last one belong to the graph."""
+        batch, shape = step.batch, self._shape(packed.num_tokens)
+        assert shape is not None
+        self._buffer[: len(packed.packed)].copy_(packed.packed, non_blocking=True)
+        n, context_lens = batch.num_decodes, packed.context_lens.tolist()
         for queries in self._tiles:
-            tiles = kernels.make_prefill_tiles(query_lens[num_decodes:], context_lens[num_decodes:], queries)
-            self._write_tiles(shape, queries, [(num_decodes + sequence, first) for sequence, first in tiles])
+            tiles = kernels.make_prefill_tiles(batch.num_tokens[n:], context_lens[n:], queries)
+            self._write_tiles(shape, queries, [(n + sequence, first) for sequence, first in tiles])
         graph, hidden = self._graphs[shape.num_tokens]
         graph.replay()
-        return hidden
+        if not self._forward.model.stage.is_last:
+            return Computed(hidden=hidden)
+        indices = self._forward.last_tokens(step)
+        return Computed(hidden=hidden[: batch.total_num_tokens] if indices is None else hidden[indices])
 
     def _write_tiles(self, shape: PrefillShape, queries: int, tiles: list[tuple[int, int]]) -> None:
         """Write the tiles. Padding tiles are of the last sequence, which has no tokens and writes nothing."""

@@ -35,7 +35,7 @@ class Event(Protocol):
     """A point in a device's work queue."""
 
     def query(self) -> bool:
-        """Whether all work queued before it is done."""
+        """Return whether all work queued before it is done."""
 
     def synchronize(self) -> None:
         """Wait until all work queued before it is done."""
@@ -49,7 +49,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """What the engine needs from a device, besides tensors and kernels."""
+    """The engine's needs of a device, besides tensors and kernels."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -60,7 +60,7 @@ class Device(Protocol):
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether the device has its own memory and executes a queue asynchronously to the CPU."""
+        """Return whether the device has its own memory and executes a queue asynchronously to the CPU."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -71,7 +71,7 @@ class Device(Protocol):
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the device has instructions for bfloat16 products."""
+        """Return whether the device has instructions for bfloat16 multiplication."""
 
     def memory(self) -> Memory: ...
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from engine.models.moe import Router
+from engine.models.spec import MoESpec
 from engine.worker.device import Device
 
 
@@ -40,14 +41,18 @@ class ExpertLoad:
             interval,
             device,
         )
+        self._has_experts = any(isinstance(layer.mlp, MoESpec) for layer in model.spec.layers)
         self._num_steps = 0
 
     def begin(self) -> bool:
-        """Call it before a step's layers run. Returns whether the step is counted; then call `end` after it."""
+        """Call it before a step's layers run. Returns whether the step is counted; then call `end` after it.
+
+        The answer is the same in all pipeline stages, also in those without experts: they pad the step alike.
+        """
         self._num_steps += 1
-        if not self._routers or self._num_steps % self._interval:
+        if not self._has_experts or self._num_steps % self._interval:
             return False
-        width = 1 + max(len(router.weight) for router in self._routers)
+        width = 1 + max((len(router.weight) for router in self._routers), default=0)
         self._counts = torch.zeros(len(self._routers), width, dtype=torch.int64, device=self._device.torch_device)
         for router, counts in zip(self._routers, self._counts, strict=True):
             router.counts = counts

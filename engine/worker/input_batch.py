@@ -181,7 +181,7 @@ class InputBatch:
         updates, num_updates = self._block_updates(output, members)
 
         head = (2 + 2 * self.num_groups) * segment
-        size = head + num_tokens + max(len(updates), 1)
+        size = head + num_tokens + max(len(updates), 1)  # as `packed_size` says
         packed, view = self._buffer(size)
         rows, query_start, *of_groups = view[:head].reshape(-1, segment)
         rows[:real], rows[real:] = at, self.num_rows
@@ -199,6 +199,14 @@ class InputBatch:
         num_decodes = output.batch.num_decodes + (0 if padded_tokens else padding)
         positions = members.samples.positions(context_lens)
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens, positions)
+
+    def packed_size(self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0) -> int:
+        """Return the length that the packed step has with this padding, in words of 4 bytes."""
+        num_seqs = max(padded_seqs, len(output.batch))
+        num_tokens = padded_tokens or output.batch.total_num_tokens + num_seqs - len(output.batch)
+        tables = [*output.new_block_ids.values(), *(new.block_ids for new in output.new_requests)]
+        num_updates = sum(len(block_ids) for of_groups in tables for block_ids in of_groups)
+        return (2 + 2 * self.num_groups) * segment_of(num_seqs) + num_tokens + max(num_updates, 1)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
         """Return the blocks to append to block tables, group after group, each in batch order, and their counts.

@@ -26,9 +26,10 @@ from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
-from engine.worker.attention.latent import LatentExpander, num_positions
-from engine.worker.captured_steps import MAX_SEQS, RecordedSteps
-from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes
+from engine.worker.attention.group_attention import StepLens
+from engine.worker.captured_steps import MAX_SEQS, CapturedSteps
+from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
+from engine.worker.executor import Executor
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
@@ -92,19 +93,19 @@ def build_runner(
     num_blocks, runner.cache_bound = count_blocks(runner)
     runner.num_blocks = member.communicator.least(num_blocks)
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
-    runner.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
+    runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:
             capture_graphs(runner, progress)
         runner.device.synchronize()
     elif shard.size == stage.count == 1 and not options.enforce_eager:
-        runner.recorded = RecordedSteps(runner.decode, _packed_steps(runner, MAX_SEQS))
+        runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_SEQS))]
     return runner
 
 
 def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:
-    """Of the cores of this host, the share of one rank, if that is worth it."""
+    """Start processes that compile kernels, on one rank's share of this host's cores, if that is worth it."""
     num = min(num_cores() // options.num_ranks_per_stage, MAX_COMPILE_PROCESSES)
     on_gpu = options.device.torch_device.type == "cuda"
     return kernels.compile_processes(num) if on_gpu and num >= 2 else nullcontext()
@@ -124,9 +125,9 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
         for size in reversed(graph_sizes(max_num_seqs)):
             # Powers of two and the sizes halfway between: other sizes use the same kernels.
             if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
-                outputs = runner.run_decode(packed, size)
-                if runner.model.stage.is_last:
-                    runner.run_filtered(*outputs)
+                outputs = runner.decode_step.run(packed, size)
+                if runner.decode_step.is_last:
+                    runner.decode_step.sample_filtered(*outputs)
     runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
 
 
@@ -141,7 +142,7 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
     prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
     with _temporary_cache(runner, num_groups * count, options.dtype), torch.inference_mode():
         _run(runner, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []))
-        for layer, kv in zip(runner.model.own_layers, runner.kv_cache, strict=True):
+        for layer, kv in zip(runner.model.own_layers, runner.forward.kv_cache, strict=True):
             group = runner.kv_layout.group_of[layer]
             own = kv[:, group * count : (group + 1) * count]
             attention = cast(DecoderLayer, runner.model.layers[layer]).attention
@@ -169,19 +170,19 @@ def count_blocks(runner: ModelRunner) -> tuple[int, str]:
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size, and small steps with prefill."""
-    sizes = graph_sizes(runner.options.max_num_seqs)
+    sizes, forward = graph_sizes(runner.options.max_num_seqs), runner.forward
     buffer = _packed_steps(runner, sizes[-1])
-    filtered = runner.run_filtered if runner.model.stage.is_last else None
-    runner.graphs = DecodeGraphs(runner.device, runner.run_decode, filtered, buffer, sizes, progress)
-    if shapes := runner.prefill_shapes():
+    decodes = DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress)
+    executors: list[Executor] = [decodes]
+    if shapes := prefill_shapes(forward, runner.options):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
-        runner.prefill_graphs = PrefillGraphs(runner.device, runner.run_prefill, buffer, shapes, progress)
+        executors.append(PrefillGraphs(runner.device, forward, buffer, shapes, progress))
+    runner.executors = executors
 
 
 def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
-    """Return zeros of the size of a packed decode step of `num_seqs` sequences (see `kernels.data.layout`) with new blocks.
-
-    As a step, every sequence is row 0 and computes nothing.
+    """Return zeros of the size of a packed decode step of `num_seqs` sequences with new blocks, see
+    `kernels.data.layout`. As a step, every sequence is row 0 and computes nothing.
     """
     per_seq = 5 + 4 * len(runner.cache_groups)  # two segments, two per group, a token; the rest is for blocks
     return torch.zeros(per_seq * (num_seqs + 8), dtype=torch.int32, device=runner.device.torch_device)
@@ -216,22 +217,12 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     lens = [1] * half + [tokens_each] * (num_seqs - half)
     _run(runner, requests[half:], ScheduledBatch(ids, lens, sum(lens), half, []))
     _remove(runner, ids)
-    if runner.expander is not None:
-        _expand_most(runner, runner.expander)
-    if runner.widener is not None:
-        for query_lens, context_lens in runner.widener.fullest_steps:
-            _run_chunks(runner, query_lens, context_lens)
-
-
-def _expand_most(runner: ModelRunner, expander: LatentExpander) -> None:
-    """Run a step that expands as many latents as a step may, all on block 0: the newest chunks of long prompts."""
-    options = runner.options
-    context = min(expander.max_positions, options.max_model_len - 1)
-    if context < 2:
-        return
-    num_seqs = min(expander.max_positions // num_positions([context]), options.max_num_seqs)
-    new = min(options.max_num_batched_tokens // num_seqs, context)
-    _run_chunks(runner, [new] * num_seqs, [context] * num_seqs)
+    run: list[StepLens] = []
+    for attention in runner.forward.attentions:
+        for step_lens in attention.fullest_steps:
+            if step_lens not in run:
+                _run_chunks(runner, *step_lens)
+                run.append(step_lens)
 
 
 def _run_chunks(runner: ModelRunner, query_lens: list[int], context_lens: list[int]) -> None:
@@ -263,8 +254,8 @@ def _remove(runner: ModelRunner, request_ids: list[str]) -> None:
 def _temporary_cache(runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Provide a KV cache of `num_blocks` within the context. `dtype`: overrides the cache's dtype."""
     layout = runner.kv_layout if dtype is None else replace(runner.kv_layout, dtype=dtype)
-    runner.kv_cache = layout.allocate(num_blocks, runner.device)
+    runner.forward.kv_cache = layout.allocate(num_blocks, runner.device)
     try:
         yield
     finally:
-        runner.kv_cache = []
+        runner.forward.kv_cache = []

@@ -18,7 +18,7 @@ from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
-from engine.worker.model_runner import ModelRunner
+from engine.worker.forward_pass import ForwardPass
 from tests.engine.test_special_sampling import SPECIAL
 from tests.engine.test_structured_outputs import ASKED, Loop, params
 
@@ -33,13 +33,13 @@ KINDS = [
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ModelRunner._forward
+    forward = ForwardPass._layers
 
-    def with_nan(self: ModelRunner, num_tokens: int, groups: Any, indices: torch.Tensor | None = None) -> torch.Tensor:
-        hidden, ids = forward(self, num_tokens, groups, indices), self._step.input_ids[:num_tokens]
+    def with_nan(self: ForwardPass, num_tokens: int, groups: Any, indices: torch.Tensor | None = None) -> torch.Tensor:
+        hidden, ids = forward(self, num_tokens, groups, indices), self.step.input_ids[:num_tokens]
         return hidden.masked_fill(((ids if indices is None else ids[indices]) == POISON).unsqueeze(1), float("nan"))
 
-    monkeypatch.setattr(ModelRunner, "_forward", with_nan)
+    monkeypatch.setattr(ForwardPass, "_layers", with_nan)
 
 
 def run(model: Path, with_bad: bool) -> tuple[dict[str, list[int]], Loop]:

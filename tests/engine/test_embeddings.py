@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.pooling import UNSAMPLED
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.models.files import silent
+from engine.worker.cuda_graphs import DecodeGraphs
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 LENGTHS = (1, 2, 15, 16, 17, 90, 33, 200, 1)
@@ -119,12 +122,15 @@ def test_steps_with_embeddings_take_no_cuda_graph(
 ) -> None:
     """Not even when they look like decodes: a graph gives no hidden states. An answer would take one."""
 
-    class Graphs:
-        def padded_size(self, num_seqs: int) -> int:
+    class Graph:
+        def replay(self) -> None:
             raise RuntimeError("a graph")
 
+    work: Any = SimpleNamespace(is_last=False, run=lambda packed, size: (packed,))
+    device: Any = SimpleNamespace(capture=lambda work, shared: (Graph(), work()))
     engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256))
-    monkeypatch.setattr(engine.runner, "graphs", Graphs())
+    graphs = DecodeGraphs(device, work, torch.zeros(1000, dtype=torch.int32), [1], silent)
+    monkeypatch.setattr(engine.runner, "executors", [graphs])
     engine.add_request(EngineRequest("embed", [1], UNSAMPLED, pooling=PoolingParams()))
     (output,) = [*engine.step(), *engine.step()]
     assert output.embedding is not None

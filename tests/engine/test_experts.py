@@ -136,6 +136,6 @@ def test_a_layer_takes_of_the_cache_what_it_needs(model: Any) -> None:
         of_token = 2 * 64  # two layers with the window and one without have a cache of their own
     assert runner.kv_layout.block_bytes == 8 * of_token * 4
     assert groups == (2 if architecture.startswith("Gemma4") else 1)
-    storages = {kv.untyped_storage().data_ptr(): kv.untyped_storage().nbytes() for kv in runner.kv_cache}
+    storages = {kv.untyped_storage().data_ptr(): kv.untyped_storage().nbytes() for kv in runner.forward.kv_cache}
     assert runner.kv_cache_bytes == sum(storages.values())
     engine.close()

@@ -10,10 +10,12 @@ import pytest
 from torch import Tensor
 
 import kernels
-from engine.worker.attention import fp8_prefill as cache_widener
-from engine.worker.attention import latent as latent_expander
-from engine.worker.attention.fp8_prefill import CacheWidener
-from engine.worker.attention.latent import LatentExpander
+from engine.models.expansion import LatentExpansion
+from engine.models.wide_pages import WidePages
+from engine.worker.attention import fp8_prefill, latent
+from engine.worker.attention.fp8_prefill import Fp8PrefillAttention
+from engine.worker.attention.group_attention import Prefills
+from engine.worker.attention.latent import LatentGroupAttention
 
 pytest.importorskip("triton")
 
@@ -57,17 +59,18 @@ def test_tokens_over_wide_pages_of_an_fp8_cache(
     expected = answers(tiny_model, names, **settings)
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
-    monkeypatch.setattr(cache_widener, "can_gain", lambda *_: True)
-    monkeypatch.setattr(cache_widener, "seconds_saved", lambda *_: 1.0)
-    steps, prepared = [], CacheWidener.prepared
+    monkeypatch.setattr(fp8_prefill, "can_gain", lambda *_: True)
+    monkeypatch.setattr(fp8_prefill, "seconds_saved", lambda *_: 1.0)
+    steps, metadata = [], Fp8PrefillAttention.metadata
 
-    def counted(self: CacheWidener, groups: Any, query_lens: list[int], context_lens: list[int]) -> Any:
-        found = prepared(self, groups, query_lens, context_lens)
-        assert all(group.wide_pages is not None for group in found)
-        steps.append((found[0].num_decodes, query_lens, context_lens))
+    def counted(self: Fp8PrefillAttention, step: Any, prefills: Any) -> Any:
+        found = metadata(self, step, prefills)
+        if isinstance(prefills, Prefills):
+            assert isinstance(found.prefill_kv, WidePages)
+            steps.append((found.num_decodes, prefills.query_lens, prefills.context_lens))
         return found
 
-    monkeypatch.setattr(CacheWidener, "prepared", counted)
+    monkeypatch.setattr(Fp8PrefillAttention, "metadata", counted)
     assert answers(tiny_model, names, **settings) == expected
     assert (0, [24], [48]) in steps, "the full step"
     assert any(num_decodes for num_decodes, _, _ in steps)
@@ -118,19 +121,21 @@ def test_tokens_of_expanded_latents(
     pytest.importorskip("transformers")
     make_checkpoint("glm4_moe_lite", tmp_path, {"num_hidden_layers": 2})
     names = ["greedy", "long prompt", "late"]
-    monkeypatch.setattr(latent_expander, "is_worth_expanding", lambda *_: False)
+    monkeypatch.setattr(latent, "is_worth_expanding", lambda *_: False)
     settings = {"skip_tokenizer_init": True}
     expected = answers(tmp_path, names, **settings)
     request.getfixturevalue("gpu")
-    monkeypatch.setattr(latent_expander, "is_worth_expanding", lambda *_: True)
-    monkeypatch.setattr(latent_expander, "FEWEST_QUERIES_ON_ACCELERATOR", 1)
-    steps, prepared = [], LatentExpander.prepared
+    monkeypatch.setattr(latent, "is_worth_expanding", lambda *_: True)
+    monkeypatch.setattr(latent, "FEWEST_QUERIES_ON_ACCELERATOR", 1)
+    steps, metadata = [], LatentGroupAttention.metadata
 
-    def counted(self: LatentExpander, metadata: Any, query_lens: list[int], context_lens: list[int]) -> Any:
-        steps.append((metadata.num_decodes, query_lens, context_lens))
-        return prepared(self, metadata, query_lens, context_lens)
+    def counted(self: LatentGroupAttention, step: Any, prefills: Any) -> Any:
+        found = metadata(self, step, prefills)
+        if isinstance(found.prefill_kv, LatentExpansion):
+            steps.append((found.num_decodes, prefills.query_lens, prefills.context_lens))
+        return found
 
-    monkeypatch.setattr(LatentExpander, "prepared", counted)
+    monkeypatch.setattr(LatentGroupAttention, "metadata", counted)
     assert answers(tmp_path, names, **settings) == expected
     assert (0, [24], [63]) in steps, "the one that expands most"
     assert any(num_decodes for num_decodes, _, _ in steps)

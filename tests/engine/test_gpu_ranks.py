@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.worker.model_runner import ModelRunner
 from engine.worker.parallel import gpu_communicator, ranks
 from engine.worker.parallel.gpu_communicator import LARGE_BYTES, SMALL_BYTES
 from engine.worker.parallel.launcher import Follower, Location, Lost
 from engine.worker.startup import Membership
+from engine.worker.step_sampling import StepSampling
 
 pytest.importorskip("triton")
 
@@ -153,17 +153,16 @@ def test_tokens_are_those_of_one_rank(
         return all_reduce(*arguments)
 
     monkeypatch.setattr(collectives, "all_reduce", recorded)
-    finish = ModelRunner._finish
+    begin = StepSampling.begin
     kinds: set[tuple[bool, bool]] = set()  # of decode graphs' steps: are some filtered? are logits needed besides?
 
-    def finished(
-        self: ModelRunner, handle: Any, packed: Any, plan: Any, logits: Any, tokens: Any, size: int, deferred: Any = ()
-    ) -> None:
-        if size:
+    def begun(self: StepSampling, handle: Any, packed: Any, logits: Any, tokens: Any, is_graph: bool) -> None:
+        begin(self, handle, packed, logits, tokens, is_graph)
+        plan = self._sampler._plan
+        if is_graph:
             kinds.add((plan.filtered, bool(plan.groups or plan.with_logprobs)))
-        finish(self, handle, packed, plan, logits, tokens, size, deferred)
 
-    monkeypatch.setattr(ModelRunner, "_finish", finished)
+    monkeypatch.setattr(StepSampling, "begin", begun)
     with unwritten_is_nan():
         assert answers(tiny_model, tensor_parallel_size=SIZE, **settings) == expected
     prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]

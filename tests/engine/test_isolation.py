@@ -17,7 +17,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.recovery import MAX_UNEXPLAINED
-from engine.worker.model_runner import ModelRunner
+from engine.worker.forward_pass import ForwardPass
 from tests.engine import test_special_sampling as special
 from tests.engine.test_structured_outputs import ASKED, Loop, params
 from tests.support.fake_runner import FakeRunner, next_token
@@ -225,16 +225,16 @@ def test_answers_of_the_real_runner_do_not_change(tiny_model: Path, monkeypatch:
 
     def answers(fault_at: set[int]) -> dict[str, list[int]]:
         loop = Loop(tiny_model, max_num_seqs=8)
-        forward, count = ModelRunner._forward, 0
+        forward, count = ForwardPass._layers, 0
 
-        def failing(self: ModelRunner, *args: Any) -> Any:
+        def failing(self: ForwardPass, *args: Any) -> Any:
             nonlocal count
             count += 1
             if count in fault_at:
                 raise RuntimeError("it comes and goes")
             return forward(self, *args)
 
-        monkeypatch.setattr(ModelRunner, "_forward", failing)
+        monkeypatch.setattr(ForwardPass, "_layers", failing)
         for i, fields in enumerate(special.SPECIAL):
             loop.add(f"special-{i}", SamplingParams(max_tokens=30, **fields), [i + 1] * 20)
         for i, asked in enumerate(ASKED):
@@ -242,7 +242,7 @@ def test_answers_of_the_real_runner_do_not_change(tiny_model: Path, monkeypatch:
         loop.add("scored", SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=2, seed=3), [7] * 40)
         tokens = loop.run()
         assert {loop.ended(name) for name in tokens} <= {"stop", "length"}
-        monkeypatch.setattr(ModelRunner, "_forward", forward)
+        monkeypatch.setattr(ForwardPass, "_layers", forward)
         loop.engine.close()
         return tokens
 

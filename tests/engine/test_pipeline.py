@@ -12,8 +12,8 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
-from engine.worker.model_runner import StepHandle
 from engine.worker.parallel.ranks import PipelinedStep, RankedRunner
+from engine.worker.step_handle import StepHandle
 from tests.engine.test_ranks import KINDS, PROMPTS, start
 
 

@@ -23,8 +23,9 @@ from engine.core.params.structured import StructuredOutputs
 from engine.engine import Engine
 from engine.processing.input_processor import InputProcessor
 from engine.worker.input_batch import PackedStep
-from engine.worker.model_runner import ModelRunner, StepHandle
+from engine.worker.model_runner import ModelRunner
 from engine.worker.startup import build_runner
+from engine.worker.step_handle import StepHandle
 
 
 class Unread:
@@ -67,8 +68,9 @@ def make_engine(
 
 def device_tensors(runner: ModelRunner) -> list[Tensor]:
     """What the device itself writes in the order of its queue: a step that runs late sees its own."""
-    step = runner._step
-    return [runner._sampler._mask_of, *(getattr(step, field.name) for field in fields(step))]
+    step = runner.forward.step
+    values = [getattr(owner, field.name) for owner in (step, step.samples) for field in fields(owner)]
+    return [runner.sampler._mask_of, *(value for value in values if isinstance(value, Tensor))]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])

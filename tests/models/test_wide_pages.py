@@ -63,7 +63,7 @@ def test_attention_is_that_over_the_cache(shape: dict[str, Any], widens: bool, m
     )
     x, positions = torch.randn(sum(QUERY_LENS), HIDDEN), torch.zeros(sum(QUERY_LENS), dtype=torch.int64)
     found, caches = [], []
-    for each in (metadata, replace(metadata, wide_pages=wide)):
+    for each in (metadata, replace(metadata, prefill_kv=wide)):
         hidden, kv = x.clone(), paged.kv.clone()
         with unwritten_is_nan():
             stream = attention(SublayerInput(hidden), ResidualEpilogue(ResidualStream(hidden)), positions, kv, each)

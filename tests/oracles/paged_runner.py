@@ -85,7 +85,7 @@ class PagedRunner:
             expansion = LatentExpansion.of_step(
                 lens, lengths[n:], metadata.rows[n:], metadata.block_tables, self.block_size, self._upload
             )
-            metadata = replace(metadata, expansion=expansion)
+            metadata = replace(metadata, prefill_kv=expansion)
         with torch.inference_mode():
             attention = [metadata] * len(self.kv_cache)
             hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, attention)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.core.batch import ScheduledBatch, SchedulerOutput
+from engine.models.shard import WHOLE
+from engine.worker.attention.group_attention import CapturedPrefills
 from engine.worker.cuda_graphs import PrefillGraphs, PrefillShape
 from engine.worker.device import CpuDevice
+from engine.worker.executor import StepRequest
+from engine.worker.forward_pass import StepSize
+from engine.worker.input_batch import Members, PackedStep
 
 QUERIES = 16  # in a tile
 
@@ -33,25 +40,30 @@ class Recorder(CpuDevice):
 
 
 @dataclass
-class Runner:
+class Forward:
     """Remembers what the forward pass would have read."""
 
-    seen: list[tuple[PrefillShape, list[int], list[list[int]]]] = field(default_factory=list)
+    model = SimpleNamespace(stage=WHOLE)
+    seen: list[tuple[StepSize, list[int], list[list[int]]]] = field(default_factory=list)
 
-    def forward(self, packed: Tensor, shape: PrefillShape, tiles: dict[int, Tensor]) -> Tensor:
-        self.seen.append((shape, packed.tolist(), tiles[QUERIES].tolist()))
-        return torch.zeros(shape.num_tokens, 4)
+    def run(self, packed: Tensor, size: StepSize, prefills: CapturedPrefills) -> Tensor:
+        self.seen.append((size, packed.tolist(), prefills.tiles(QUERIES).tolist()))
+        return torch.zeros(size.num_tokens, 4)
+
+    def last_tokens(self, step: StepRequest) -> None:
+        return None
 
 
-def make_graphs(runner: Runner, *, decodes: bool = True) -> PrefillGraphs:
+def make_graphs(forward: Forward, *, decodes: bool = True) -> PrefillGraphs:
     shapes = [PrefillShape.of_size(size, 100, decodes, {QUERIES}) for size in (32, 64)]
-    return PrefillGraphs(Recorder(), runner.forward, torch.zeros(40, dtype=torch.int32), shapes, lambda *_: None)
+    buffer = torch.zeros(40, dtype=torch.int32)
+    return PrefillGraphs(Recorder(), forward, buffer, shapes, lambda *_: None)  # type: ignore[arg-type]
 
 
-def step(lens: list[int]) -> SchedulerOutput:
+def step(lens: list[int]) -> StepRequest:
     num_decodes = lens.index(max(lens)) if max(lens) > 1 else len(lens)
     batch = ScheduledBatch([str(i) for i in range(len(lens))], lens, sum(lens), num_decodes, [])
-    return SchedulerOutput(0, [], batch, {}, [])
+    return StepRequest(SchedulerOutput(0, [], batch, {}, []))
 
 
 @pytest.mark.parametrize(
@@ -66,28 +78,39 @@ def step(lens: list[int]) -> SchedulerOutput:
     ],
 )
 def test_a_step_runs_at_the_smallest_shape_that_holds_it(lens: list[int], size: int | None) -> None:
-    shape = make_graphs(Runner()).shape_for(step(lens))
-    assert (shape and shape.num_tokens) == size
+    padding = make_graphs(Forward()).fits(step(lens))
+    assert (padding and padding.num_tokens) == size
+
+
+def test_steps_that_do_not_prefill_or_count_experts_run_elsewhere() -> None:
+    graphs = make_graphs(Forward())
+    assert graphs.fits(step([1, 1])) is None
+    assert graphs.fits(replace(step([1, 20]), counts_experts=True)) is None
+    assert graphs.fits(replace(step([1, 20]), scored=[1])) is not None
 
 
 def test_latent_attention_decodes_in_no_graph_of_steps_that_prefill() -> None:
-    graphs = make_graphs(Runner(), decodes=False)
-    assert graphs.shape_for(step([1, 20])) is None
-    assert graphs.shape_for(step([20])) is not None
+    graphs = make_graphs(Forward(), decodes=False)
+    assert graphs.fits(step([1, 20])) is None
+    assert graphs.fits(step([20])) is not None
 
 
 def test_a_replayed_step_reads_its_tiles_and_padding_that_writes_nothing() -> None:
-    runner = Runner()
-    graphs = make_graphs(runner)
-    shape = graphs.shape_for(step([1, 20, 3]))
-    assert shape is not None
-    packed = torch.arange(7, dtype=torch.int32)
-    assert graphs.fits(packed)
-    assert not graphs.fits(torch.zeros(41))
-    runner.seen.clear()
-    hidden = graphs.run(shape, packed, 1, [1, 20, 3], [9, 50, 3])
-    [(used, read, tiles)] = runner.seen
-    assert (used.num_tokens, len(hidden)) == (32, 32)
+    forward, lens = Forward(), [1, 20, 3]
+    graphs = make_graphs(forward)
+    padding = graphs.fits(step(lens))
+    assert padding is not None
+    assert graphs.max_words == 40
+    words = torch.arange(7, dtype=torch.int32)
+    members = Members(ScheduledBatch([], [], 0, 0, []), {})
+    lengths = np.array([9, 50, 3])
+    packed = PackedStep(words, 0, *padding, 1, members, lengths, lengths)
+    forward.seen.clear()
+    hidden = graphs.run(step(lens), packed).hidden
+    [(used, read, tiles)] = forward.seen
+    assert hidden is not None
+    assert (used.num_tokens, len(hidden)) == (32, 24)
     assert read[:7] == list(range(7))
-    last = shape.num_seqs - 1
-    assert tiles == [[1, 16], [1, 0], [2, 0]] + [[last, 0]] * (shape.num_tiles[QUERIES] - 3)
+    last = padding.num_seqs - 1
+    assert tiles[:3] == [[1, 16], [1, 0], [2, 0]]
+    assert tiles[3:] == [[last, 0]] * (len(tiles) - 3)

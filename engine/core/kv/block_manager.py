@@ -170,7 +170,7 @@ class BlockManager:
         return new_ids
 
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
-        """Whether `grow` would succeed for a request that holds no block."""
+        """Return whether `grow` would succeed for a request that holds no block."""
         *_, held, counts = self._growth(request, num_tokens, cached)
         return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
 

@@ -127,7 +127,7 @@ class BlockPool:
         return True
 
     def was_cached(self, block_hash: bytes) -> bool:
-        """Whether a block for that prefix was evicted recently, or is published in some group."""
+        """Return whether a block for that prefix was evicted recently, or is published in some group."""
         return any(block_hash in known for known in (*self._evicted, *self._published))
 
     def name_of(self, block_id: int) -> Name | None:

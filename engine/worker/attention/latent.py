@@ -1,18 +1,27 @@
-"""Decides which steps compute latent attention with keys and values of each head, and prepares them."""
+"""Step data of latent attention. Some steps expand latents to the keys and values of each head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import kernels
+from engine.core.kv.cache_groups import CacheGroup
 from engine.models.attention import AttentionMetadata
 from engine.models.expansion import PAGE, LatentExpansion
-from engine.models.spec import LatentSpec, ModelSpec
+from engine.models.spec import AttentionSpec, LatentSpec
+from engine.worker.attention.group_attention import (
+    AttentionStep,
+    CapturedPrefills,
+    GroupAttention,
+    Prefills,
+    StepLens,
+)
 from engine.worker.options import RunnerOptions
 
-# Positions that a step expands, at most, for each token that a step may have: later chunks of a long prompt are expanded,
-# too, and memory stays in proportion to that of other activations.
+# Maximum number of positions that a step expands for each token that a step may have: later chunks of a long prompt
+# are expanded, too, and memory stays in proportion to that of other activations.
 MOST_POSITIONS = 4
 # Both are estimates. Fewer prompt tokens save a GPU less time than launching the additional kernels takes.
 FEWEST_QUERIES_ON_ACCELERATOR = 512
@@ -20,11 +29,11 @@ ABSORBED_SLOWNESS = 2  # time of a multiplication in the absorbed attention kern
 
 
 def is_worth_expanding(spec: LatentSpec, query_lens: Sequence[int], context_lens: Sequence[int]) -> bool:
-    """Whether expanded attention takes less time than absorbed attention, by multiplications of one head.
+    """Return whether expanded attention takes less time than absorbed attention, by multiplications of one head.
 
     Absorbed, each query is projected to a latent, and back; expanded, each position of the context, with padding, is
-    projected to a key and a value. So expansion pays for whole prompts, and where a chunk of a long one has enough queries to
-    gain from narrower keys and values.
+    projected to a key and a value. So expansion pays for whole prompts, and where a chunk of a long one has enough
+    queries to gain from narrower keys and values.
     """
     projection, plain = spec.latent_dim * (spec.plain_dim + spec.value_dim), spec.plain_dim + spec.rope.rotary_dim
     pairs = sum(q * (2 * context - q + 1) // 2 for q, context in zip(query_lens, context_lens, strict=True))
@@ -33,12 +42,12 @@ def is_worth_expanding(spec: LatentSpec, query_lens: Sequence[int], context_lens
 
 
 def num_positions(context_lens: Sequence[int]) -> int:
-    """Positions in the whole pages of all contexts."""
+    """Return the number of positions in the whole pages of all contexts."""
     return sum(-(-context // PAGE) * PAGE for context in context_lens)
 
 
 def can_expand(spec: LatentSpec) -> bool:
-    """Whether plain attention computes heads of this shape. Values are padded to the width of keys."""
+    """Return whether plain attention computes heads of this shape. Values are padded to the width of keys."""
     width = spec.plain_dim + spec.rope.rotary_dim
     return 16 <= width <= 256 and spec.value_dim <= width
 
@@ -48,42 +57,60 @@ def expanded_width(spec: LatentSpec) -> int:
     return spec.head_dim + 2 * spec.num_heads * (spec.plain_dim + spec.rope.rotary_dim)
 
 
-class LatentExpander:
-    """Expands the latents of the steps of one model."""
+class LatentGroupAttention(GroupAttention):
+    """Step data of latent attention. Steps with many queries for each position expand their latents."""
 
-    def __init__(self, spec: LatentSpec, options: RunnerOptions) -> None:
-        """`spec`: of this rank."""
-        self._spec, self._block_size, self._device = spec, options.block_size, options.device
-        self.max_positions = MOST_POSITIONS * options.max_num_batched_tokens // PAGE * PAGE
-        self._fewest_queries, self._tile_queries = 1, 0
+    # The decode kernel divides contexts by the number of sequences, which is unknown at capture.
+    decodes_beside_captured_prefills = False
+
+    def __init__(self, mixer: LatentSpec, index: int, group: CacheGroup, options: RunnerOptions) -> None:
+        super().__init__(mixer, index, group, options)
+        self._mixer, self._options = mixer, options
+        # Maximum number of positions that a step expands; 0: none ever does.
+        self.max_positions = MOST_POSITIONS * options.max_num_batched_tokens // PAGE * PAGE if can_expand(mixer) else 0
+        self._fewest_queries, self._expanded_tile_queries = 1, 0
         if options.device.is_accelerator:
-            width = spec.plain_dim + spec.rope.rotary_dim
+            width, heads = mixer.plain_dim + mixer.rope.rotary_dim, mixer.num_heads
             self._fewest_queries = FEWEST_QUERIES_ON_ACCELERATOR
-            self._tile_queries = kernels.prefill_tile_queries(spec.num_heads, spec.num_heads, width, options.dtype)
+            self._expanded_tile_queries = kernels.prefill_tile_queries(heads, heads, width, options.dtype)
 
-    @classmethod
-    def of_model(cls, spec: ModelSpec, options: RunnerOptions) -> LatentExpander | None:
-        """None: the model has no latent attention, or its heads cannot expand."""
-        mixer = spec.layers[0].mixer
-        if not isinstance(mixer, LatentSpec) or any(layer.mixer != mixer for layer in spec.layers):
-            return None
-        return cls(mixer, options) if can_expand(mixer) else None
+    def _kernel_sizes(
+        self, mixer: AttentionSpec | LatentSpec, group: CacheGroup, options: RunnerOptions
+    ) -> tuple[Callable[[int], kernels.DecodePlan], int]:
+        assert isinstance(mixer, LatentSpec)
+        new = partial(
+            kernels.latent_decode_plan,
+            num_heads=mixer.num_heads,
+            size=mixer.latent_dim,
+            device=options.device.torch_device,
+        )
+        return new, kernels.latent_tile_queries(mixer.num_heads, options.dtype)
+
+    @property
+    def fullest_steps(self) -> list[StepLens]:
+        """The step that expands as many latents as a step may: the newest chunks of long prompts."""
+        options = self._options
+        context = min(self.max_positions, options.max_model_len - 1)
+        if context < 2:
+            return []
+        num_seqs = min(self.max_positions // num_positions([context]), options.max_num_seqs)
+        new = min(options.max_num_batched_tokens // num_seqs, context)
+        return [([new] * num_seqs, [context] * num_seqs)]
 
     def expands(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> bool:
-        """Whether a step in which these sequences prefill expands their latents."""
+        """Return whether a step in which these sequences prefill expands their latents."""
         return (
             sum(query_lens) >= self._fewest_queries
             and num_positions(context_lens) <= self.max_positions
-            and is_worth_expanding(self._spec, query_lens, context_lens)
+            and is_worth_expanding(self._mixer, query_lens, context_lens)
         )
 
-    def prepared(
-        self, metadata: AttentionMetadata, query_lens: Sequence[int], context_lens: Sequence[int]
-    ) -> AttentionMetadata:
-        """Return a step's metadata with the expansion of the sequences that prefill, which have these lengths."""
-        first = metadata.first_prefill
+    def metadata(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> AttentionMetadata:
+        if not isinstance(prefills, Prefills) or not self.expands(prefills.query_lens, prefills.context_lens):
+            return super().metadata(step, prefills)
+        metadata, first = super().metadata(step, None), step.num_decodes
         expansion = LatentExpansion.of_step(
-            query_lens, context_lens, metadata.rows[first : first + len(query_lens)], metadata.block_tables,
-            self._block_size, self._device.upload, self._tile_queries,
+            prefills.query_lens, prefills.context_lens, step.rows[first : first + len(prefills.query_lens)],
+            metadata.block_tables, self._options.block_size, prefills.upload, self._expanded_tile_queries,
         )  # fmt: skip
-        return replace(metadata, expansion=expansion)
+        return replace(metadata, prefill_kv=expansion)

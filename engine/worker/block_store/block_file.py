@@ -27,7 +27,7 @@ NUM_BUFFERS = 4  # as many threads read at the start; one thread writes
 
 
 class Found(IntEnum):
-    """What `BlockFile.load` found in a slot. With several ranks, the least of their results counts."""
+    """Result of `BlockFile.load` for a slot. With several ranks, the least of their results counts."""
 
     INVALID = 0  # the slot does not hold the block
     UNREAD = 1  # the slot has the block's name; its content was not read
@@ -36,7 +36,7 @@ class Found(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockFileOptions:
-    """What every rank needs to open its file."""
+    """Options with which every rank opens its file."""
 
     path: Path  # absolute
     folder: Path  # of the model
@@ -49,11 +49,11 @@ class Peers(Protocol):
     """The other ranks, which hold parts of the same blocks in files of their own and repeat what rank 0 does."""
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """On rank 0: call this method of the followers' files, between the same two steps. On a follower: do nothing."""
+        """On rank 0: call this method of the followers' files, between the same two steps. On a follower: no effect."""
 
     def agree(self, numbers: Sequence[int]) -> Sequence[int]:
-        """On rank 0: return the least of all ranks' numbers at each position, once all have answered. On a follower: send its
-        numbers to rank 0 and return them. All ranks make these calls in the same order.
+        """On rank 0: return the least of all ranks' numbers at each position, once all have answered. On a follower:
+        send its numbers to rank 0 and return them. All ranks make these calls in the same order.
         """
 
 
@@ -68,10 +68,10 @@ class NoPeers:
 
 
 class BlockFile:
-    """A file with slots that hold one rank's part of a block each. Call `load` first, then `save` and `clear`, then `close`.
+    """A file with slots, each for one rank's part of a block. Call `load` first, then `save` and `clear`, then `close`.
 
-    The thread that launches steps calls it; a thread of its own writes. With several ranks the store calls rank 0's file only,
-    and a block counts as loaded if all ranks have loaded it. When one rank fails to write, all ranks stop saving.
+    The thread that launches steps calls it; a thread of its own writes. With several ranks, only rank 0's file
+    is called, and a block counts as loaded if all ranks have loaded it. When one rank fails to write, all stop saving.
     """
 
     def __init__(self, file: CacheFile, copier: BlockCopier, peers: Peers, num_slots: int, max_blocks: int) -> None:
@@ -85,12 +85,12 @@ class BlockFile:
             self._buffers.put(copier.new_buffer())
 
     def entries(self) -> list[Entry]:
-        """What this rank's slots claim to hold, the hottest first; each name once."""
+        """Return the entries of this rank's slots, which may be invalid, the hottest first; each name once."""
         return [entry for entry in self._file.entries() if entry.slot < self.num_slots]
 
     def load(self, slots: Sequence[tuple[int, Name]], block_ids: Sequence[int], seconds: float) -> Sequence[int]:
-        """Fill each block from the slot at its position, for at most `seconds`. `slots`: number, and name of the block expected
-        there. Return a `Found` for each slot; slots beyond the blocks are not read.
+        """Fill each block from the slot at its position, for at most `seconds`. `slots`: number, and name of the block
+        expected there. Return a `Found` for each slot; slots beyond the blocks are not read.
         """
         self._peers.tell("load", slots, block_ids, seconds)
         deadline = time.monotonic() + seconds
@@ -182,7 +182,7 @@ class BlockFile:
             self._agree()
 
     def close(self, heats: Iterable[tuple[int, int]] = ()) -> None:
-        """Finish the queued writes, then write these heats (slot, heat) to this rank's file. `entries` reads rank 0's only."""
+        """Finish the queued writes, then write these heats (slot, heat) to this rank's file; only rank 0's are read."""
         self._peers.tell("close")
         self._io.submit(self._write_heats, heats)
         self._io.shutdown()
@@ -198,7 +198,7 @@ class BlockFile:
 
 
 def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers) -> BlockFile | None:
-    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's file cannot be used."""
+    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's cannot be used."""
     identity = {
         **options.identity,
         "model": fingerprint(options.folder),

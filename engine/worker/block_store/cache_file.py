@@ -1,10 +1,11 @@
-"""The file that KV blocks survive a restart in: a header, and slots of one block each. Bytes only; any bytes may be read.
+"""The file in which KV blocks survive a restart: a header, and slots of one block each. Only bytes, of any value.
 
     header  4096 bytes: MAGIC, length and text of a JSON object that says what the blocks belong to, zeros
-    slot    ENTRY: hash of the block's prefix, digest, heat, cache group; the block's content; zeros up to a multiple of 4096
+    slot    ENTRY: hash of the block's prefix, digest, heat, cache group; the block's content; zeros up to a multiple
+            of 4096
 
-The digest covers header, name and content. So a slot that was torn by a crash, damaged, or written for another model is no
-block, and nothing else has to be written in order, synchronised or renamed.
+The digest covers header, name and content. So a slot that was torn by a crash, damaged, or written for another model is
+no block, and nothing else has to be written in order, synchronised or renamed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CacheFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a slot claims to hold; `CacheFile.read` tells whether it does."""
+    """The block that a slot claims to hold; `CacheFile.read` verifies it."""
 
     slot: int
     name: Name
@@ -48,7 +49,7 @@ class Entry:
 
 
 class CacheFile:
-    """An open file, locked: no other process uses it. Only its owner can read it. Calls of several threads may overlap."""
+    """An open file, locked against other processes, readable by its owner only. Threads may call it at once."""
 
     def __init__(self, path: Path, identity: Mapping[str, str], block_bytes: int, max_bytes: int) -> None:
         """Opens or makes it. What was written for another `identity` or size of blocks is forgotten.
@@ -86,14 +87,14 @@ class CacheFile:
         return ALIGNMENT + slot * self.slot_bytes
 
     def entries(self) -> list[Entry]:
-        """What the slots claim to hold, the hottest first; each name once."""
+        """Return the blocks that the slots claim to hold, the hottest first; each name once."""
         num_slots = -((ALIGNMENT - os.fstat(self._fd).st_size) // self.slot_bytes)
         found = [entry for slot in range(num_slots) if (entry := self.entry(slot)) is not None]
         found.sort(key=lambda entry: entry.heat)
         return list({entry.name: entry for entry in found}.values())[::-1]
 
     def entry(self, slot: int) -> Entry | None:
-        """What a slot claims to hold. None: nothing, or it cannot be read."""
+        """Return the block that a slot claims to hold. None: nothing, or it cannot be read."""
         try:
             data = os.pread(self._fd, ENTRY.size, self._offset(slot))
         except OSError:
@@ -170,7 +171,7 @@ def _header(identity: Mapping[str, str]) -> bytes:
 
 
 def _differences(found: bytes, wanted: bytes) -> str:
-    """What the one header says otherwise than the other, for the log."""
+    """Return the differences between two headers, for the log."""
     theirs, ours = _identity(found), _identity(wanted)
     names = [name for name in ours if theirs.get(name) != ours[name]]
     return f"written for another {', '.join(names)}" if theirs else "its header is damaged"

@@ -50,7 +50,7 @@ class GroupCommunicator:
 
 
 class Neighbour(NamedTuple):
-    """A rank of an adjacent pipeline stage, and the process group of the two, so that no other transfer delays theirs."""
+    """A rank of an adjacent pipeline stage, and a process group of the two, so that no other transfer delays theirs."""
 
     rank: int
     pair: dist.ProcessGroup
@@ -60,8 +60,8 @@ class StageLink:
     """Sends hidden states from one pipeline stage to the next, between ranks with the same index in their stages."""
 
     def __init__(self, before: Neighbour | None, after: Neighbour | None, buffer: Tensor) -> None:
-        """`before`, `after`: in the previous and next stage; None if there is none. buffer [T, hidden]: for what a step of at
-        most T tokens receives. CUDA graphs read it.
+        """`before`, `after`: in the previous and next stage; None if there is none. buffer [T, hidden]: for the hidden
+        states of a step of at most T tokens. CUDA graphs read it.
         """
         self._before, self._after, self._buffer = before, after, buffer
         self._sent: tuple[list[dist.Work], Tensor] = [], buffer  # the last transfer and its memory
@@ -72,11 +72,11 @@ class StageLink:
             _wait(_transfer(dist.irecv, self._buffer[:num_tokens], self._before))
 
     def received(self, num_tokens: int) -> Tensor | None:
-        """Return what `receive` has received, [num_tokens, hidden], which the stage may overwrite; None in the first stage."""
+        """Return the received [num_tokens, hidden], which the stage may overwrite; None in the first stage."""
         return None if self._before is None else self._buffer[:num_tokens]
 
     def send(self, hidden: Tensor) -> None:
-        """Send a copy to the next stage: the next step overwrites `hidden`. Waits until the previous step has been received."""
+        """Send a copy to the next stage: the next step overwrites `hidden`. Waits for the previous one."""
         assert self._after is not None
         _wait(self._sent[0])
         copy = hidden.clone()

@@ -1,7 +1,7 @@
 """The process of a follower, a rank other than 0: `python -m engine.worker.parallel.follower DESCRIPTOR`.
 
-`engine.worker.parallel.launcher` starts it. Its standard input is its lifeline: it closes when rank 0 ends for any reason, and
-then this process exits at once.
+`engine.worker.parallel.launcher` starts it. Its standard input is its lifeline: it closes when rank 0 ends for any
+reason, and then this process exits at once.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ START_SECONDS = 600  # time for the ranks to connect
 class RenumberedStore(Store):
     """A store for PyTorch's symmetric memory, whose ranks may be older or newer processes.
 
-    Its keys, `…/NUMBER/RANK`, count the exchanges of the whole process. Here the first one has the number 0, so that a process
-    that already had other peers finds the new ones.
+    Its keys, `…/NUMBER/RANK`, count the exchanges of the whole process. Here the first one has the number 0, so that
+    a process that already had other peers finds the new ones.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,7 +59,7 @@ class PeerMemory:
     """Sections of symmetric memory: the same on each rank, and mapped by all ranks."""
 
     def __init__(self, device: torch.device, sizes: dict[str, int], ranks: dist.ProcessGroup | None = None) -> None:
-        """sizes: bytes of each section. `ranks`: by default all. Create it on these at the same time: they exchange addresses."""
+        """sizes: bytes of each section. `ranks`: by default all. They create it at the same time."""
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group
         from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
@@ -97,12 +97,12 @@ class PeerMemory:
 
 
 def channel_capacity(num_ranks: int) -> int:
-    """Return how many bytes of each rank the channel for larger tensors holds: enough for sums, and so that parts are aligned."""
+    """Return the bytes of each rank in the channel for larger tensors: enough for sums, and parts are aligned."""
     return max(CHANNEL_BYTES // num_ranks, LARGE_BYTES) // 1024 * 1024
 
 
 class GpuCommunicator(GroupCommunicator):
-    """Collectives between GPUs of one host, by default of all ranks. Every rank makes the same calls in the same order."""
+    """Collectives between GPUs of one host, by default of all ranks. All make the same calls in the same order."""
 
     def __init__(self, device: torch.device, ranks: dist.ProcessGroup | None = None) -> None:
         """Create it on all these ranks at the same time."""
@@ -157,7 +157,7 @@ class GpuCommunicator(GroupCommunicator):
         return x.nbytes > LARGE_BYTES or not x.is_contiguous() or not x.numel()
 
     def _overlaps(self, residual: Tensor) -> bool:
-        """Whether a sum of this size goes through `OverlappedSum`, which cannot be captured in a graph."""
+        """Return whether a sum of this size goes through `OverlappedSum`, which cannot be captured in a graph."""
         fits = residual.nbytes > LARGE_BYTES and residual.is_contiguous() and residual.dim() == 2
         return fits and self._overlapped is not None and not torch.cuda.is_current_stream_capturing()
 
@@ -186,11 +186,11 @@ def chunks(num_rows: int, most: int) -> Iterator[slice]:
 
 
 class OverlappedSum:
-    """Sums of two ranks' products of many tokens. While copy engines send one chunk of tokens, the next is computed.
+    """Sums of two ranks' GEMMs of many tokens. While copy engines send one chunk of tokens, the next is computed.
 
     A chunk's copy is followed by that of its number into the slot's flag, for which the receiver waits. A rank computes
-    chunk n after it has added chunk n - 2, which the peer computed after it had added chunk n - 4. So four slots suffice,
-    and the memory of a part may be used again when the fourth chunk after it is computed.
+    chunk n after it has added chunk n - 2, which the peer computed after it had added chunk n - 4. So four slots
+    suffice, and the memory of a part may be used again when the fourth chunk after it is computed.
     """
 
     sizes = {"slots": NUM_SLOTS * CHUNK_BYTES, "arrived": 4 * NUM_SLOTS}  # noqa: RUF012 - constants
@@ -212,7 +212,7 @@ class OverlappedSum:
     def add_product(
         self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        """Add the sum of both ranks' product(rows) to these rows of residual [T, n] in place; return its norm if there is one."""
+        """Add the sum of both ranks' product(rows) to these rows of residual [T, n] in place. Returns its norm."""
         stream = torch.cuda.current_stream()
         normed = None if norm is None else torch.empty_like(residual)
         before: tuple[slice, Tensor, int] | None = None

@@ -60,10 +60,10 @@ class LocalLauncher:
 
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
-        # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file in
-        # memory, which the followers inherit, is there until all have ended, however they end. It stays open, because
-        # PyTorch opens it by its number once more when it destroys a store, which may be after `close`. If the file were
-        # closed by then, that number might belong to another file.
+        # PyTorch's threads read the store until the ranks disconnect, and if its file is gone, they wait for it. A file
+        # in memory, which the followers inherit, is there until all have ended, however they end. It stays open,
+        # because PyTorch opens it by its number once more when it destroys a store, which may be after `close`. If the
+        # file were closed by then, that number might belong to another file.
         self._store = os.memfd_create("quire-ranks")
 
     def start(self, lost: Lost) -> Sequence[Follower]:

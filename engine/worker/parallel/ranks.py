@@ -1,8 +1,8 @@
 """Several ranks that run one model: rank 0 in this process, the followers in processes started by a launcher.
 
-Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, or the same keys of
-each one's best tokens, and so all sample the same tokens, which need not be sent back. Rank 0 sends only the scheduler's
-output and grammar masks to the followers.
+Every rank launches the same steps. Each computes its heads and columns, all gather the same logits, or the same keys
+of each one's best tokens, and so all sample the same tokens, which need not be sent back. Rank 0 sends only the
+scheduler's output and grammar masks to the followers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
 from engine.worker.device import CudaDevice
-from engine.worker.model_runner import ModelRunner, StepHandle
+from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import GroupCommunicator, Neighbour, StageLink
 from engine.worker.parallel.gpu_communicator import GpuCommunicator
@@ -43,6 +43,7 @@ from engine.worker.parallel.launcher import Follower, Launcher, LocalLauncher, L
 from engine.worker.parallel.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
 from engine.worker.startup import Membership
 from engine.worker.startup import build_runner as build_single
+from engine.worker.step_handle import StepHandle
 
 LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
 BEAT_SECONDS = 1.0  # between a follower's heartbeats
@@ -410,7 +411,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     gc.collect()
     gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
     leader = Leader(connection)
-    threading.Thread(target=_beat, args=[leader], name="signs of life", daemon=True).start()
+    threading.Thread(target=_beat, args=[leader], name="heartbeats", daemon=True).start()
     file: BlockFile | None = None
     handle: StepHandle | None = None
     batch = NO_BATCH

@@ -1,4 +1,4 @@
-"""Recorded decode steps answer as others do, while requests come and go."""
+"""Captured decode steps answer as others do, while requests come and go."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from engine import LLM, SamplingParams
-from engine.worker.captured_steps import RecordedSteps
+from engine.worker.captured_steps import CapturedSteps
 from kernels.cpu import library
 from tests.oracles.families import make_checkpoint
 
@@ -30,17 +30,17 @@ def test_they_answer_as_steps_run_one_by_one(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
     sizes = []
-    run = RecordedSteps.run
+    run = CapturedSteps.run
 
-    def counted(self: Any, packed: Any, size: int) -> Any:
-        sizes.append(size)
-        return run(self, packed, size)
+    def counted(self: Any, step: Any, packed: Any) -> Any:
+        sizes.append(packed.num_seqs)
+        return run(self, step, packed)
 
-    monkeypatch.setattr(RecordedSteps, "run", counted)
-    recorded = answers(demo_model, quantization=quantization)
+    monkeypatch.setattr(CapturedSteps, "run", counted)
+    captured = answers(demo_model, quantization=quantization)
     assert {1, 2, 3} <= set(sizes)
     count = len(sizes)
-    assert answers(demo_model, quantization=quantization, enforce_eager=True) == recorded
+    assert answers(demo_model, quantization=quantization, enforce_eager=True) == captured
     assert len(sizes) == count
 
 
@@ -64,7 +64,7 @@ def test_pytorch_has_threads_where_it_computes_steps(
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "qwen3", "gemma", "gemma2", "gemma3", "granite"])
-def test_families_whose_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_families_whose_steps_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """PyTorch computes no part of them: not GELUs, norms after a sublayer, multipliers, or caps."""
     if library.library() is None:
         pytest.skip("no compiler is installed")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.model_shapes import model_folder
+from engine.core.kv.cache_groups import FULL
 from engine.models.families import read_spec
 from engine.models.spec import LatentSpec, ModelSpec
-from engine.worker.attention.latent import LatentExpander, can_expand, is_worth_expanding
+from engine.worker.attention.latent import LatentGroupAttention, can_expand, is_worth_expanding
 from engine.worker.device import CpuDevice
 from engine.worker.options import RunnerOptions
 
@@ -56,20 +58,30 @@ class Accelerator(CpuDevice):
     is_accelerator = True
 
 
+def attention_of(spec: ModelSpec, device: CpuDevice) -> LatentGroupAttention:
+    return LatentGroupAttention(mixer_of(spec), 0, FULL, options(device))
+
+
+@pytest.fixture(autouse=True)
+def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+
+
 def test_a_step_expands_so_many_positions_at_most(spec: ModelSpec) -> None:
-    expander = LatentExpander.of_model(spec, options(CpuDevice()))
-    assert expander is not None
+    expander = attention_of(spec, CpuDevice())
     assert expander.max_positions == 3968  # whole pages
     assert expander.expands([1000], [3968])
     assert not expander.expands([1000], [3969])
     assert not expander.expands([], [])
+    assert expander.fullest_steps == [([1000], [3968])]
+    unlike = LatentGroupAttention(replace(mixer_of(spec), value_dim=264), 0, FULL, options(CpuDevice()))
+    assert not unlike.expands([1000], [1000])
+    assert not unlike.fullest_steps
 
 
 def test_a_gpu_computes_few_queries_over_latents(spec: ModelSpec) -> None:
     """Launching more kernels would take longer."""
-    on_cpu, on_gpu = (LatentExpander.of_model(spec, options(device)) for device in (CpuDevice(), Accelerator()))
-    assert on_cpu is not None
-    assert on_gpu is not None
+    on_cpu, on_gpu = attention_of(spec, CpuDevice()), attention_of(spec, Accelerator())
     assert on_cpu.expands([192], [192])
     assert not on_gpu.expands([192], [192])
     assert on_gpu.expands([192] * 3, [192] * 3)

@@ -1,0 +1,64 @@
+"""The work of a plain decode step, from packed tokens to sampled ones, as CUDA graphs capture it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.worker.forward_pass import ForwardPass, StepSize
+from engine.worker.options import RunnerOptions
+from engine.worker.sampling.sampler import Sampler
+
+
+class DecodeStep:
+    """Decodes `size` sequences, and samples them without filters; then, if need be, with filters.
+
+    Owns the logits of all graphs: those of one step are read before the next one runs.
+    """
+
+    def __init__(self, forward: ForwardPass, sampler: Sampler, options: RunnerOptions, max_size: int) -> None:
+        self._forward, self._sampler, self._model = forward, sampler, forward.model
+        self.is_last = self._model.stage.is_last
+        if options.device.is_accelerator and self.is_last:
+            device, head = options.device.torch_device, self._model.lm_head
+            new_logits = partial(torch.empty, max_size, dtype=options.dtype, device=device)
+            self._logits = new_logits(self._model.spec.vocab_size)  # [size, V]
+            self._own_logits = (
+                self._logits if head.shard.size == 1 else new_logits(head.num_rows)
+            )  # of this rank's tokens
+
+    @torch.inference_mode()
+    def run(self, packed: Tensor, size: int) -> tuple[Tensor, ...]:
+        """Return this rank's logits [size, n] and the tokens [size] of unfiltered sampling. A stage before the last one
+        returns hidden states [size, hidden] alone.
+        """
+        if not self.is_last:
+            return (self._hidden(packed, size),)
+        own_logits, head = self.logits(packed, size, out=self._own_logits[:size]), self._model.lm_head
+        if head.shard.size == 1:
+            return own_logits, self._sampler.sample_unfiltered(own_logits)
+        return own_logits, self._sampler.sample_own(own_logits, head.first_id, head.gather_keys)
+
+    @torch.inference_mode()
+    def logits(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+        """Return this rank's logits [size, n], in `out` if given. A single rank's are all."""
+        return self._model.own_logits(self._hidden(packed, size), out)
+
+    @torch.inference_mode()
+    def sample_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:
+        """Sample filtered sequences after `run`, given its results. Leaves masked logits in `all_logits`."""
+        self._sampler.sample_filtered(self.gathered(own_logits), tokens)
+
+    def gathered(self, own_logits: Tensor) -> Tensor:
+        """Return all logits [size, V] of what `run` has left of them on each rank."""
+        head = self._model.lm_head
+        return own_logits if head.shard.size == 1 else head.gather(own_logits, self.all_logits(len(own_logits)))
+
+    def all_logits(self, size: int) -> Tensor:
+        """Return the memory of all ranks' logits: [size, V]."""
+        return self._logits[:size]
+
+    def _hidden(self, packed: Tensor, size: int) -> Tensor:
+        return self._forward.run(packed, StepSize(size, size, size))

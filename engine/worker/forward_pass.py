@@ -1,0 +1,129 @@
+"""Runs packed steps through this rank's layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.models.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+from engine.worker.attention.group_attention import AttentionStep, CapturedPrefills, GroupAttention, Prefills
+from engine.worker.attention.layer_attention import layer_attention
+from engine.worker.executor import Computed, Padding, StepRequest
+from engine.worker.input_batch import PackedStep, segment_of
+from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.options import RunnerOptions
+from engine.worker.parallel.communicator import StageLink
+from kernels.data.layout import RowState, StepTensors
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of a packed step, with padding."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int
+    # Of the first `num_decodes` sequences, only the leading ones with one token decode: a graph does not know how many.
+    may_decode: bool = False
+
+
+class ForwardPass:
+    """Unpacks steps, gives each cache group its attention data, and runs the layers. Owns the KV cache.
+
+    All steps use the same `StepTensors`: a step overwrites the previous one's in the device's queue.
+    """
+
+    def __init__(
+        self, model: Decoder, layout: KVCacheLayout, options: RunnerOptions, state: RowState, link: StageLink | None
+    ) -> None:
+        """`state`: the device rows. `link`: the connection to the other stages of a pipeline."""
+        self.model, self.device = model, options.device
+        self.kv_cache: list[Tensor] = []  # one tensor for each layer of this stage
+        device, max_seqs = options.device.torch_device, options.max_num_seqs
+        max_tokens = max(options.max_num_batched_tokens, max_seqs)
+        # Two more sequences than there are rows: see `PrefillShape`.
+        self.step = StepTensors.allocate(max_seqs + 2, max_tokens, len(layout.groups), device)
+        self._state, self._link, self._block_size = state, link, options.block_size
+        self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
+        layers = layer_attention(model.spec, layout, options)
+        self.attentions: Sequence[GroupAttention] = list(dict.fromkeys(layers))  # of all stages
+        self._own = [layers[index] for index in layout.own_layers]
+
+    def run(
+        self,
+        packed: Tensor,
+        size: StepSize,
+        prefills: Prefills | CapturedPrefills | None = None,
+        indices: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states of a packed step on the device: [T, hidden], or those at `indices` [N].
+
+        `prefills` None: all sequences decode.
+        """
+        return self._layers(size.num_tokens, self._metadata(packed, size, prefills), indices)
+
+    def last_tokens(self, step: StepRequest) -> Tensor | None:
+        """Return the indices of the tokens whose hidden states this stage returns; None: all. `run` writes them."""
+        batch = step.batch
+        if not self.model.stage.is_last or step.needs_every_token or batch.total_num_tokens == len(batch):
+            return None
+        return self.step.samples.token_index[: len(batch)]
+
+    def _metadata(
+        self, packed: Tensor, size: StepSize, prefills: Prefills | CapturedPrefills | None
+    ) -> dict[GroupAttention, AttentionMetadata]:
+        num_seqs, num_tokens, num_decodes = size.num_seqs, size.num_tokens, size.num_decodes
+        step, segment = self.step, segment_of(num_seqs)
+        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self._block_size, self._state, step)
+        query_start, context_lens = packed[segment : segment + num_seqs + 1], step.context_lens[:num_seqs]
+        decode_lens = None
+        if size.may_decode:
+            ends = query_start[1 : 1 + num_decodes]
+            decode_lens = torch.where(ends == self._ordinals[:num_decodes], context_lens[:num_decodes], 0)
+            context_lens = context_lens.clamp(min=1)
+        tensors = AttentionStep(
+            num_decodes=num_decodes,
+            rows=packed[:num_seqs],
+            query_start=query_start,
+            context_lens=context_lens,
+            decode_lens=decode_lens,
+            block_tables=self._state.block_tables,
+            slot_mapping=step.slot_mapping[:, :num_tokens],
+        )
+        return {each: each.metadata(tensors, prefills) for each in self.attentions}
+
+    def _layers(
+        self, num_tokens: int, metadata: dict[GroupAttention, AttentionMetadata], indices: Tensor | None
+    ) -> Tensor:
+        hidden = None if self._link is None else self._link.received(num_tokens)
+        ids, positions = self.step.input_ids[:num_tokens], self.step.positions[:num_tokens]
+        attention = [metadata[each] for each in self._own]
+        return self.model(ids, positions, self.kv_cache, attention, hidden, indices)
+
+
+class EagerSteps:
+    """Runs any step, one kernel launch after another."""
+
+    max_words = sys.maxsize
+
+    def __init__(self, forward: ForwardPass) -> None:
+        self._forward = forward
+
+    def fits(self, step: StepRequest) -> Padding:
+        return Padding()
+
+    def run(self, step: StepRequest, packed: PackedStep) -> Computed:
+        forward, n = self._forward, packed.num_decodes
+        on_device = packed.packed.to(forward.device.torch_device, non_blocking=True)
+        prefills = None
+        if not step.only_decodes:
+            lens = step.batch.num_tokens[n:], packed.context_lens[n:].tolist()
+            prefills = Prefills(*lens, forward.device.upload)
+        size = StepSize(packed.num_seqs, packed.num_tokens, n)
+        return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step)))

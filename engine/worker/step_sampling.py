@@ -1,0 +1,97 @@
+"""Samples launched steps, and copies their tokens to the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.worker.device import Event
+from engine.worker.executor import Logits
+from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.options import RunnerOptions
+from engine.worker.sampling.logprobs import SampledLogprobs
+from engine.worker.sampling.sampler import Sampler, SamplingPlan
+from engine.worker.step_handle import StepHandle
+from kernels.data.layout import StepTensors
+
+
+class StepSampling:
+    """The part of a step after its forward pass, which waits for grammar masks if the step has guided requests.
+
+    Owns the CPU's memory for sampled tokens.
+    """
+
+    def __init__(self, batch: InputBatch, step: StepTensors, sampler: Sampler, options: RunnerOptions) -> None:
+        self._batch, self._step, self._sampler, self._device = batch, step, sampler, options.device
+        self._host_tokens: list[Tensor] = []  # a ring, on an accelerator
+        if self._device.is_accelerator:
+            new_buffer = partial(self._device.pinned, options.max_num_seqs, dtype=torch.int64)
+            self._host_tokens = [new_buffer() for _ in range(options.num_step_buffers)]
+        self._num_launched = 0
+        self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self._last_guided = None
+
+    @property
+    def device_waits(self) -> bool:
+        """Return whether the last step had guided requests, ran a graph and has ended."""
+        return self._last_guided is not None and self._last_guided.query()
+
+    def begin(self, handle: StepHandle, packed: PackedStep, logits: Logits, tokens: Tensor, is_graph: bool) -> None:
+        """Sample a step now, or with `handle.sample` if it has guided requests. tokens [B]: of unfiltered sampling.
+
+        The plan is the same on all ranks, so all gather logits or none does.
+        """
+        plan = self._sampler.plan(packed)
+        handle.num_sampled, handle.unsampled = plan.num_sampled, plan.unsampled
+        masks = self._sampler.masks(plan) if plan.guided else None
+        finish = partial(self._finish, handle, packed, plan, (logits, tokens, masks), is_graph)
+        if masks is None:
+            finish()
+        else:
+            handle.guided, handle.masks, handle.finish = plan.guided, masks.numpy(), finish
+
+    @torch.inference_mode()
+    def _finish(
+        self,
+        handle: StepHandle,
+        packed: PackedStep,
+        plan: SamplingPlan,
+        inputs: tuple[Logits, Tensor, Tensor | None],
+        is_graph: bool,
+        deferred: Sequence[int] = (),
+    ) -> None:
+        """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU."""
+        logits, tokens, masks = inputs
+        if plan.filtered or plan.groups or plan.with_logprobs:
+            found, upload = logits.sample_filtered(tokens) if plan.filtered else logits.gathered(), self._device.upload
+            self._sampler.sample_groups(plan, masks, found, tokens)
+            if plan.with_logprobs:
+                handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, found, tokens, upload)
+        self.defer(handle, packed, deferred)
+        n = len(handle.output.batch)
+        handle.tokens = tokens[:n]
+        if self._device.is_accelerator:
+            self._num_launched += 1
+            handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
+            handle.tokens.copy_(tokens[:n], non_blocking=True)
+            handle.done = self._device.record_event()
+        self._last_guided = handle.done if is_graph and plan.guided else None
+
+    def skip(self, handle: StepHandle, packed: PackedStep) -> None:
+        """Complete the handle of a step whose tokens another stage, the last one, samples."""
+        handle.tokens, handle.num_sampled = torch.empty(0, dtype=torch.int64), [1] * len(handle.output.batch)
+        handle.finish = partial(self.defer, handle, packed)
+
+    def defer(self, handle: StepHandle, packed: PackedStep, indices: Sequence[int]) -> None:
+        """Drop the tokens sampled at these indices: their rows keep the token before."""
+        if not indices:
+            return
+        handle.unsampled = sorted({*handle.unsampled, *indices}, reverse=True)
+        handle.num_sampled = [int(i not in handle.unsampled) for i in range(len(handle.num_sampled))]
+        self._batch.defer(packed, self._step, list(indices))
