@@ -211,6 +211,13 @@ class AsyncEngine:
             self._end_request(stream)
             stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
 
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches of all replicas. Returns False if one was not: requests are running there.
+
+        Raises `EngineDeadError` while a replica has no process.
+        """
+        return all(await asyncio.gather(*(replica.call("reset_prefix_cache") for replica in self._replicas)))
+
     async def restart(self, drain_seconds: float) -> None:
         """Restart the processes, one replica after the other.
 

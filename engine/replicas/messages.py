@@ -34,11 +34,19 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Call(msgspec.Struct, tag=True):
+    """Call a method of the engine, one of `process.METHODS`. A `Reply` with the same id follows."""
+
+    id: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """The last command."""
 
 
-Command = Start | Add | Abort | Shutdown  # a message is a list of commands
+Command = Start | Add | Abort | Call | Shutdown  # a message is a list of commands
 
 # Events: engine process → API process
 
@@ -76,7 +84,15 @@ class Step(msgspec.Struct, tag=True, omit_defaults=True):
     expert_tokens: dict[int, list[int]] = {}  # see `ExpertTokens`
 
 
-Event = Starting | Ready | Failed | Step
+class Reply(msgspec.Struct, tag=True):
+    """What a call returned, or why it failed."""
+
+    id: int
+    result: Any = None
+    error: str = ""  # empty: it did not fail
+
+
+Event = Starting | Ready | Failed | Step | Reply
 
 
 def _decode_other(kind: type, value: Any) -> Any:

@@ -30,9 +30,11 @@ from engine.replicas.heartbeat import Heartbeat
 from engine.replicas.messages import (
     Abort,
     Add,
+    Call,
     Event,
     Failed,
     Ready,
+    Reply,
     Shutdown,
     Start,
     Starting,
@@ -49,6 +51,7 @@ from engine.worker.parallel.lifeline import end_with_parent
 _log = logging.getLogger(__name__)
 
 IDLE_MILLISECONDS = 500  # between heartbeats without work
+METHODS = frozenset(["reset_prefix_cache"])  # of the engine, for `Call`; they return at once, since the loop waits
 PROGRESS_SECONDS = 0.1  # least time between progress messages about a phase of the start
 
 
@@ -62,6 +65,7 @@ class Steppable(Protocol):
     def has_work(self) -> bool: ...
     def step(self) -> StepOutputs: ...
     def idle(self) -> bool: ...
+    def reset_prefix_cache(self) -> bool: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -105,6 +109,8 @@ class EngineLoop:
                         self._add(request)
                     case Abort(request_id):
                         self._engine.abort(request_id)
+                    case Call() as call:
+                        self._events.send(encode(self._called(call)))
                     case Shutdown():
                         return False
                     case unexpected:
@@ -122,6 +128,16 @@ class EngineLoop:
                 self._engine.abort(request_id)
                 output = failed_output(request_id, client_reason(error), exc_info=True)
             self._publish(StepOutputs(outputs=[output]))
+
+    def _called(self, call: Call) -> Reply:
+        """Call a method of the engine between two steps."""
+        try:
+            if call.method not in METHODS:
+                raise ValueError(f"the engine has no method {call.method!r}")
+            return Reply(call.id, getattr(self._engine, call.method)(**call.arguments))
+        except Exception as error:
+            _log.error("the call of %s failed", call.method, exc_info=True)
+            return Reply(call.id, error=_described(error))
 
     def _publish(self, outputs: StepOutputs) -> None:
         stats = self._engine.stats()

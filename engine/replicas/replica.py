@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats
@@ -95,6 +96,10 @@ class Replica:
         """Forget a request, and abort it if `abort`. Unknown ids are ignored."""
         if self.streams.pop(request_id, None) is not None and abort:
             self.supervisor.send(Abort(request_id))
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the engine in its process; see `Calls.call`."""
+        return await self.supervisor.calls.call(method, **arguments)
 
     async def restart(self, seconds: float) -> None:
         """Replace the process when its requests have finished, or after `seconds`.

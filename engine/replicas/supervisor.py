@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import EngineError
+from engine.replicas.calls import Calls
 from engine.replicas.engine_process import EXIT_SECONDS, EngineProcess
-from engine.replicas.messages import Command, Failed, Ready, Shutdown, Start, Starting, Step, decode_event
+from engine.replicas.messages import Command, Failed, Ready, Reply, Shutdown, Start, Starting, Step, decode_event
 from engine.replicas.state import StateHolder
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ class Owner(Protocol):
 
 
 class Supervisor:
-    """Runs one engine process after another for an owner. Bound to an event loop. `process`: the current process."""
+    """Runs one engine process after another for an owner. Bound to an event loop.
+
+    `process`: the current process. `calls`: those of its methods."""
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class Supervisor:
         self._owner, self._states, self._policy = owner, states, policy
         self.watchdog_timeout = watchdog_timeout
         self._takes_commands = False
+        self.calls = Calls(self.send)
         self.stands_still = False  # the process, which accepts commands, is stopped or has been silent for long
         self._restart_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -166,6 +170,7 @@ class Supervisor:
         finally:
             reader.cancel()
             watch.cancel()
+            self.calls.fail("the engine process was lost")
         process.close(kill=True)
         if said := process.heartbeat.end_reason:
             return said
@@ -200,6 +205,8 @@ class Supervisor:
         match event:
             case Step() as step:
                 self._owner.stepped(step)
+            case Reply() as reply:
+                self.calls.reply(reply)
             case Starting(phase, done, total):
                 self._states.advance(phase, done / total if total else None)
             case Ready() as ready:

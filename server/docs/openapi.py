@@ -19,8 +19,9 @@ from server.http.auth import is_open
 _STATUSES = {
     400: "The request is not valid.",
     401: "The key is missing or wrong.",
+    403: "The key may not do this.",
     404: "There is no such model, or no such thing.",
-    409: "The request was aborted.",
+    409: "The request was aborted, or others are in its way.",
     500: "The server failed.",
     503: "The engine is not running, or takes no more requests.",
 }

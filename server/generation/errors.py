@@ -48,8 +48,8 @@ class NotFoundError(RequestError):
     """The request names something that does not exist."""
 
 
-class AbortedError(RequestError):
-    """The request was aborted, and there is no partial output to return."""
+class ConflictError(RequestError):
+    """The request does not fit what happens at the same time: it was aborted, or other requests are in its way."""
 
 
 class EngineFailedError(RequestError):

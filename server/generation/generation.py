@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from engine import EngineDeadError, RequestMetrics, RequestUpdate, SamplingParams
-from server.generation.errors import AbortedError, EngineFailedError, InvalidRequestError, TimedOutError
+from server.generation.errors import ConflictError, EngineFailedError, InvalidRequestError, TimedOutError
 from server.generation.usage import Usage
 from server.metrics import Metrics, SampleWatch
 from server.observability.requests import RequestLog, RequestRecord
@@ -114,7 +114,7 @@ class Generation:
         async with aclosing(self.events()) as events:
             async for sample, update, _ in events:
                 if update.embedding is None:
-                    raise AbortedError("the request was aborted")
+                    raise ConflictError("the request was aborted")
                 found[sample.index] = update.embedding
         return found
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine import EngineError
 from server.generation.caller import Caller
 from server.generation.engine_client import EngineClient
-from server.generation.errors import NotFoundError
+from server.generation.errors import ConflictError, NotFoundError, NotPermittedError, UnavailableError
 from server.generation.generation import Generation
 from server.generation.model import Model
 from server.generation.queue import RequestQueue
@@ -52,6 +53,17 @@ class ServerState:
             "num_blocks": self.engine.num_blocks,
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
         }
+
+    async def reset_prefix_cache(self, caller: Caller) -> None:
+        """Empty the prefix cache. Raises `NotPermittedError`, `ConflictError` while requests run, `UnavailableError`."""
+        if not caller.may_prioritise:
+            raise NotPermittedError("emptying the prefix cache requires a key with `priority: true` in the key file")
+        try:
+            was_reset = await self.engine.reset_prefix_cache()
+        except EngineError as error:
+            raise UnavailableError(f"the engine is not running: {error}") from None
+        if not was_reset:
+            raise ConflictError("the prefix cache is in use: requests are running")
 
     async def abort(self, request_id: str, caller: Caller) -> None:
         """Abort a request of `caller`; its client gets the partial output. Raises `NotFoundError` for an unknown id."""

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 
 from engine.utils.log import traceback_without_text
 from server.generation.errors import (
-    AbortedError,
     BusyError,
+    ConflictError,
     EngineFailedError,
     InvalidRequestError,
     NotFoundError,
@@ -50,7 +50,7 @@ STATUSES: dict[type[RequestError], int] = {
     InvalidRequestError: 400,
     NotPermittedError: 403,
     NotFoundError: 404,
-    AbortedError: 409,
+    ConflictError: 409,
     RateLimitError: 429,
     EngineFailedError: 500,
     UnavailableError: 503,

@@ -19,7 +19,20 @@ from engine.core.request import Request
 from engine.engine import Engine
 from engine.models.files import Progress
 from engine.replicas import process, process_main
-from engine.replicas.messages import Abort, Add, Command, Ready, Shutdown, Start, Step, decode_event, encode
+from engine.replicas.messages import (
+    Abort,
+    Add,
+    Call,
+    Command,
+    Event,
+    Ready,
+    Reply,
+    Shutdown,
+    Start,
+    Step,
+    decode_event,
+    encode,
+)
 from engine.replicas.process import EngineLoop, _start
 from tests.support.fake_runner import FakeRunner, next_token
 
@@ -35,8 +48,11 @@ class Front:
     def send(self, *commands: Command) -> None:
         self._commands.send(encode(commands))
 
+    def event(self) -> Event:
+        return decode_event(self._events.recv())
+
     def receive(self) -> Step:
-        step = decode_event(self._events.recv())
+        step = self.event()
         assert isinstance(step, Step)
         return step
 
@@ -124,6 +140,27 @@ def test_abort_says_nothing_but_frees(tiny_model: Path) -> None:
         while (step := front.receive()).stats.num_running:
             assert all(output.finish_reason is None for output in step.outputs.outputs)
         assert step.stats.num_free_blocks == step.stats.num_blocks
+
+
+def test_calls_are_answered_between_steps(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    steps = threading.Semaphore(1)
+    with running_loop(tiny_model, permits=steps) as front:
+        front.send(Call(7, "reset_prefix_cache"))
+        assert front.event() == Reply(7, True)
+        front.send(add("a", [1], 20))
+        assert front.receive().stats.num_running == 1
+        front.send(Call(8, "reset_prefix_cache"), Call(9, "close"), Call(10, "reset_prefix_cache", {"all": True}))
+        steps.release(200)
+        replies: list[Reply] = []
+        while len(replies) < 3:
+            event = front.event()
+            replies += [event] if isinstance(event, Reply) else []
+        assert replies[0] == Reply(8, False), "a request is running"
+        assert [reply.id for reply in replies] == [8, 9, 10]
+        assert replies[1].error == "ValueError: the engine has no method 'close'"
+        assert replies[2].error.startswith("TypeError:")
+        assert front.until_finished("a")[1] == "length", "the loop goes on"
+    assert "the call of close failed" in caplog.text
 
 
 def test_request_that_cannot_run_is_answered(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:

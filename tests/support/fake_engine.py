@@ -105,6 +105,7 @@ class FakeEngine:
         self.embedded: list[tuple[list[int], PoolingParams, int]] = []  # with their priorities
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
+        self.num_resets = 0  # of the prefix cache
         self._generated = 0
 
     @property
@@ -190,6 +191,12 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         if request_id in self.active or request_id in self.begun:
             self.aborted.add(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
+        self.num_resets += not self.active
+        return not self.active
 
     def tokens(self, sampling: SamplingParams) -> list[int]:
         tokenizer = self.tokenizer or make_tokenizer()

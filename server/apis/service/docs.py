@@ -72,6 +72,16 @@ ENDPOINTS = (
         },
     ),
     Endpoint("GET", "/v1/load", TAG, "How busy the server is", answer={"server_load": 3}),
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        TAG,
+        "Empty the prefix cache",
+        "Later prompts are computed anew. 409 while requests are running. Requires a key with `priority: true`, if the server "
+        "requires keys.",
+        answer={"reset": True},
+        statuses=(403, 409, 503),
+    ),
     Endpoint("GET", "/livez", TAG, "Whether the process answers", "The body is empty.", text=""),
     Endpoint(
         "GET",

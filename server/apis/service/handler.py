@@ -1,4 +1,4 @@
-"""Endpoints about the server itself: load, version, metrics, request records, abort."""
+"""Endpoints about the server itself: load, version, metrics, request records, abort, prefix cache."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     async def abort_request(request_id: str, request: Request) -> dict[str, Any]:
         await server.abort(request_id, caller_of(request))
         return {"id": request_id, "aborted": True}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+        await server.reset_prefix_cache(caller_of(request))
+        return {"reset": True}
 
     @app.get("/requests/{request_id}")
     async def request_record(request_id: str, request: Request) -> dict[str, Any]:

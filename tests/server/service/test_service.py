@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +201,28 @@ def test_tokenizer_info(live: Live) -> None:
     info = live.http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["vocab_size"], info["model_max_length"]) == ("<|im_end|>", 259, 512)
     assert "<|im_start|>" in info["chat_template"]
+
+
+def test_the_prefix_cache_is_emptied(live: Live) -> None:
+    assert live.post("/reset_prefix_cache").json() == {"reset": True}
+    assert live.engine.num_resets == 1
+    live.engine.active["running"] = []
+    refused = live.post("/reset_prefix_cache")
+    assert refused.status_code == 409
+    assert refused.json()["error"]["message"] == "the prefix cache is in use: requests are running"
+    del live.engine.active["running"]
+    live.engine.states.enter("dead", reason="it was killed")
+    dead = live.post("/reset_prefix_cache")
+    assert dead.status_code == 503
+    assert "it was killed" in dead.json()["error"]["message"]
+    assert live.engine.num_resets == 1
+
+
+def test_only_some_keys_may_empty_the_prefix_cache(serve: Callable[..., Live], tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("plain: {key: aaa}\nfirst: {key: bbb, priority: true}\n")
+    live = serve(FakeEngine(), ServerConfig(api_key_file=str(tmp_path / "keys.yaml")))
+    answers = [
+        live.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in ("aaa", "bbb", "ccc")
+    ]
+    assert answers == [403, 200, 401]
