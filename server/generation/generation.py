@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from engine import EngineDeadError, RequestMetrics, RequestUpdate, SamplingParams
 from server.generation.errors import ConflictError, EngineFailedError, InvalidRequestError, TimedOutError
 from server.generation.usage import Usage
+from server.generation.visible_stops import StoppingReader
 from server.metrics import Metrics, SampleWatch
 from server.observability.requests import RequestLog, RequestRecord
 from server.parsing.answer import AnswerReader
@@ -21,6 +22,7 @@ from server.parsing.pieces import Piece
 TIMEOUT = "timeout"  # the engine's finish reason for a request that passed its deadline
 _READ_AT_ONCE = 32  # updates read before yielding to the event loop: about a millisecond
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that ends with calls
+_NO_PIECES: list[Piece] = []
 
 
 @dataclass(slots=True)
@@ -36,8 +38,24 @@ class Sample:
     reader: AnswerReader | None  # None: the text is not parsed
     num_reasoning_tokens: int = 0
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string in the visible text has ended the answer, although the engine may still run it."""
+        return isinstance(self.reader, StoppingReader) and self.reader.stopped_by is not None
+
+    def read(self, update: RequestUpdate) -> list[Piece]:
+        """Return the pieces that an update adds. A stop string among them ends the answer with this update."""
+        reader = self.reader
+        if reader is None:
+            return _NO_PIECES
+        finished = update.finish_reason is not None
+        pieces = reader.push(update.text, update.token_ids, finished, finished and update.finish_reason != "stop")
+        if isinstance(reader, StoppingReader) and reader.stopped_by is not None:
+            update.finish_reason, update.stop_reason = "stop", reader.stopped_by
+        return pieces
+
     def finish_reason(self, update: RequestUpdate) -> str | None:
-        """Return the engine's finish reason, but `TOOL_CALLS` after calls, and "length" if a stop string cut a call."""
+        """Return the engine's finish reason, but `TOOL_CALLS` after calls, and "length" if a stop token cut a call."""
         if update.finish_reason != "stop" or self.reader is None:
             return update.finish_reason
         if self.reader.is_cut:
@@ -47,7 +65,6 @@ class Sample:
 
 # A sample, its update, and the pieces (content, reasoning, tool calls) that the update adds. Empty without a reader.
 Event = tuple[Sample, RequestUpdate, list[Piece]]
-_NO_PIECES: list[Piece] = []
 
 
 @dataclass(slots=True)
@@ -86,6 +103,8 @@ class Generation:
                 async with aclosing(sample.updates) as updates:
                     async for update in updates:
                         yield self._event(sample, update)
+                        if sample.is_stopped:
+                            break
             else:
                 async with aclosing(self._merged()) as merged:
                     async for sample, update in merged:
@@ -119,6 +138,7 @@ class Generation:
         return found
 
     def _event(self, sample: Sample, update: RequestUpdate) -> Event:
+        pieces = sample.read(update)
         sample.watch.observe(update)
         usage = self.usage
         usage.completion_tokens += len(update.token_ids)
@@ -126,11 +146,7 @@ class Generation:
             self.timings = update.timings
         if update.finish_reason is not None:
             self._observe_end(sample, update)
-        if (reader := sample.reader) is None:
-            return sample, update, _NO_PIECES
-        finished = update.finish_reason is not None
-        pieces = reader.push(update.text, update.token_ids, finished, finished and update.finish_reason != "stop")
-        if usage.reasoning_tokens is not None:
+        if (reader := sample.reader) is not None and usage.reasoning_tokens is not None:
             before = sample.num_reasoning_tokens
             sample.num_reasoning_tokens = reader.num_reasoning_tokens
             usage.reasoning_tokens += sample.num_reasoning_tokens - before
@@ -150,33 +166,37 @@ class Generation:
             update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
-        queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None] = asyncio.Queue(len(self.samples))
+        queue: asyncio.Queue[tuple[Sample, RequestUpdate | None] | BaseException] = asyncio.Queue(len(self.samples))
         tasks = [asyncio.create_task(_feed(queue, sample)) for sample in self.samples]
         try:
-            unfinished, num_read = len(tasks), 0
+            unfinished, num_read = {sample.index for sample in self.samples}, 0
             while unfinished:
                 num_read += 1
                 if num_read % _READ_AT_ONCE == 0:  # `get` on a non-empty queue does not yield to the event loop
                     await asyncio.sleep(0)
                 item = await queue.get()
-                if item is None:
-                    unfinished -= 1
-                elif isinstance(item, BaseException):
+                if isinstance(item, BaseException):
                     raise item
-                else:
-                    yield item
+                sample, update = item
+                if update is None or sample.index not in unfinished:
+                    unfinished.discard(sample.index)
+                    continue
+                yield sample, update
+                if sample.is_stopped:
+                    unfinished.discard(sample.index)
+                    tasks[sample.index].cancel()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate] | BaseException | None], sample: Sample) -> None:
+async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate | None] | BaseException], sample: Sample) -> None:
     try:
         async with aclosing(sample.updates) as updates:
             async for update in updates:
                 await queue.put((sample, update))
-        await queue.put(None)
+        await queue.put((sample, None))
     except Exception as error:
         await queue.put(error)
 

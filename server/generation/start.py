@@ -33,6 +33,7 @@ from server.generation.request import EmbeddingRequest, GenerationRequest, Promp
 from server.generation.sampling import completed, given_values, limited
 from server.generation.server_state import ServerState
 from server.generation.usage import Usage
+from server.generation.visible_stops import at_visible_stops
 from server.generation.warnings import Warnings
 from server.observability.recorder import Ended
 from server.observability.requests import new_record
@@ -82,6 +83,7 @@ async def _generate(
     begin_one = model.engine.generate
     if request.length_penalty is not None:
         begin_one = (await beam_searches(model, request, sampling, warnings)).generate
+        asked = [(prompt, each.clone(stop=None)) for prompt, each in asked]
     new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
     return await _begin(server, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
 
@@ -135,12 +137,16 @@ async def _begin(
                 await asyncio.sleep(0)
             sample_id = f"{engine_id}-{index}" if len(asked) > 1 else engine_id
             watch = server.metrics.watch(len(prompt), sampling)
+            reader = new_reader() if new_reader is not None else None
+            has_stops = bool(sampling.stop_strings) and reader is not None and not reader.is_plain
+            asked_of_engine = sampling.clone(stop=None, detokenize=False) if has_stops else sampling
             one = EngineRequest(
-                sample_id, prompt, sampling, pooling,
+                sample_id, prompt, asked_of_engine, pooling,
                 request.cache_salt, request.priority, request.owner, request.deadline, request.arrival,
             )  # fmt: skip
-            reader = new_reader() if new_reader is not None else None
             updates = begin_one(one)
+            if has_stops and reader is not None:
+                updates, reader = at_visible_stops(model.tokenizer, prompt, sampling, updates, reader)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise invalid(error) from None

@@ -14,10 +14,18 @@ class AnswerReader(Protocol):
     """Divides one answer into pieces. The joined pieces do not depend on how the text is split into updates."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the whole answer is content."""
+
+    @property
     def has_calls(self) -> bool: ...
     @property
     def is_cut(self) -> bool:
         """Whether the answer ended inside a tool call."""
+
+    @property
+    def in_content(self) -> bool:
+        """Whether the next text is content, unless a marker begins."""
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -65,6 +73,15 @@ class MarkedReader:
     @property
     def is_cut(self) -> bool:
         return self._tools is not None and self._tools.is_cut
+
+    @property
+    def is_plain(self) -> bool:
+        return self._reasoning is None and self._tools is None
+
+    @property
+    def in_content(self) -> bool:
+        in_reasoning = self._reasoning is not None and self._reasoning.found and not self._reasoning.over
+        return not in_reasoning and not (self._tools is not None and self._tools.in_calls)
 
     @property
     def num_reasoning_tokens(self) -> int:

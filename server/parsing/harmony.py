@@ -60,6 +60,14 @@ class HarmonyReader:
         return self.num_calls > 0
 
     @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def in_content(self) -> bool:
+        return self._kind is Content
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the analysis messages so far, including their headers."""
         return self._counter.num_tokens

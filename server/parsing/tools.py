@@ -84,6 +84,11 @@ class ToolReader:
         self.num_calls = 0
         self.is_cut = False  # the answer ended inside a call
 
+    @property
+    def in_calls(self) -> bool:
+        """Whether the next text belongs to a call, or is between calls."""
+        return self._in_calls or self._call is not None
+
     def push(self, text: str, finished: bool, cut: bool = False) -> list[Piece]:
         """Return the pieces now certain. `finished`: no text follows; `cut`: the answer was cut off, not ended."""
         self._held += text
