@@ -25,6 +25,7 @@ from engine.structured.lark import bounded
 from engine.structured.quoted_lark import object_with_text
 from engine.structured.regex import portable
 from engine.structured.unique import MARK, Endings, refuse_unique_items
+from engine.structured.whitespace import whitespace_options
 
 MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
@@ -32,8 +33,6 @@ MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
 MAX_REMEMBERED = 10_000  # results of `check` that are cached
 MAX_COMPILED_LENGTH = 2_000_000  # total characters of cached compiled grammars, at about 50 bytes each
-# White space in JSON: blanks, or a line break and indentation.
-WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
 _MARK = "\x02"  # put before a text to separate it from the space that some tokenizers add before the first word
@@ -47,7 +46,7 @@ def json_grammar(schema: dict[str, Any] | str, notes: list[str] | None = None, l
     Like the next functions, raises `ValueError` with what is wrong or not supported.
     """
     prepared = prepare(schema, notes, lenient)
-    return LLMatcher.grammar_from_json_schema(prepared, overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(prepared, overrides=whitespace_options(json.loads(prepared)))
 
 
 def library_schema(schema: dict[str, Any], notes: list[str], lenient: bool) -> dict[str, Any]:
