@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from server.generation.caller import Caller
 from server.generation.chat_format import ChatFormat
 from server.generation.conversation import Prompt
 from server.generation.errors import InvalidRequestError, NotPermittedError
 from server.generation.model import Model
 from server.generation.request import GenerationRequest, PromptRequest
+from server.generation.tool_schemas import sound_tool
 from server.generation.warnings import Warnings
 from server.parsing.harmony import EFFORTS
 from server.settings import ServerConfig
@@ -59,6 +62,18 @@ def check_num_samples(request: PromptRequest, n: int) -> None:
         raise InvalidRequestError(
             f"must be at most {MAX_SAMPLES // n} prompts{each}, got {num_prompts}", "prompt", lead=" "
         )
+
+
+def with_sound_tools(request: GenerationRequest, warnings: Warnings) -> GenerationRequest:
+    """Return the request with sound schemas of its tools, with a warning of each change."""
+    conversation = request.conversation
+    if conversation is None or not conversation.tools:
+        return request
+    found = [sound_tool(tool) for tool in conversation.tools]
+    for tool, notes in found:
+        for note in notes:
+            warnings.add(f"{tool.name}: {note}", *tool.path)
+    return replace(request, prompt=replace(conversation, tools=[tool for tool, _ in found]))
 
 
 def warn_of_changes(prompt: Prompt, warnings: Warnings) -> None:

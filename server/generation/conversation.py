@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.text.chat_renderer import RenderedChat
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
+from server.generation.tool_schemas import completed_definitions
 from server.parsing.harmony import EFFORTS
 
 CheckText = Callable[[str], None]
@@ -43,11 +46,7 @@ class ConversationEncoder:
         options = conversation.template_options()
         if self._chat.writes_harmony and (effort := options.get("reasoning_effort")) in EFFORTS:
             options["reasoning_effort"] = EFFORTS[effort]
-        try:
-            rendered = self._chat.renderer.render([_given(message) for message in conversation.messages], **options)
-        except ChatTemplateError as error:
-            reason = f"the chat template rejected the messages: {error}"
-            raise InvalidRequestError(reason, "messages", lead=None) from None
+        rendered = self._rendered([_given(message) for message in conversation.messages], options)
         text = rendered.text
         if check is not None:
             check(text)
@@ -60,6 +59,20 @@ class ConversationEncoder:
             rendered.changes,
             self._chat,
         )
+
+    def _rendered(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> RenderedChat:
+        """Render messages; if the template fails, once more with tools that have all optional fields."""
+        try:
+            return self._chat.renderer.render(messages, **options)
+        except ChatTemplateError as error:
+            tools = completed_definitions(options.get("tools") or ())
+            if tools != (options.get("tools") or []):
+                with contextlib.suppress(ChatTemplateError):
+                    rendered = self._chat.renderer.render(messages, **{**options, "tools": tools})
+                    note = "the chat template reads optional fields of tools, which are shown as empty"
+                    return replace(rendered, changes=(*rendered.changes, note))
+            reason = f"the chat template rejected the messages: {error}"
+            raise InvalidRequestError(reason, "messages", lead=None) from None
 
 
 def _given(message: Message) -> dict[str, Any]:

@@ -99,9 +99,6 @@ def _arguments(tool: Tool) -> dict[str, Any]:
     if tool.parameters is None:
         return _NO_ARGUMENTS
     schema = {"type": "object", **tool.parameters}
-    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if "object" not in kinds:
-        raise InvalidRequestError(f'the schema of {tool.name} must have the type "object"', *tool.path)
     schema["type"] = "object"
     properties, required = schema.get("properties"), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:

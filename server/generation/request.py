@@ -48,7 +48,7 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any] | None  # a JSON schema; None: the function has no arguments
+    parameters: Any  # a JSON schema, an object once it is sound; None: the function has no arguments
     strict: bool  # reject the request if the schema cannot be enforced
     definition: dict[str, Any]  # passed to the chat template: {"type": "function", "function": {…}}
     path: tuple[str | int, ...]  # path of the tool in the request

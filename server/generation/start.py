@@ -24,6 +24,7 @@ from server.generation.checks import (
     warn_of_changes,
     warn_of_short_outputs,
     warn_of_unused_variables,
+    with_sound_tools,
 )
 from server.generation.conversation import Prompt
 from server.generation.errors import InvalidRequestError, UnavailableError, invalid, spelled
@@ -66,6 +67,7 @@ async def _generate(
     model = server.model
     if request.conversation is not None:
         request.conversation.check()
+        request = with_sound_tools(request, warnings)
     chat = model.chats.of(request)
     check_tools(server.settings, request, chat, warnings)
     warn_of_unused_variables(request, chat, warnings)

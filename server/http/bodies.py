@@ -77,6 +77,12 @@ def optional(description: str, default: Any = None, **more: Any) -> Any:
     return Field(None, description=description, json_schema_extra=extra, **more)
 
 
+# A JSON schema of a tool's arguments, which may be unsound: see server/generation/tool_schemas.py.
+ArgumentsSchema = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": True}, {"type": "null"}]})
+]
+
+
 def unsupported(neutral: tuple[Any, ...]) -> Any:
     """Declare an unsupported field that would change the answer. Accepts only null and `neutral` values, which change nothing."""
 

@@ -20,7 +20,7 @@ from server.generation.request import (
     ToolCall,
     ToolChoice,
 )
-from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
+from server.http.bodies import ArgumentsSchema, Body, fields_without_effect, one_message, optional, unsupported_fields
 from server.http.errors import APIError
 from server.parsing.pieces import json_object
 
@@ -125,7 +125,7 @@ class AnthropicTool(Body):
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: ArgumentsSchema
     type: Annotated[Literal["custom"] | None, one_message('"custom" or omitted: server tools are not supported')] = None
     strict: bool | None = None
     cache_control: Any = None

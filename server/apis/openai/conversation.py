@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
-from server.http.bodies import Body, one_message, optional, wrong
+from server.http.bodies import ArgumentsSchema, Body, one_message, optional, wrong
 
 ROLE = r"^[\w .-]{1,64}$"
 # Field names of the neutral conversation in OpenAI's chat API.
@@ -85,7 +85,7 @@ class Function(Body):
 
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: no arguments.")
+    parameters: ArgumentsSchema = optional("A JSON schema of the arguments. Default: no arguments.")
     strict: bool | None = optional("Refuse a schema that cannot be enforced, instead of returning a warning.")
 
 

@@ -284,3 +284,31 @@ def test_the_mark_of_a_cut_call_is_no_content(serve: Serve, length: int, tool_ch
     (choice,) = live.chat(tools=TOOLS, tool_choice=tool_choice, max_tokens=length).json()["choices"]
     assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
     assert "tool_calls" not in choice["message"]
+
+
+def test_odd_tools(serve: Serve) -> None:
+    """One odd tool fails no request; each change is named."""
+    live = start(serve, HERMES, "Hi")
+    odd = [
+        {"type": "function", "function": {"name": "a", "parameters": []}},
+        {"type": "function", "function": {"name": "b", "parameters": {"type": "string"}}},
+        {"type": "function", "function": {"name": "c", "parameters": {"properties": {"x": None}, "required": None}}},
+    ]
+    for choice in ("auto", "required"):
+        response = live.chat(tools=[*odd, *TOOLS], tool_choice=choice)
+        assert response.status_code == 200
+        warnings = response.json()["warnings"]
+        assert [each.partition(":")[0] for each in warnings] == ["tools[0]", "tools[1]", "tools[2]", "tools[2]"]
+    assert '"name": "a", "parameters": {}' in prompt_text(live)
+    live = start(serve, HERMES, "Hi", ServerConfig(strict=True))
+    assert live.chat(tools=odd).json()["error"]["param"] == "tools[0]"
+
+
+def test_templates_that_read_optional_fields(serve: Serve) -> None:
+    read = "{{ 'is ' + t.function.description }}{{ t.function.parameters.properties | length }}"
+    source = "{% for t in tools or [] %}" + read + "{% endfor %}"
+    live = start(serve, source + HERMES, "Hi")
+    response = live.chat(tools=[{"type": "function", "function": {"name": "f", "description": None}}])
+    assert response.status_code == 200
+    assert "optional fields of tools" in response.json()["warnings"][0]
+    assert "warnings" not in live.chat(tools=[TOOLS[0]]).json()

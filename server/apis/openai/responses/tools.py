@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import Discriminator, Field, Tag
 
 from server.generation.request import FUNCTION_NAME, Tool, ToolChoice
-from server.http.bodies import Body, optional
+from server.http.bodies import ArgumentsSchema, Body, optional
 from server.http.errors import APIError
 from server.parsing.pieces import json_object
 
@@ -40,7 +40,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema. Default: the function takes no arguments.")
+    parameters: ArgumentsSchema = optional("A JSON schema. Default: the function takes no arguments.")
     strict: bool | None = optional("True: reject a schema that cannot be enforced, instead of warning.")
 
     NAMES_UNKNOWN: ClassVar[bool] = False
