@@ -16,7 +16,7 @@ INDENT = 4  # blanks of one level, at most
 _SAME_LEVEL = ("anyOf", "oneOf", "allOf")
 
 
-def whitespace_options(schema: Any) -> dict[str, Any]:
+def whitespace_options(schema: Any) -> Any:
     """Return the grammar library's options for the white space in instances of a prepared schema."""
     levels = _Levels(schema).of(schema, MAX_LEVELS)
     return {
