@@ -116,7 +116,9 @@ class Engine:
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
-            self._store = open_store(config, folder, options, runner.open_block_file, self.scheduler.blocks.pool)
+            self._store = open_store(
+                config, folder, options, runner.open_block_file, self.scheduler.blocks.pools.pools[0]
+            )
         self._debug_checks = config.debug_checks
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)

@@ -90,11 +90,11 @@ class AdmissionControl:
             self.prefix_hits += request.num_cached_tokens
 
     def _refuse(self, request: Request) -> None:
-        self._refused = request, self._blocks.pool.num_releases
+        self._refused = request, self._blocks.pools.num_releases
 
     def _is_refused(self, request: Request) -> bool:
         """Return whether there were too few blocks at the last attempt, and none has been released since."""
-        return self._refused == (request, self._blocks.pool.num_releases)
+        return self._refused == (request, self._blocks.pools.num_releases)
 
     def _num_cached(self, request: Request) -> int:
         """Return how many of the request's tokens are in the prefix cache."""
@@ -105,11 +105,11 @@ class AdmissionControl:
         """Find the request's prefix in the cache, once for all questions on one admission."""
         if not request.reads_cache:
             return ()
-        key = request, len(request.token_ids), self._blocks.pool.version
+        key = request, len(request.token_ids), self._blocks.pools.version
         if key != self._found:
             self._found, self._prefix = key, self._blocks.match_prefix(request)
         return self._prefix
 
     def _num_spare(self, request: Request) -> int:
-        """Return how many blocks a request must leave free: one per cache group for each request ahead of it."""
-        return self._requests.queues.num_ahead(request) * len(self._blocks.groups)
+        """Return how many blocks a request must leave free for each cache group: one for each request ahead of it."""
+        return self._requests.queues.num_ahead(request)

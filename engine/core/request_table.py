@@ -41,7 +41,7 @@ class RequestTable:
             limits = f"from 1 to {longest} with max_model_len={self._max_model_len}"
             raise ValueError(f"the prompt has {num_prompt} tokens; it may have {limits}")
         max_num_tokens = min(request.max_num_tokens, longest + 1)
-        if self.blocks.most_held(max_num_tokens - 1) > self.blocks.num_blocks:
+        if not self.blocks.can_hold(max_num_tokens - 1):
             num_slots = self.blocks.longest(self._max_model_len)
             room = num_slots - num_prompt + 1
             fits = f"max_tokens={room}" if room > 0 else f"a prompt of {num_slots} tokens"

@@ -97,7 +97,7 @@ class Scheduler:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -107,8 +107,9 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
     ) -> None:
-        """`num_batches`: number of overlapping steps, one for each pipeline stage. With more than one, a request whose
-        newest token is in flight is in no other step, so each step takes a fraction of the running requests.
+        """`num_blocks`: of the only pool, or of each. `num_batches`: number of overlapping steps, one for each pipeline
+        stage. With more than one, a request whose newest token is in flight is in no other step, so each step takes a
+        fraction of the running requests.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs

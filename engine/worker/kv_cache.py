@@ -174,12 +174,12 @@ class KVCacheLayout:
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds at a time, with steps of up to `max_chunk`."""
-        return most_blocks(self.groups, num_tokens, self.block_size, max_chunk)
+        return sum(most_blocks(self.groups, num_tokens, self.block_size, max_chunk))
 
     def longest_context(self, num_blocks: int, options: RunnerOptions) -> int:
         """Return the length of the longest sequence in `num_blocks` blocks, at most `options.max_model_len`."""
         max_chunk, most = options.max_num_batched_tokens, options.max_model_len
-        return longest_sequence(self.groups, num_blocks, self.block_size, max_chunk, most)
+        return longest_sequence(self.groups, [num_blocks], self.block_size, max_chunk, most)
 
     def context_that_fits(self, num_blocks: int, options: RunnerOptions) -> int:
         """Return `options.max_model_len`, reduced if it was not requested and `num_blocks` blocks are too few for it.

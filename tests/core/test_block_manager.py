@@ -7,7 +7,8 @@ from hashlib import sha256
 import pytest
 
 from engine.core.engine_request import EngineRequest
-from engine.core.kv.block_manager import UNHELD, BlockManager
+from engine.core.kv.block_manager import BlockManager
+from engine.core.kv.block_pools import UNHELD
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
@@ -79,7 +80,7 @@ def test_names_are_those_of_cache_files() -> None:
         name = sha256(name + b"".join(token.to_bytes(8, "little") for token in range(first, first + SIZE))).digest()
     assert r.block_hashes[1] == name
     assert name.hex() == "57b7edcc6c3f41b7c9e8e1aa5e9f8a9beb1e7ede350c25a6a9301a1e99dea7f8"
-    assert blocks.pool.name_of(r.block_tables[0][1]) == (0, name)
+    assert blocks.pools.pools[0].name_of(r.block_tables[0][1]) == (0, name)
 
 
 def test_placeholders_are_named_by_their_content() -> None:
@@ -291,7 +292,7 @@ def test_check_finds_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="other tokens"):
         blocks.check([a, b])
     blocks, a, b = _two_holders()
-    blocks.pool._free.popitem()
+    blocks.pools.pools[0]._free.popitem()
     with pytest.raises(AssertionError, match="lost"):
         blocks.check([a, b])
 
@@ -341,7 +342,7 @@ def test_admission_takes_blocks_for_a_chunk_in_a_window_group() -> None:
         r.num_computed_tokens = end
         blocks.commit(r)
         blocks.check([r])
-        assert 20 - blocks.num_free_blocks <= blocks.most_held(32)
+        assert 20 - blocks.num_free_blocks <= sum(blocks.most_held(32))
     assert [len(table) for table in r.block_tables] == [8, 8]
 
 
@@ -366,10 +367,10 @@ def test_a_prefix_whose_window_was_evicted_is_shorter() -> None:
     blocks, first = windowed(16), request(4)
     compute(blocks, first)
     advance(blocks, first, 21)
-    gone = blocks.pool.finder(1)(first.block_hashes[3])
+    gone = blocks.pools.pools[0].finder(1)(first.block_hashes[3])
     assert gone is not None
-    blocks.pool._names[gone] = None
-    del blocks.pool._published[1][first.block_hashes[3]]
+    blocks.pools.pools[0]._names[gone] = None
+    del blocks.pools.pools[0]._published[1][first.block_hashes[3]]
     full, window = blocks.match_prefix(request(21))
     assert len(full) == len(window) == 3, "blocks 3 and 4 end in a window that reaches into block 3"
 
@@ -378,8 +379,9 @@ def test_a_prefix_whose_window_was_evicted_is_shorter() -> None:
 @pytest.mark.parametrize("max_chunk", [1, 7, 64])
 def test_what_a_request_holds_at_most_is_known(num_tokens: int, max_chunk: int) -> None:
     blocks = windowed(200, max_chunk)
-    assert blocks.most_held(num_tokens) <= 2 * -(-num_tokens // SIZE)
-    small = windowed(blocks.most_held(num_tokens), max_chunk)
+    (most,) = blocks.most_held(num_tokens)
+    assert most <= 2 * -(-num_tokens // SIZE)
+    small = windowed(most, max_chunk)
     assert small.longest(1000) >= num_tokens
     r = request(num_tokens)
     assert small.grow(r, num_tokens) is not None

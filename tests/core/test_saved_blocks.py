@@ -106,15 +106,15 @@ def test_saved_blocks_hold_what_their_names_say_in_the_next_run() -> None:
     for seed in range(150):
         first, second, rng = Workload(seed), Workload(seed), Random(seed)
         first.run()
-        size, pool = first.block_size, second.scheduler.blocks.pool
+        pool = second.scheduler.blocks.pools.pools[0]
         saved = SavedBlocks(rng.randint(1, first.num_blocks))
         kept: dict[int, tuple[Name, list[int]]] = {}
-        for save in sweep(saved, list(first.scheduler.blocks.pool.published())):
-            content = first.runner.kv[save.block_id * size : (save.block_id + 1) * size]
+        for save in sweep(saved, list(first.scheduler.blocks.pools.pools[0].published())):
+            content = first.runner.read_block(save.block_id)
             kept[save.slot] = save.name, content
         restored = list(zip(pool.free_and_empty(), kept.values(), strict=False))
         for block_id, (_, content) in restored:
-            second.runner.kv[block_id * size : (block_id + 1) * size] = content
+            second.runner.write_block(block_id, content)
         pool.restore([(block_id, found) for block_id, (found, _) in restored])
         second.published = {found: block_id for block_id, (found, _) in restored}
         second.scheduler.check()

@@ -19,9 +19,8 @@ from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepRes
 from engine.core.engine_request import EngineRequest
 from engine.core.fairness import deadlines, request_queues, step_budget
 from engine.core.fairness import step_time as pace
-from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.block_pool import Name
-from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.kv.cache_groups import FULL, CacheGroup, most_blocks
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
@@ -70,6 +69,7 @@ EXPECTED_EVENTS = [
     "finished by error",
     "NaN in blocks that others hold",
     "prefix-cache hits on named content",
+    "prefix-cache hits in two pools",
 ]
 
 
@@ -119,17 +119,17 @@ class Workload:
         budget = rng.choice([1, 2, 3, 7, 16, 50, 1000])
         caching = rng.random() < 0.8
         self.groups = self._groups(Random(seed))
+        num_blocks: int | list[int] = self.num_blocks
         if self.groups != (FULL,):
-            needed = BlockManager(1, self.block_size, groups=self.groups, max_chunk=budget).most_held(
-                self.max_model_len
-            )
-            self.num_blocks = max(int(needed * Random(seed).choice([0.8, 1, 1.3, 2])), 1)
+            needed = most_blocks(self.groups, self.max_model_len, self.block_size, budget)
+            wanted = [max(int(count * Random(seed).choice([0.8, 1, 1.3, 2])), 1) for count in needed]
+            self.num_blocks, num_blocks = sum(wanted), wanted
         self.num_batches = Random(seed).choice([1, 1, 1, 2, 4])
         self.scheduler = Scheduler(
-            self.num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
+            num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
             clock=lambda: self.now, num_batches=self.num_batches,
         )  # fmt: skip
-        self.runner = ToyRunner(self.num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
+        self.runner = ToyRunner(num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
@@ -160,7 +160,10 @@ class Workload:
             return CacheGroup(rng.randint(1, self.max_model_len))
 
         kinds: list[tuple[CacheGroup, ...]] = [(FULL,), (window(),), (FULL, window()), (window(), FULL, window())]
-        return rng.choice(kinds)
+        groups = rng.choice(kinds)
+        if len(groups) > 1 and rng.random() < 0.4:  # one group has blocks of another size
+            groups = (*groups[:-1], replace(groups[-1], pool=1))
+        return groups
 
     def run(self) -> Counter[str]:
         with (
@@ -224,7 +227,8 @@ class Workload:
         self._check_published()
         if launched:
             self.in_flight.append(launched)
-        self.runner.poison(scheduler.blocks.pool.free_and_empty())
+        for index, pool in enumerate(scheduler.blocks.pools.pools):
+            self.runner.poison(pool.free_and_empty(), index)
 
     def _corrupted(self, output: SchedulerOutput, result: StepResult) -> tuple[SchedulerOutput, StepResult]:
         """The result, in which some requests got NaN instead of a token or an embedding."""
@@ -267,15 +271,15 @@ class Workload:
 
     def _check_published(self) -> None:
         """What the cache offers under a name is what the name says, in the very step that publishes it."""
-        size = self.block_size
-        pool = self.scheduler.blocks.pool
-        names = {block_id: pool.name_of(block_id) for block_id in range(self.num_blocks)}
-        published = {name: block_id for block_id, name in names.items() if name is not None}
+        size, published = self.block_size, dict[Name, int]()
+        for pool in self.scheduler.blocks.pools.pools:
+            names = {block_id: pool.name_of(block_id) for block_id in range(pool.num_blocks)}
+            published |= {name: block_id for block_id, name in names.items() if name is not None}
         for (g, block_hash), block_id in published.items() - self.published.items():
             request = next(each for each in self.requests if block_hash in each.block_hashes)
             end = (request.block_hashes.index(block_hash) + 1) * size
             states = states_of(request.name_ids(0, end), request.seed)[end - size :]
-            assert self.runner.kv[block_id * size : (block_id + 1) * size] == [state ^ g for state in states], (
+            assert self.runner.read_block(block_id, self.groups[g].pool) == [state ^ g for state in states], (
                 "a published block holds other KV than its name says"
             )
         self.published = published
@@ -371,7 +375,7 @@ class Workload:
         request = Request(engine_request, eos, seed=salt)
         most = self.max_model_len + (pooling is not None)  # an embedding adds no token to the context
         longest = min(len(prompt) + (max_tokens or most), most)
-        fits = 1 <= len(prompt) < most and self.scheduler.blocks.most_held(longest - 1) <= self.num_blocks
+        fits = 1 <= len(prompt) < most and self.scheduler.blocks.can_hold(longest - 1)
         if self.groups == (FULL,):
             assert fits == (1 <= len(prompt) < most and longest - 1 <= self.num_blocks * self.block_size)
         if request_id in self.clients or not fits:
@@ -435,6 +439,7 @@ class Workload:
         assert stats.kv_cache_usage == 0
         assert sorted(self.runner.rows) == sorted(scheduler.requests.removed), "rows are lost"
         assert stats.generation_tokens >= sum(len(client.received) for client in self.finished)
+        self.events["prefix-cache hits in two pools"] += stats.prefix_hits > 0 and len(scheduler.blocks.pools.pools) > 1
         self.events["preemptions"] += stats.num_preemptions
         self.events["prefix-cache hits"] += stats.prefix_hits > 0
 

@@ -74,7 +74,7 @@ def test_kv_that_may_be_nan_is_not_found_again(tiny_model: Path, poisoned: None)
         loop.add(name, SamplingParams(temperature=0), [1] * 60 + [POISON])
         loop.run()
         assert loop.outputs[name][-1].num_cached_tokens == 0
-    pool = loop.engine.scheduler.blocks.pool
+    pool = loop.engine.scheduler.blocks.pools.pools[0]
     assert len(pool.free_and_empty()) == pool.num_blocks
 
 
@@ -108,7 +108,7 @@ def test_prompt_logprobs(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, valu
     (output,) = loop.outputs["bad"]
     assert (output.finish_reason, output.error, output.new_token_ids) == ("error", FAULTS[NOT_FINITE], [])
     assert loop.engine.stats().num_corrupted == 1
-    pool = loop.engine.scheduler.blocks.pool
+    pool = loop.engine.scheduler.blocks.pools.pools[0]
     assert len(pool.free_and_empty()) == pool.num_blocks, "no request finds its KV"
     loop.engine.close()
 

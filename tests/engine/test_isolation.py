@@ -168,7 +168,7 @@ def test_the_cache_forgets_what_a_failed_step_was_to_write(tiny_model: Path) -> 
     workload.runner.launch_fault = fails_with("a")
     workload.run()
     assert workload.failed().keys() == {"a"}
-    pool = workload.engine.scheduler.blocks.pool
+    pool = workload.engine.scheduler.blocks.pools.pools[0]
     assert len(pool.free_and_empty()) == pool.num_blocks
 
 

@@ -161,7 +161,7 @@ def test_nothing_is_saved_while_requests_come(start: Callable[..., Engine], monk
     assert not wait(engine, 0), "a request came: later"
     assert len(engine._store._file.entries()) == 1
     rest(engine)
-    published = engine.scheduler.blocks.pool.published()
+    published = engine.scheduler.blocks.pools.pools[0].published()
     assert {entry.name for entry in engine._store._file.entries()} == {name for _, name in published}
 
 
@@ -174,7 +174,7 @@ def test_blocks_that_are_evicted_before_they_are_saved_are_left_out(
     ask(engine, PROMPT)
     wait(engine, 0)
     assert wait(engine, 10)
-    pool = engine.scheduler.blocks.pool
+    pool = engine.scheduler.blocks.pools.pools[0]
     pool.release(pool.take(64))
     rest(engine)
     assert len(engine._store._file.entries()) == 1

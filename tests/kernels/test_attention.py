@@ -42,6 +42,17 @@ class Paged:
             for i in range(n):
                 self.caches[:, blocks[i // block_size], :, i % block_size] = kv[:, i]
 
+    def release(self, oldest: list[int]) -> None:
+        """Release the blocks wholly before each sequence's oldest key in use: they hold NaN, and their entries are -1.
+        Where such an entry points, in C++ and in PyTorch, there are blocks of NaN.
+        """
+        for row, first in zip(self.rows.tolist(), oldest, strict=True):
+            released = self.block_tables[row, : max(first, 0) // self.caches.shape[3]]
+            self.caches[:, released.long()] = NAN
+            released.fill_(-1)
+        none = torch.full_like(self.caches[:, :1], NAN)
+        self.caches = torch.cat([none, self.caches, none], 1)[:, 1:]
+
     def attend(
         self,
         sequence: Any,
@@ -154,6 +165,26 @@ def test_prefill_attends_as_a_loop_does(prefill_module: Any, options: dict[str, 
         else:
             queries = [(i, n - count + t, q) for t, q in enumerate(query[mine])]
             torch.testing.assert_close(out[mine], slow(paged, queries, options))
+
+
+@pytest.mark.parametrize("window", [1, 9, 40])
+@ALL
+def test_no_block_before_the_window_is_read(module: Any, window: int) -> None:
+    """One after another, as prompts and as decodes in groups."""
+    lens, counts = [5, 140, 40, 300, 41, 301], [5, 1, 33, 200, 1, 2]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    query = torch.randn(int(starts[-1]), 6, 16)
+    for decodes in (False, True):
+        paged = Paged(lens, block_size=4, head_dim=16, dtype=torch.float32)
+        tables = (paged.rows, *(() if decodes else (starts,)), paged.context_lens)
+        name = "paged_attention_decode" if decodes else "paged_attention_prefill"
+        attend, x = getattr(module, name), query[: len(lens)] if decodes else query
+        want = attend(x, *paged.caches, paged.block_tables, *tables, scale=0.3, window=window)
+        query_lens = [1] * len(lens) if decodes else counts
+        paged.release([n - new + 1 - window for n, new in zip(lens, query_lens, strict=True)])
+        got = attend(x, *paged.caches, paged.block_tables, *tables, scale=0.3, window=window)
+        torch.testing.assert_close(got, want)
+        assert want.isfinite().all()
 
 
 @pytest.mark.parametrize("options", [FEATURES[0], FEATURES[-1]], ids=feature_names)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.batch import PromptScores, ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.kv.block_pools import UNHELD, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
@@ -91,28 +92,35 @@ class ToyRunner:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
         groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
+        """`num_blocks`: of the only pool, or of each."""
         self.groups = groups
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.vocab_size = vocab_size
-        self.kv = [POISON] * (num_blocks * block_size)
+        counts = [num_blocks] if isinstance(num_blocks, int) else num_blocks
+        self.kv = [[POISON] * (count * block_size) for count in counts]  # of each pool
         self.rows: dict[str, Row] = {}
         self.step = 0
         self.last_batch: ScheduledBatch | None = None
         self.events: Counter[str] = Counter()
 
-    def poison(self, block_ids: Iterable[int]) -> None:
-        size = self.block_size
-        for block_id in block_ids:
-            self.kv[block_id * size : (block_id + 1) * size] = [POISON] * size
+    def poison(self, block_ids: Iterable[int], pool: int = 0) -> None:
+        for block_id in held_ids(block_ids):
+            self.write_block(block_id, [POISON] * self.block_size, pool)
+
+    def read_block(self, block_id: int, pool: int = 0) -> list[int]:
+        return self.kv[pool][block_id * self.block_size : (block_id + 1) * self.block_size]
+
+    def write_block(self, block_id: int, content: list[int], pool: int = 0) -> None:
+        self.kv[pool][block_id * self.block_size : (block_id + 1) * self.block_size] = content
 
     def launch(self, output: SchedulerOutput) -> Launched:
         self._check(output)
@@ -164,8 +172,8 @@ class ToyRunner:
             assert num_computed % self.block_size == 0
             assert num_computed < len(tokens), "nothing left to compute"
             assert 1 <= new.num_prompt_tokens <= len(tokens)
-            for block_ids in new.block_ids:
-                self.poison(block_ids[num_computed // self.block_size :])
+            for group, block_ids in zip(self.groups, new.block_ids, strict=True):
+                self.poison(block_ids[num_computed // self.block_size :], group.pool)
             self.rows[new.request_id] = Row(
                 list(tokens),
                 states_of(new.request.prompt_name_ids + tokens[new.num_prompt_tokens :], new.seed),
@@ -180,8 +188,9 @@ class ToyRunner:
         admitted = {new.request_id for new in output.new_requests}
         assert not admitted & set(output.new_block_ids), "a new request has all its blocks"
         for request_id, tables in output.new_block_ids.items():
-            for table, added in zip(self.rows[request_id].block_tables, tables, strict=True):
-                self.poison(added)
+            row = self.rows[request_id]
+            for group, table, added in zip(self.groups, row.block_tables, tables, strict=True):
+                self.poison(added, group.pool)
                 table += added
         for index, (row, num_tokens) in enumerate(self._scheduled(output)):
             end = row.num_computed + num_tokens
@@ -194,13 +203,14 @@ class ToyRunner:
 
     def _write(self, output: SchedulerOutput) -> None:
         size = self.block_size
-        written: dict[int, Row] = {}
+        written: dict[tuple[int, int], Row] = {}  # by pool and block
         for row, num_tokens in self._scheduled(output):
             for position in range(row.num_computed, row.num_computed + num_tokens):
-                for g, table in enumerate(row.block_tables):
+                for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
                     block_id = table[position // size]
-                    assert written.setdefault(block_id, row) is row, "two writers of one block"
-                    self.kv[block_id * size + position % size] = row.states[position] ^ g
+                    assert block_id != UNHELD, "a token without a block"
+                    assert written.setdefault((group.pool, block_id), row) is row, "two writers of one block"
+                    self.kv[group.pool][block_id * size + position % size] = row.states[position] ^ g
                 row.pooled += row.states[position]
             row.num_computed += num_tokens
         for new in output.new_requests:
@@ -208,7 +218,7 @@ class ToyRunner:
             for group, block_ids in zip(self.groups, new.block_ids, strict=True):
                 cached = block_ids[group.first_needed(new.num_computed_tokens) // size : num_cached]
                 self.events["hits on a block filled in the same step"] += any(
-                    block_id in written for block_id in cached
+                    (group.pool, block_id) in written for block_id in cached
                 )
                 self.events["prefix-cache hits in a window group"] += bool(group.window and cached)
 
@@ -218,7 +228,8 @@ class ToyRunner:
             for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
                 first = group.first_needed(row.num_computed - num_tokens)
                 for position in range(first, row.num_computed):
-                    found = self.kv[table[position // size] * size + position % size]
+                    assert table[position // size] != UNHELD, "a block that is read is not held"
+                    found = self.kv[group.pool][table[position // size] * size + position % size]
                     assert found == row.states[position] ^ g, (
                         f"step {output.step}: a request reads KV that is not its own prefix's"
                     )

@@ -8,21 +8,19 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from struct import pack
 
-from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.request import Request
 
 HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
-UNHELD = 0  # block table entry where the request holds no block: no query reads or writes it
 
 
 class BlockManager:
-    """Block tables with `block_size` tokens per block, one for each cache group, over one pool of `num_blocks` blocks.
+    """Block tables with `block_size` tokens per block, one for each cache group.
 
-    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`. A group with a sliding
-    window releases blocks that no later query reads; their entries stay in the table, below `Request.num_passed`. All
-    blocks have the same size in bytes, so every group can use the blocks that another one releases: the pool is not
-    divided between groups.
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`, or `UNHELD`. A group with a
+    sliding window releases blocks that no later query reads; their entries stay in the table, below
+    `Request.num_passed`. Groups with blocks of one size in bytes share a pool, which is not divided among them.
 
     **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
     chain starts at `sha256(salt)`. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
@@ -45,38 +43,46 @@ class BlockManager:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         block_size: int,
         enable_prefix_caching: bool = True,
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
     ) -> None:
-        """`max_chunk`: maximum number of tokens that a step computes for one request."""
+        """`num_blocks`: of the only pool, or of each. `max_chunk`: maximum number of tokens that a step computes for one
+        request.
+        """
         assert block_size >= 1
         assert groups
         self.groups = tuple(groups)
-        self.pool = BlockPool(num_blocks, len(self.groups))
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.pools = BlockPools([num_blocks] if isinstance(num_blocks, int) else num_blocks, self.groups)
+        self.num_blocks, self.block_size = sum(self.pools.num_blocks), block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
 
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks that no request holds: empty or evictable."""
-        return self.pool.num_free
+        return self.pools.num_free
 
-    def most_held(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks that a request of `num_tokens` tokens holds at a time."""
+    def most_held(self, num_tokens: int) -> list[int]:
+        """Return the maximum number of blocks of each pool that a request of `num_tokens` tokens holds at a time."""
         return most_blocks(self.groups, num_tokens, self.block_size, self.max_chunk)
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Return whether a request of `num_tokens` tokens can run alone."""
+        most_held = zip(self.most_held(num_tokens), self.pools.num_blocks, strict=True)
+        return all(most <= num_blocks for most, num_blocks in most_held)
 
     def longest(self, max_tokens: int) -> int:
         """Return the length of the longest request that can run alone, up to `max_tokens`."""
-        return longest_sequence(self.groups, self.num_blocks, self.block_size, self.max_chunk, max_tokens)
+        return longest_sequence(self.groups, self.pools.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
     def capacity(self, num_tokens: int) -> int:
         """Return how many tokens fit in the cache as sequences of `num_tokens` tokens, rounded up to whole blocks."""
         num_tokens = -(-num_tokens // self.block_size) * self.block_size
-        return self.num_blocks * num_tokens // self.most_held(num_tokens)
+        most_held = zip(self.pools.num_blocks, self.most_held(num_tokens), strict=True)
+        return min(num_blocks * num_tokens // most for num_blocks, most in most_held)
 
     def match_prefix(self, request: Request) -> list[list[int]]:
         """Find the longest cached prefix. Returns the first block table entries of each group.
@@ -91,7 +97,7 @@ class BlockManager:
         num_blocks = (len(request.token_ids) - 1) // size
         for g, group in enumerate(self.groups):
             if not group.window:
-                find = self.pool.finder(g)
+                find = self.pools.finder(g)
                 for index in range(num_blocks):
                     if (block_id := find(self._hash(request, index))) is None:
                         break
@@ -115,7 +121,7 @@ class BlockManager:
             return "not_read"
         if num_matched >= (request.num_prompt_tokens - 1) // self.block_size:
             return ""
-        return "evicted" if self.pool.was_cached(self._hash(request, num_matched)) else "not_seen"
+        return "evicted" if self.pools.was_cached(self._hash(request, num_matched)) else "not_seen"
 
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
         """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
@@ -124,7 +130,7 @@ class BlockManager:
         Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
         size, longest = self.block_size, 0
-        finders = [(self.pool.finder(g), group, tables[g]) for g, group in self._windowed]
+        finders = [(self.pools.finder(g), group, tables[g]) for g, group in self._windowed]
         runs = [0] * len(finders)  # consecutive published blocks, up to the current one
         for index in range(num_blocks):
             block_hash, is_end = self._hash(request, index), True
@@ -147,17 +153,18 @@ class BlockManager:
         then new ones.
 
         A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns
-        the new blocks of each group, or None, without any change, unless `num_spare` blocks remain free.
+        the new blocks of each group, or None, without any change, unless `num_spare` blocks for each group remain free.
         """
-        size, pool = self.block_size, self.pool
+        size, of_group = self.block_size, self.pools.of_group
         if request.block_tables and self._windowed:
             self._give_back_passed(request)
         tables, num_passed, held, counts = self._growth(request, num_tokens, cached)
-        if sum(counts) + num_spare > pool.num_free - pool.num_unheld(held):
+        if not self.pools.has_room(counts, held, num_spare):
             return None
         num_cached = len(cached[0]) if cached else 0
-        pool.hold(held)
-        new_ids = [pool.take(count) for count in counts]
+        for pool, block_ids in zip(of_group, held, strict=True):
+            pool.hold(block_ids)
+        new_ids = [pool.take(count) for pool, count in zip(of_group, counts, strict=True)]
         if not request.block_tables:
             request.num_cached_blocks, request.num_admitted_tokens = num_cached, len(request.token_ids)
             if self.enable_prefix_caching:
@@ -172,13 +179,13 @@ class BlockManager:
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
         """Return whether `grow` would succeed for a request that holds no block."""
         *_, held, counts = self._growth(request, num_tokens, cached)
-        return sum(counts) + num_spare <= self.pool.num_free - self.pool.num_unheld(held)
+        return self.pools.has_room(counts, held, num_spare)
 
     def _growth(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
-    ) -> tuple[list[list[int]], list[int], list[int], list[int]]:
-        """Return what `grow` needs: the tables, the number of passed entries of each, the cached blocks to hold, and
-        the number of new blocks for each group.
+    ) -> tuple[list[list[int]], list[int], list[Sequence[int]], list[int]]:
+        """Return for each group what `grow` needs: its table, the number of passed entries, the cached blocks to hold,
+        and the number of new blocks.
         """
         size, num_cached = self.block_size, len(cached[0]) if cached else 0
         computed = max(num_cached * size, request.num_computed_tokens)
@@ -186,11 +193,9 @@ class BlockManager:
         if not tables:
             tables = [[] for _ in self.groups]
             num_passed = [group.first_needed(computed) // size for group in self.groups]
-        held = (
-            [block_id for ids, first in zip(cached, num_passed, strict=True) for block_id in ids[first:]]
-            if cached
-            else []
-        )
+        held: list[Sequence[int]] = [()] * len(self.groups)
+        if cached:
+            held = [block_ids[first:] for block_ids, first in zip(cached, num_passed, strict=True)]
         counts = []
         for group, table in zip(self.groups, tables, strict=True):
             end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
@@ -205,7 +210,7 @@ class BlockManager:
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
         for g, group in self._windowed:
             first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
-            self.pool.release(request.block_tables[g][request.num_passed[g] : first])
+            self.pools.release(g, request.block_tables[g][request.num_passed[g] : first])
             request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
@@ -215,8 +220,8 @@ class BlockManager:
             index = end // size - 1
             block_hash = self._hash(request, index)
             for g, table in enumerate(request.block_tables):
-                if index >= request.num_passed[g]:
-                    self.pool.publish(g, block_hash, table[index])
+                if index >= request.num_passed[g] and table[index] != UNHELD:
+                    self.pools.of_group[g].publish(g, block_hash, table[index])
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
@@ -227,20 +232,20 @@ class BlockManager:
         """
         has_sampled = len(request.token_ids) > request.num_admitted_tokens
         num_sound = request.num_cached_blocks if has_sampled else 0
-        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
-            self.pool.unpublish(table[max(num_passed, num_sound) :])
+        for g, (table, num_passed) in enumerate(zip(request.block_tables, request.num_passed, strict=True)):
+            self.pools.unpublish(g, table[max(num_passed, num_sound) :])
 
     def release(self, request: Request) -> None:
         """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""
-        for table, num_passed in zip(request.block_tables, request.num_passed, strict=True):
-            self.pool.release(reversed(table[num_passed:]))
+        for g, (table, num_passed) in enumerate(zip(request.block_tables, request.num_passed, strict=True)):
+            self.pools.release(g, reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
         request.num_slots = 0
         request.next_commit = sys.maxsize
 
     def reset(self) -> bool:
         """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
-        return self.pool.reset()
+        return self.pools.reset()
 
     def _hash(self, request: Request, index: int) -> bytes:
         """Return the hash of the request's first `index + 1` blocks, all full. Kept across preemptions."""
@@ -263,13 +268,8 @@ class BlockManager:
     def check(self, holders: Iterable[Request]) -> None:
         """Assert all invariants, given all requests that hold blocks."""
         requests = list(holders)
-        held = Counter(
-            block_id
-            for request in requests
-            for table, num_passed in zip(request.block_tables, request.num_passed, strict=True)
-            for block_id in table[num_passed:]
-        )
-        self.pool.check(held)
+        tables = [[each.block_tables[g][each.num_passed[g] :] for each in requests] for g in range(len(self.groups))]
+        held = self.pools.check(tables)
         for request in requests:
             num_computed = request.num_computed_tokens
             assert request.num_slots == min(map(len, request.block_tables)) * self.block_size
@@ -278,20 +278,22 @@ class BlockManager:
             next_full = num_ready - num_ready % self.block_size + self.block_size
             assert request.next_commit == (next_full if self.enable_prefix_caching else sys.maxsize), "commit is late"
             for g in range(len(self.groups)):
-                self._check_table(request, g, held)
+                self._check_table(request, g, held[g])
 
     def _check_table(self, request: Request, g: int, held: Counter[int]) -> None:
-        num_passed, size = request.num_passed[g], self.block_size
+        num_passed, size, pool = request.num_passed[g], self.block_size, self.pools.of_group[g]
         block_ids = request.block_tables[g][num_passed:]
-        assert len(set(block_ids)) == len(block_ids), "a block twice in one table"
+        assert len(set(held_ids(block_ids))) == len(held_ids(block_ids)), "a block twice in one table"
         needed = self.groups[g].first_needed(min(request.num_computed_tokens, len(request.token_ids) - 1))
         assert num_passed * size <= needed, "a block that is still read was given back"
         for index, block_id in enumerate(block_ids, num_passed):
-            name = self.pool.name_of(block_id)
+            if block_id == UNHELD:
+                continue
+            name = pool.name_of(block_id)
             if index >= request.num_computed_tokens // size:
                 assert held[block_id] == 1, "a block yet to be written is shared"
                 assert name is None, "a block yet to be written is published"
             elif name is None:
-                assert held[block_id] == 1 or self.pool.is_suspect(block_id), "a shared block is not published"
+                assert held[block_id] == 1 or pool.is_suspect(block_id), "a shared block is not published"
             else:
                 assert name == (g, self._hash(request, index)), "a published block holds other tokens"

@@ -53,12 +53,15 @@ class Case:
         return cls(kv.to(dtype), tables, rows, torch.tensor(lens, dtype=torch.int32), scale)
 
     def forget(self, oldest: Any) -> Any:
-        """NaN in the blocks of each sequence that lie wholly before its oldest key in use."""
+        """Release the blocks of each sequence that lie wholly before its oldest key in use: they hold NaN, and their
+        table entries are -1. There is a block of NaN where such an entry points.
+        """
         kv, page = self.kv.float(), self.kv.shape[3]
         for row, first in zip(self.rows.tolist(), oldest, strict=True):
             released = self.block_tables[row, : max(first, 0) // page]
             kv[:, released.long()] = NAN
-        self.kv = kv.to(self.kv.dtype)
+            released.fill_(-1)
+        self.kv = torch.cat([torch.full_like(kv[:, :1], NAN), kv], 1).to(self.kv.dtype)[:, 1:]
         return self
 
     def exact(self) -> Any:
