@@ -30,6 +30,7 @@ pytest.importorskip("triton")
 from kernels.triton import collectives
 from kernels.triton.collectives import WORDS, all_reduce
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
+from tests.support.quick_interpreter import yield_while_waiting
 from tests.support.unwritten import unwritten_is_nan
 
 SIZE, MOST = 2, 4  # ranks of a stage, and of both stages
@@ -116,6 +117,7 @@ def join(build: ranks.Build) -> Membership:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     interpret(monkeypatch)
+    yield_while_waiting(monkeypatch)
     monkeypatch.setattr(gpu_communicator, "CHANNEL_BYTES", 0)  # no more than sums need
     memory = tuple(torch.zeros(5 * LARGE_BYTES, dtype=torch.uint8).share_memory_() for _ in range(MOST))
     monkeypatch.setattr(SharedMemory, "memory", memory)

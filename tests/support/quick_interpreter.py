@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -34,6 +36,24 @@ def quicken() -> None:
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     tl.block_type.__init__ = _made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _shaped_once(tl.tensor.__init__)
+
+
+def yield_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the core to other ranks at each operation that a rank waits with: there are fewer cores than ranks."""
+    builder = interpreter.InterpreterBuilder
+    add, load = builder.create_atomic_rmw, builder.create_masked_load
+
+    def create_atomic_rmw(*args: Any) -> Any:
+        os.sched_yield()
+        return add(*args)
+
+    def create_masked_load(*args: Any) -> Any:
+        if args[-1]:  # volatile
+            os.sched_yield()
+        return load(*args)
+
+    monkeypatch.setattr(builder, "create_atomic_rmw", create_atomic_rmw)
+    monkeypatch.setattr(builder, "create_masked_load", create_masked_load)
 
 
 def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.timeout(3000)  # a minute on a quiet machine
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compile_ahead", str(capability)]

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from kernels import reference
 from kernels.triton import collectives
 from kernels.triton.collectives import BLOCK, WORDS, Channel
+from tests.support.quick_interpreter import yield_while_waiting
 
 CAPACITY = 2 * WORDS
 LARGE_BYTES = 12 * BLOCK
@@ -21,6 +22,13 @@ Run = Callable[[int, list[Tensor], list[Tensor], list[Tensor]], None]  # rank, m
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are the interpreter's processes"
 )
+
+
+@pytest.fixture(autouse=True)
+def few_programs_that_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program of a large tensor has several blocks."""
+    monkeypatch.setattr(collectives, "PROGRAMS", 4)
+    yield_while_waiting(monkeypatch)
 
 
 def inputs(rank: int, call: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
