@@ -21,17 +21,18 @@ from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
 
-# Names of the scales of an fp8 cache in checkpoints of AutoFP8, ModelOpt and llm-compressor, and the rows of kv_scale that
-# they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
+# Names of the scales of an fp8 cache in checkpoints of AutoFP8, ModelOpt and llm-compressor, and the rows of kv_scale
+# that they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A step's attention tensors for the layers of one cache group. B sequences, T tokens; sequences of one token come first.
+    """A step's attention tensors for the layers of one cache group: B sequences, T tokens.
 
-    The first `num_decodes` sequences have exactly one query token, so token i belongs to sequence i for i < num_decodes.
+    The first `num_decodes` sequences have exactly one query token each: token i belongs to sequence i for
+    i < num_decodes.
     """
 
     num_decodes: int
@@ -48,8 +49,8 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # Keys and values that the sequences that do not decode attend to; None: those in the cache.
     prefill_kv: LatentExpansion | WidePages | None = None
-    # Of the last layer, [N] integer: the tokens whose hidden states it computes. It stores the keys and values of all tokens.
-    # None: all tokens.
+    # [N] integer, for the last layer: the tokens whose hidden states it computes; None: all. It stores the keys and
+    # values of all tokens.
     logits_indices: Tensor | None = None
 
     @property
@@ -114,8 +115,9 @@ class Attention(CheckpointModule):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> ResidualStream:
-        """Store the keys and values of x [T, hidden] in `kv`, and add the attention to the residual stream [T, hidden] in place.
-        With `metadata.logits_indices`, the result has only these rows, [N, hidden].
+        """Store the keys and values of x [T, hidden] in `kv`, and add the attention to the residual stream in place.
+
+        With `metadata.logits_indices`, the resulting stream has only these rows [N, hidden], otherwise [T, hidden].
         """
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
@@ -157,14 +159,16 @@ class Attention(CheckpointModule):
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
 
     def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.QuantizedRows:
-        """For the attention of the step's tokens [T, H, D]; rounded, if they all decode and `o` takes it so, with a scale for
-        each head."""
+        """Allocate the attention's output [T, H, D].
+
+        It is quantised with one scale per head if all tokens decode and `o` reads it in this form.
+        """
         num_heads, head_dim = self.spec.num_heads, self.spec.head_dim
         all_decode = metadata.first_prefill >= len(metadata.rows) and metadata.logits_indices is None
         if all_decode and head_dim & (head_dim - 1) == 0:
-            rounded = self.o.quantized_input(qkv[:, : num_heads * head_dim])
-            if rounded is not None and rounded.group == head_dim:
-                return rounded
+            quantized = self.o.quantized_input(qkv[:, : num_heads * head_dim])
+            if quantized is not None and quantized.group == head_dim:
+                return quantized
         return qkv.new_empty(len(qkv), num_heads, head_dim)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
@@ -172,7 +176,7 @@ class Attention(CheckpointModule):
         return self.qkv.next_norm(norm, hidden)
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
-        """Normalise the queries of all ranks together, and their keys, in place."""
+        """Normalise queries and keys over the heads of all ranks, in place."""
         query, key = qkv.split((len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)), 1)[:2]
         num_ranks, communicator = self._scope.shard.size, self._scope.communicator
         if num_ranks == 1:
@@ -247,9 +251,9 @@ def attend(
 ) -> None:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
-    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]; rounded only if all tokens decode.
-    kv_scale [2, num_kv_heads] float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if the specification has
-    them. `wide`: the pages of `metadata.prefill_kv`, which hold the K and V that the layer has stored.
+    query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]; quantised only if all
+    tokens decode. kv_scale [2, num_kv_heads] float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if
+    the specification has them. `wide`: the pages of `metadata.prefill_kv`, with the K and V that the layer has stored.
     """
     key_cache, value_cache = kv_cache[0], kv_cache[1]
     options = _Options(

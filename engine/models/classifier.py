@@ -42,7 +42,7 @@ class Classifier:
     activation: Literal["softmax", "sigmoid", "none"]
 
     def scores(self, hidden: Sequence[float], *, activated: bool = True) -> list[float]:
-        """Return the score of each label. hidden: the last token's, after the final norm. activated: not just logits."""
+        """Return the score of each label. hidden: the last token's, after the final norm. activated: no bare logits."""
         logits = [math.fsum(map(mul, hidden, weights)) for weights in self.weights]
         if not activated or self.activation == "none":
             return logits
@@ -65,8 +65,9 @@ def read_classifier(
     overrides: Mapping[str, Any] | None = None,
     token_id: Callable[[str], int | None] = lambda token: None,
 ) -> Classifier | None:
-    """Read the head of the model in `folder`; None if it is not a classifier. Raises `ModelError` if the head is missing or
-    unsupported.
+    """Read the head of the model in `folder`; None if it is not a classifier.
+
+    Raises `ModelError` if the head is missing or unsupported.
 
     overrides: see `read_config`. token_id: returns the id of a token of the vocabulary.
     """
@@ -86,7 +87,7 @@ def read_classifier(
 
 
 def _is_identity(config: dict[str, Any]) -> bool:
-    """Whether sentence-transformers applies no activation to the logits."""
+    """Return True if sentence-transformers applies no activation to the logits."""
     of_library = config.get("sentence_transformers")
     named = of_library.get("activation_fn") if isinstance(of_library, dict) else None
     return str(named or config.get("sbert_ce_default_activation_function", "")).endswith("Identity")
@@ -95,7 +96,7 @@ def _is_identity(config: dict[str, Any]) -> bool:
 def _head_of_tokens(
     folder: Path, hidden_size: int, config: Mapping[str, Any], token_id: Callable[[str], int | None]
 ) -> list[array[float]]:
-    """Return a head with a label for each token. For a softmax over two tokens: one label, the second token against the first."""
+    """Return a head with one label per token; for a softmax over two tokens one label: second minus first token."""
     path, tokens, method = folder / "config.json", config[TOKENS], config.get("method")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ModelError(f"{path}: {TOKENS!r} must be a list of tokens, got {tokens!r}")
@@ -121,7 +122,7 @@ def _head_of_tokens(
 def _read_rows(
     folder: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None = None
 ) -> list[array[float]]:
-    """Read rows of the first of these tensors that is stored. indices: None: all rows, which are few."""
+    """Read rows of the first of these tensors that is stored. indices: None: all rows, at most MAX_LABELS."""
     file = "model.safetensors"
     if not (folder / file).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")

@@ -32,8 +32,9 @@ from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLay
 
 
 class Decoder(nn.Module):
-    """Computes logits from token ids: one rank's part of the model. `weights.load_model` fills the weights. Weights of other
-    pipeline stages have no memory.
+    """Computes logits from token ids: one rank's part of the model.
+
+    `weights.load_model` fills the weights. Weights of other pipeline stages have no memory.
     """
 
     def __init__(self, spec: ModelSpec, scope: Scope, *, max_model_len: int | None = None) -> None:
@@ -109,13 +110,14 @@ class Decoder(nn.Module):
         hidden: Tensor | None = None,
         logits_indices: Tensor | None = None,
     ) -> Tensor:
-        """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm. Later pipeline
-        stages start from the previous stage's `hidden` [T, hidden]. `logits_indices` [N] integer: the last layer
-        computes the hidden states of these tokens only, and [N, hidden] is returned.
+        """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm.
 
-        For each layer of this stage: kv_cache [2, num_blocks, Hkv, block_size, D], or [1, num_blocks, 1, block_size, L + R]
-        for latents, to which the step's keys and values are added (a strided view if the kernels accept one); and
-        attention metadata, one object for all layers of a cache group.
+        Later pipeline stages start from the previous stage's `hidden` [T, hidden]. `logits_indices` [N] integer: the
+        last layer computes the hidden states of these tokens only, and [N, hidden] is returned.
+
+        kv_cache: for each layer of this stage [2, num_blocks, Hkv, block_size, D], or for latents
+        [1, num_blocks, 1, block_size, L + R], to which the step's keys and values are written (a strided view if the
+        kernels accept one). attention: for each layer its cache group's metadata.
         """
         if hidden is None:
             hidden = self.embed_tokens(input_ids)
@@ -135,8 +137,9 @@ class Decoder(nn.Module):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Within the context, skip layers that need neither other kernels nor more memory than those that are computed: where two
-        kinds of layers follow each other for the first time, both, and the last two.
+        """Within the context, compute only layers that need kernels or memory of their own.
+
+        These are both layers where two kinds follow each other for the first time, and the last two.
         """
         specs = [self.spec.layers[i] for i in self.own_layers]
         kinds = [(spec, layer.forms_of_weights()) for spec, layer in zip(specs, self._here, strict=True)]
@@ -150,11 +153,11 @@ class Decoder(nn.Module):
             self._skips = [False] * len(self._here)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, the same on all ranks."""
+        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, on all ranks."""
         return self.lm_head.gather(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `logits`, only of this rank's tokens: [N, n], in `out` if given, for `lm_head.gather`."""
+        """Return the logits [N, n] of this rank's part of the vocabulary, in `out` if given, for `lm_head.gather`."""
         logits, multiplier, cap = self.lm_head.own_logits(SublayerInput(hidden, self.norm), out), *self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
@@ -189,7 +192,7 @@ class DecoderLayer(nn.Module):
         else:
             self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
         self.mlp: MLP | MoE | DenseAndExperts
-        if isinstance(layer.mlp, MoESpec) and layer.mlp.apart:
+        if isinstance(layer.mlp, MoESpec) and layer.mlp.parallel_norms:
             self.mlp = DenseAndExperts(layer.mlp, hidden_size, make_norm, scope)
         elif isinstance(layer.mlp, MoESpec):
             self.mlp = MoE(layer.mlp, hidden_size, scope)
@@ -252,7 +255,7 @@ def _form(value: Any) -> object:
 
 
 class OutputScale(Norm):
-    """Multiplies hidden in place by a learnt number."""
+    """Scales hidden [T, hidden] in place by a learnt number."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope, 1, eps=0.0)

@@ -1,8 +1,8 @@
 """Latent attention of many prompt tokens with keys and values of each head.
 
-Absorbed attention (see `kernels.reference.latent`) reads nothing but latents, but compares and sums vectors of the latent's
-width. With many queries for each cached token it costs less to project that token to the keys and values of all heads first,
-for the time of one layer, and to compute plain attention over them.
+Absorbed attention (see `kernels.reference.latent`) reads only latents, but its dot products are as long as a latent.
+With many queries per cached token it costs less to project that token to the keys and values of all heads first, for
+the time of one layer, and to compute plain attention over them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ PAGE = 64  # slots of a page of projected keys and values
 
 @dataclass(frozen=True, slots=True)
 class LatentExpansion:
-    """Which latents a step's layers expand. B sequences that prefill; their contexts, each in whole pages, are P pages."""
+    """The latents that a step's layers expand: contexts of B prefilling sequences, each in whole pages, P in all."""
 
-    blocks: (
-        Tensor  # [P * PAGE] int64: where in the cache the latent of each position is; behind a context, its last one
-    )
-    offsets: Tensor  # [P * PAGE] int64
+    blocks: Tensor  # [P * PAGE] int64: cache block of each position; after the end of a context: of its last one
+    offsets: Tensor  # [P * PAGE] int64: offset in that block
     rows: Tensor  # [B] int32: 0, 1, ...
-    block_tables: Tensor  # [B, max_pages] int32: of the P pages
+    block_tables: Tensor  # [B, max_pages] int32: indices of the P pages
     tiles: Tensor | None  # the prefill kernel's grid; None on a CPU
 
     @classmethod
@@ -79,8 +77,8 @@ class LatentExpansion:
         """Compute the attention of the prefilling sequences' tokens over their latents, which are already stored.
 
         query [T, H, N + R], its last R channels rotated; cache [num_blocks, 1, block_size, L + R]; key_up [H, N, L];
-        value_up [H, V, L]; query_start [B + 1] and context_lens [B] int32 -> [T, H, N + R], of which the first V channels
-        are the result. Other sequences' rows are not written.
+        value_up [H, V, L]; query_start [B + 1] and context_lens [B] int32 -> [T, H, N + R]: the result
+        is in the first V channels. Other sequences' rows are not written.
         """
         (num_heads, plain, size), value_dim, width = key_up.shape, value_up.shape[1], query.shape[2]
         latents = cache[:, 0][self.blocks, self.offsets]  # [C, L + R]

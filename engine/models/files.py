@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read config.json of the model in `folder`, with `overrides` merged key by key. Raises `ModelError` like `read_json`."""
+    """Read config.json of the model in `folder`, with `overrides` merged key by key. Errors: see `read_json`."""
     config, over = read_json(folder / "config.json"), dict(overrides or {})
     for name, other in (_ROPE, _ROPE[::-1]):
         if over.get(name) and other not in over and config.get(other):
@@ -71,8 +71,8 @@ def listing(folder: Path, limit: int = 8) -> str:
 def fingerprint(folder: Path) -> str:
     """Return a hash of the model's configuration and weight files, which changes whenever a file is replaced.
 
-    A file is identified by its size and modification time; in Hugging Face's cache, where files are links to blobs named by
-    their content, by that name.
+    A file is identified by its size and modification time; in Hugging Face's cache, where files are links to blobs
+    named by their content, by that name.
     """
     digest = sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob(WEIGHT_FILES)):

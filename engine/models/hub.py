@@ -18,8 +18,8 @@ def resolve_model(
 ) -> Path:
     """Return the folder of a model: `name_or_path` itself, or the folder of the downloaded Hub model.
 
-    Downloads only files that are used and not cached, without the safetensors if `weights` is False. `progress`: called with
-    the bytes. Raises `ModelError` with a message of one line that says what to do.
+    Downloads only files that are used and not cached, without the safetensors if `weights` is False. `progress`: called
+    with the bytes. Raises `ModelError` with a message of one line that says what to do.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_file():

@@ -51,8 +51,9 @@ class LatentAttention(nn.Module):
         kv: Tensor,
         metadata: AttentionMetadata,
     ) -> ResidualStream:
-        """Store the latents of x [T, hidden] in `kv`, and add the attention to the residual stream [T, hidden] in place.
-        With `metadata.logits_indices`, the result has only these rows, [N, hidden].
+        """Store the latents of x [T, hidden] in `kv`, and add the attention to the residual stream in place.
+
+        With `metadata.logits_indices`, the resulting stream has only these rows [N, hidden], otherwise [T, hidden].
         """
         spec, cache = self.spec, kv[0]
         short = self.short.run(x)  # [T, query_rank + L + R]
@@ -87,7 +88,7 @@ class LatentAttention(nn.Module):
 
 
 class HeadProjections(Linear):
-    """Projections from latents to keys and values of each head. Packed as floats, since attention needs the matrices."""
+    """Projections from latents to each head's keys and values. Packed as floats: attention reads the matrices."""
 
     def pack(self) -> None:
         if isinstance(self.format, FloatFormat):

@@ -20,9 +20,9 @@ Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
 class Linear(Matrix):
     """A linear layer: x [T, in] → x Wᵀ + b [T, out]. Several projections of the same input are stacked into one.
 
-    `shard` selects what is divided among ranks. "column": the rows of W (columns of Wᵀ) in whole units of `width`; if there
-    are fewer units than ranks, several ranks hold the same unit. "row": the input channels; each rank computes a partial
-    sum, and a `ResidualEpilogue` adds these. "vocab": the rows, possibly unevenly.
+    `shard` selects what is divided among ranks. "column": the rows of W (columns of Wᵀ) in whole units of `width`; if
+    there are fewer units than ranks, several ranks hold the same unit. "row": the input channels; each rank computes a
+    partial sum, and a `ResidualEpilogue` adds these. "vocab": the rows, possibly unevenly.
     """
 
     weight: kernels.Weight
@@ -39,10 +39,10 @@ class Linear(Matrix):
         fused: str = "",
         sums: bool = True,
     ) -> None:
-        """parts: name of each stacked projection in the checkpoint → its number of rows on all ranks together.
+        """parts: name of each stacked projection in the checkpoint → its total number of rows, over all ranks.
 
-        fused: name of a checkpoint tensor that contains all of them, one after the other. sums: add the partial sums of all
-        ranks; else the caller does.
+        fused: name of a checkpoint tensor that contains all of them, one after the other. sums: add the partial sums of
+        all ranks; else the caller does.
         """
         columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
         own, num_rows = [], 0
@@ -69,10 +69,10 @@ class Linear(Matrix):
     @overload
     def run(self, x: Operand, epilogue: ResidualEpilogue) -> ResidualStream: ...
     def run(self, x: Operand, epilogue: Epilogue | None = None) -> Tensor | ResidualStream:
-        """Compute x Wᵀ + b [T, out] and the epilogue, in as few kernels as there are for it.
+        """Compute x Wᵀ + b [T, out] and the epilogue, fused where there are kernels for it.
 
-        x [T, in]: with "row", this rank's channels. A `SublayerInput` whose norm is still to be computed: that, too. Without a
-        `ResidualEpilogue`, the result is this rank's own.
+        x [T, in]: with "row", this rank's channels; a `SublayerInput` is normalised first if it is not yet. The result
+        of a `ResidualEpilogue` is summed over ranks, others are this rank's own.
         """
         if isinstance(epilogue, ResidualEpilogue):
             return self._add(x, epilogue)
@@ -96,7 +96,7 @@ class Linear(Matrix):
         if self.is_partial:
             assert isinstance(x, Tensor), "see `quantized_input`"
             context = epilogue.stream.context
-            return epilogue.add_product(
+            return epilogue.add_gemm(
                 self.communicator, lambda rows: self.run(SublayerInput(x[rows], context=context.select(rows)))
             )
         hidden, norm = epilogue.hidden, epilogue.next_norm()
@@ -109,9 +109,9 @@ class Linear(Matrix):
         return None if self.is_partial else kernels.quantized_input(x, self.weight, self.bias)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor, epilogue: GateEpilogue | None = None) -> kernels.NextNorm | None:
-        """Return `norm`, if `run` with this epilogue is faster when the kernel that adds to hidden [T, in] computes the norm.
+        """Return `norm` if the kernel that adds to hidden [T, in] is to compute it for `run` with this epilogue.
 
-        With memory for quantised activations if `run` reads these. None: `run` computes the norm.
+        It has memory for quantised activations if `run` reads these. None: it is faster if `run` computes the norm.
         """
         gate = None if epilogue is None else epilogue.gate
         quantized = kernels.quantized_input(hidden, self.weight, self.bias, gate)
@@ -130,9 +130,9 @@ def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
 
 
 class LMHead(Linear):
-    """The output head. Each rank computes the logits of n = `num_rows` tokens, from `first_id` on; `gather` combines them.
+    """The output head. Each rank computes n = `num_rows` logits from token id `first_id` on; `gather` combines them.
 
-    The last ranks have fewer tokens, or none: their columns beyond the vocabulary hold anything, NaN too.
+    The last ranks have fewer tokens, or none: their columns beyond the vocabulary are arbitrary, possibly NaN.
     """
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
@@ -148,7 +148,7 @@ class LMHead(Linear):
         return out.copy_(self.run(x))
 
     def gather(self, own: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return all logits [N, vocab], in `out` if given, from each rank's own [N, n]. One rank's own are all."""
+        """Gather all logits [N, vocab] from each rank's own [N, n], in `out` if given."""
         if self.shard.size == 1:
             return own if out is None else out.copy_(own)
         return self.communicator.all_gather(own, own.new_empty(len(own), self.vocab_size) if out is None else out)
@@ -159,7 +159,7 @@ class LMHead(Linear):
 
 
 class Embedding(CheckpointModule):
-    """The embedding: token ids [T] → rows [T, hidden] of weight [vocab, hidden]. Each rank holds a part of the rows."""
+    """The embedding: token ids [T] → rows [T, hidden] of weight [vocab, hidden]. Rows are divided among ranks."""
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class CheckpointTensor:
         return tuple(slice(span.start, span.stop, span.step) for span in self.spans)
 
     def is_stored_so(self, dtype: torch.dtype) -> bool:
-        """Whether a stored tensor of this dtype has the same bytes as the memory."""
+        """Return True if a stored tensor of this dtype has the same bytes as the memory."""
         is_whole = self.shape == list(self.memory.shape) and all(span.step == 1 for span in self.spans)
         is_same = is_whole and self.memory.dtype == dtype and self.memory.is_contiguous()
         return is_same and self.take is None and not self.others
@@ -68,7 +68,7 @@ class CheckpointModule(nn.Module):
     def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """Return the tensors that the checkpoint may contain: name → function that takes the whole tensor.
 
-        The function raises `ValueError` with what the tensor must be.
+        The function raises `ValueError`, which says what the tensor must be.
         """
         return iter(())
 
@@ -111,11 +111,11 @@ class Part:
 
 
 class WeightFormat(ABC):
-    """How matrices of a format are stored in a checkpoint, and how they are converted to the form that `kernels` multiplies."""
+    """A storage format of matrices: their tensors in a checkpoint, and the conversion to the form that GEMMs read."""
 
     @abstractmethod
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the stored tensors of `matrix`: `num_rows` × `columns`, for products in `dtype`."""
+        """Allocate the stored tensors of `matrix`: `num_rows` × `columns`, for GEMMs in `dtype`."""
 
     @abstractmethod
     def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
@@ -125,7 +125,7 @@ class WeightFormat(ABC):
         """Return optional tensors, see `CheckpointModule.optional_tensors`."""
         return iter(())
 
-    def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (parameters are filled anyway)
+    def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (most have none)
         """Fill stored tensors that are not parameters with random weights of standard deviation 0.02."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class WeightFormat(ABC):
         """Convert the filled memory to `matrix.weight`, the form that GEMMs read. It cannot be filled afterwards."""
 
     def pack_experts(self, gate_up: Matrix, down: Matrix) -> None:
-        """Convert the packed stacks of an MoE, which have no biases, to the form that `kernels.experts` reads fastest."""
+        """Convert an MoE's packed stacks, which have no biases, to the form that `kernels.experts` reads fastest."""
         packed = kernels.pack_experts(gate_up.uncompressed, down.uncompressed, gate_up.dtype)
         gate_up.set_weight(packed[0])
         down.set_weight(packed[1])
@@ -143,12 +143,15 @@ class WeightFormats(Protocol):
     """The weight formats of a checkpoint's matrices."""
 
     def of(self, names: Sequence[str]) -> WeightFormat:
-        """Return the format of a matrix with parts of these names. Raises `ModelError` if the parts have different formats."""
+        """Return the format of a matrix with parts of these names. Raises `ModelError` if their formats differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where and how weights are created. `scope / "mlp"` is the scope of the checkpoint's names below "mlp"."""
+    """Device, dtype, formats and rank for which weights are created, and the prefix of their names.
+
+    `scope / "mlp"` is the scope of the checkpoint's names below "mlp".
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -177,7 +180,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 
 
 class Matrix(CheckpointModule):
-    """One rank's part of a matrix, or of a stack of equal matrices, with bias. Its rows come from parts of a checkpoint."""
+    """One rank's part of a matrix, or of a stack of equal matrices, with bias. Its rows are parts of a checkpoint."""
 
     weight: kernels.ExpertWeight  # [num_rows, in], or [num_stacked, num_rows / num_stacked, in]
     stored: dict[tuple[int, str], Tensor]  # (part, name) → tensor of a quantised checkpoint, until packed
@@ -193,10 +196,10 @@ class Matrix(CheckpointModule):
         bias_parts: Sequence[Part] = (),
         num_stacked: int = 0,
     ) -> None:
-        """num_rows: rows with memory on this rank; 0: those of all parts. num_stacked: matrices in the stack; 0: no stack."""
+        """num_rows: rows to allocate; 0: those of all parts. num_stacked: matrices in the stack; 0: no stack."""
         super().__init__()
         self.parts, self.columns, self.bias_parts, self.num_stacked = parts, columns, bias_parts, num_stacked
-        self.dtype = scope.dtype  # of products
+        self.dtype = scope.dtype  # of activations
         self.is_here = scope.device.type != "meta"  # otherwise another stage has it
         self.num_rows = num_rows or sum(len(part.rows) for part in parts)
         self.format = scope.weight_formats.of(list(dict.fromkeys(part.name for part in parts)))
@@ -205,7 +208,7 @@ class Matrix(CheckpointModule):
         self.bias = scope.empty(*self.shape_of_rows()) if has_bias else None
 
     def shape_of_rows(self, num_rows: int | None = None) -> tuple[int, ...]:
-        """Return the leading dimensions of tensors with `num_rows` rows in the whole stack (None: the matrix's rows)."""
+        """Return the leading dimensions of tensors with `num_rows` rows in the whole stack; None: the matrix's rows."""
         num_rows = self.num_rows if num_rows is None else num_rows
         return (self.num_stacked, num_rows // self.num_stacked) if self.num_stacked else (num_rows,)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts. Each rank holds some of the experts completely."""
+"""Mixture of experts (MoE). Each rank holds some of the experts completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.models.spec import MoESpec
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the weighted sum of each token's chosen experts, plus the shared expert if there is one."""
+    """An MoE: the weighted sum of each token's experts, plus the shared expert if there is one."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
@@ -76,17 +76,21 @@ class DenseAndExperts(nn.Module):
     def __init__(self, spec: MoESpec, hidden_size: int, make_norm: MakeNorm, scope: Scope) -> None:
         super().__init__()
         assert spec.shared is not None
-        assert spec.apart is not None
+        assert spec.parallel_norms is not None
         before, *after = (
             make_norm(scope / name, hidden_size)
-            for name in (spec.apart.before_experts, spec.apart.after_shared, spec.apart.after_experts)
+            for name in (
+                spec.parallel_norms.before_experts,
+                spec.parallel_norms.after_shared,
+                spec.parallel_norms.after_experts,
+            )
         )
         self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared)
-        self.experts = MoE(replace(spec, shared=None, apart=None), hidden_size, scope)
+        self.experts = MoE(replace(spec, shared=None, parallel_norms=None), hidden_size, scope)
         self.before_experts, self.after_shared, self.after_experts = InputNorm(before), *map(OutputSum, after)
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
-        """As `MoE.forward`. x has the norm of the dense MLP; the epilogue normalises the sum of both."""
+        """Add both outputs to the residual stream. x has the dense MLP's norm; the epilogue normalises the sum."""
         total = ResidualStream(torch.zeros_like(x.hidden), context=x.context)
         total = self.shared(x, self.after_shared.into(total))
         x = self.before_experts(ResidualStream(x.hidden, context=x.context))
@@ -143,7 +147,7 @@ class Router(CheckpointModule):
         self.counts: Tensor | None = None
 
     def forward(self, x: SublayerInput) -> tuple[Tensor, Tensor, Tensor]:
-        """Route x [T, hidden]. Returns the normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
+        """Route x [T, hidden]: normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
         norm, slots = self.norm or x.norm, x.context.slots
         if isinstance(norm, RMSNorm):
             normed, ids, weights = kernels.norm_route(

@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n and 4): besides the residual stream, each layer gets its own short vector for each token.
+"""Per-layer embeddings (Gemma 3n and 4): each layer gets a short vector of its own for each token.
 
 Shapes: T tokens of the step, L layers, P the size of that vector.
 """
@@ -18,7 +18,7 @@ from engine.models.spec import PerLayerSpec
 
 
 class PerLayerEmbedding(nn.Module):
-    """Computes the vectors of all layers from token ids and embeddings. Only the table's rows are divided among ranks."""
+    """Computes the vectors of all layers from token ids and embeddings. Ranks divide only the rows of the table."""
 
     def __init__(
         self, spec: PerLayerSpec, hidden_size: int, num_layers: int, make_norm: MakeNorm, scope: Scope

@@ -13,7 +13,7 @@ SUPPORTED = ("Transformer", "Pooling", "Normalize")
 
 
 def is_embedding_model(folder: Path) -> bool:
-    """Whether the model in `folder` is an embedding model. Raises `ModelError` if it needs more than pooling."""
+    """Return True if the model in `folder` is an embedding model. Raises `ModelError` if it needs more than pooling."""
     path = folder / MODULES
     if not path.exists():
         return False

@@ -18,7 +18,7 @@ WHERE = "quantization_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a checkpoint stores a quantised matrix [N, K]."""
+    """Storage of a quantised matrix [N, K] in a checkpoint."""
 
     layout: Literal[
         "plain", "packed", "gptq", "awq", "fp4", "blocks", "online"
@@ -61,8 +61,8 @@ def choose_quantization(
 ) -> Quantization | None:
     """Return the quantization of the weights in memory if `method` was requested; None: as in the checkpoint.
 
-    The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except those that
-    latent attention needs as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
+    The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except
+    those that latent attention reads as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
     if method is None or (stored is not None and stored.method == method):
         return stored
@@ -91,7 +91,7 @@ def read_quantization(config: Any) -> Quantization | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches: "Linear" (all), "re:" and a regular expression, a name with wildcards, or parts of a name."""
+    """Match a name with a pattern: "Linear" (all), "re:" and a regular expression, wildcards, or parts of a name."""
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
@@ -204,7 +204,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
-    """fp8, int8, int4, nvfp4 and mxfp4 of llm-compressor (the last three: weights only), possibly mixed by groups of modules."""
+    """fp8, int8, int4, nvfp4 and mxfp4 of llm-compressor (the last three: weights only), also mixed by modules."""
     sparsity = config.get("sparsity_config") or {}
     sparse_format = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if sparse_format != "dense":

@@ -1,8 +1,8 @@
-"""The residual stream: how sublayers read it and add to it, and what of that is fused with their GEMMs.
+"""The residual stream: sublayers read it and add to it, fused with their GEMMs.
 
-A sublayer reads the stream through a norm, which its first GEMM may compute in its prologue. Its last GEMM adds to the stream
-in its epilogue, and may compute the norm of the sum there, for the next sublayer. The reader decides which of the two it is:
-`InputNorm.fused`.
+A sublayer reads the stream through a norm, which its first GEMM may compute in its prologue. Its last GEMM adds to the
+stream in its epilogue, and may compute the next sublayer's norm of the sum there. The reader of a norm decides which of
+the two GEMMs computes it: `InputNorm.fused`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResidualStream:
 
 @dataclass(frozen=True, slots=True)
 class SublayerInput:
-    """Hidden states as a sublayer reads them: `normed` if that is computed already, else `norm` of `hidden`."""
+    """The input of a sublayer: `normed` if that is computed already, else `norm` of `hidden`."""
 
     hidden: Tensor  # [T, hidden]
     norm: Norm | None = None  # still to be computed; a GEMM does so in its prologue where a kernel can
@@ -78,7 +78,7 @@ class InputNorm(nn.Module):
         self._next_norm: Callable[[RMSNorm, Tensor], kernels.NextNorm | None] = lambda norm, hidden: None
 
     def read_by(self, next_norm: Callable[[RMSNorm, Tensor], kernels.NextNorm | None]) -> None:
-        """Set how the sublayer wants the norm of a sum like hidden [T, hidden], see `Linear.next_norm`."""
+        """Set the sublayer's decision for sums like hidden [T, hidden], see `Linear.next_norm`."""
         self._next_norm = next_norm
 
     def forward(self, stream: ResidualStream) -> SublayerInput:
@@ -87,12 +87,12 @@ class InputNorm(nn.Module):
         return SublayerInput(stream.hidden, self.norm, context=stream.context)
 
     def fused(self, hidden: Tensor) -> kernels.NextNorm | None:
-        """Return the norm, if the kernel that adds to hidden [T, hidden] is to compute it, too. None: the sublayer does."""
+        """Return the norm if the kernel that adds to hidden [T, hidden] is to compute it. None: the sublayer does."""
         return self._next_norm(self.norm, hidden) if isinstance(self.norm, RMSNorm) else None
 
 
 class OutputSum(nn.Module):
-    """How a sublayer adds its output to the residual stream: stream += multiplier · after(output)."""
+    """Adds a sublayer's output to the residual stream: stream += multiplier · after(output)."""
 
     def __init__(self, after: Norm | None = None, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OutputSum(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GateEpilogue:
-    """The GEMM's columns are a gate, then as many others: the result is activation(gate) · others, of half the columns."""
+    """activation(gate) · up, of the two halves [T, n] of the GEMM's columns."""
 
     gate: kernels.Gate
 
@@ -137,7 +137,7 @@ class ResidualEpilogue:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the result is added unchanged."""
+        """True if the result is added unchanged."""
         return self.after is None and self.multiplier == 1
 
     def next_norm(self) -> kernels.NextNorm | None:
@@ -145,7 +145,7 @@ class ResidualEpilogue:
         return None if self.following is None else self.following.fused(self.hidden)
 
     def _unquantised_norm(self) -> WeightAndEps | None:
-        """As `next_norm`, for kernels that do not quantise it."""
+        """Return `next_norm` for kernels that cannot quantise it: None if it is to be quantised."""
         norm = self.next_norm()
         return None if norm is None or norm.rounded is not None else (norm.weight, norm.eps)
 
@@ -166,10 +166,10 @@ class ResidualEpilogue:
             return self.add(communicator.all_reduce(partial))
         return self.done(self.hidden, communicator.add_sum(self.hidden, partial, self._unquantised_norm()))
 
-    def add_product(self, communicator: Communicator, product: Callable[[slice], Tensor]) -> ResidualStream:
-        """Add the sum of all ranks' products: product(rows) computes a rank's own for some of the T rows."""
+    def add_gemm(self, communicator: Communicator, gemm: Callable[[slice], Tensor]) -> ResidualStream:
+        """Add the sum of all ranks' partial outputs: gemm(rows) computes this rank's for some of the T rows."""
         assert self.is_sum
-        return self.done(self.hidden, communicator.add_product(self.hidden, product, self._unquantised_norm()))
+        return self.done(self.hidden, communicator.add_gemm(self.hidden, gemm, self._unquantised_norm()))
 
     def done(self, hidden: Tensor, normed: Tensor | kernels.QuantizedRows | None = None) -> ResidualStream:
         """Return the stream after the sum, and its norm if that is computed already."""

@@ -11,15 +11,15 @@ from engine.models.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """Return cos and sin of all angles for positions [0, num_positions): [num_positions, rotary_dim] float32, on the CPU.
+    """Return cos and sin of the angles at positions [0, num_positions): [num_positions, rotary_dim] float32, on a CPU.
 
-    The first half of a row is cos, the second sin, both multiplied by the attention factor. Angles are float32 products of
-    position and frequency, as in training.
+    The first half of a row is cos, the second sin, both scaled by the attention factor. Angles are position · frequency
+    in float32, as in training.
 
-    Dynamic NTK scaling is applied per position: a position below the original length uses the plain frequencies, a position
-    p beyond it those of a sequence of length p + 1. So a token's key does not depend on later tokens, can be cached and
-    reused, and equals that of token-by-token decoding. LongRoPE uses its long factors at all positions if the table extends
-    beyond the original length.
+    Dynamic NTK scaling is applied per position: a position below the original length uses the plain frequencies, a
+    position p beyond it those of a sequence of length p + 1. So a token's key does not depend on later tokens, can be
+    cached and reused, and equals that of token-by-token decoding. LongRoPE uses its long factors at all positions if
+    the table extends beyond the original length.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
@@ -27,7 +27,7 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
 
 
 def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Return the angle per position: [rotary_dim / 2], or [num_positions, rotary_dim / 2] if it depends on the position."""
+    """Return the angle per position [rotary_dim / 2], or [num_positions, rotary_dim / 2] where it depends on that."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     if rope.scaling == "dynamic":
         return 1.0 / _dynamic_base(rope, positions)[:, None] ** exponents
@@ -42,14 +42,14 @@ def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
         is_long = len(positions) > rope.original_max_position_embeddings
         return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
     if rope.scaling == "proportional":
-        plain[rope.turning_dim // 2 :] = 0
+        plain[rope.rotating_dim // 2 :] = 0
         return plain / rope.factor
     assert rope.scaling == "default", rope.scaling
     return plain
 
 
 def _dynamic_base(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Return theta for the sequence that ends at each position; it grows beyond the original length: [num_positions]."""
+    """Return theta [num_positions] for the sequence that ends at each position. It grows beyond the original length."""
     lengths = (positions + 1).clamp(min=rope.original_max_position_embeddings)
     stretch = rope.factor * lengths / rope.original_max_position_embeddings - (rope.factor - 1)
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))

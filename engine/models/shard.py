@@ -43,8 +43,8 @@ class Shard:
     def span(self, name: str, total: int, *, width: int = 1, replicate: bool = False) -> Span:
         """Return this rank's part, in channels, of `total` units of `width` channels each. All parts have equal length.
 
-        `replicate`: allow fewer units than ranks; several ranks then hold the same unit. Raises `ModelError`, which calls the
-        units `name`, if they cannot be divided.
+        `replicate`: allow fewer units than ranks; several ranks then hold the same unit. Raises `ModelError`, which
+        calls the units `name`, if they cannot be divided.
         """
         if total % self.size == 0:
             start, count = self.rank * total // self.size, total // self.size
@@ -55,7 +55,7 @@ class Shard:
         return Span(total * width, start * width, (start + count) * width)
 
     def padded_span(self, total: int) -> tuple[Span, int]:
-        """Return this rank's part of `total` rows, and the rows to allocate. The last ranks may hold fewer rows, or none."""
+        """Return this rank's part of `total` rows, and the number to allocate. The last ranks may have fewer, or 0."""
         num_rows = -(-total // self.size)
         start = min(self.rank * num_rows, total)
         return Span(total, start, min(start + num_rows, total)), num_rows
@@ -66,7 +66,7 @@ SINGLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `index` of `count` pipeline stages: successive layers. The first has the embedding, the last the output head."""
+    """Pipeline stage `index` of `count`: successive layers; the first has the embedding, the last the output head."""
 
     index: int = 0
     count: int = 1
@@ -102,10 +102,10 @@ class Communicator(Protocol):
         `norm`: an RMSNorm of the result, which is returned if the sum's kernel can compute it, too; else None is.
         """
 
-    def add_product(
-        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
+    def add_gemm(
+        self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        """As `add_sum` of product(rows), for all rows of residual. May ask for some of the rows after the others."""
+        """Add the sum of all ranks' gemm(rows), as `add_sum` does. May call gemm for chunks of residual's rows."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         """Gather the columns x [T, n] of all ranks in out [T, W], in the order of ranks: the first W of them."""
@@ -124,10 +124,10 @@ class SingleRank:
         residual.add_(x)
         return None
 
-    def add_product(
-        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
+    def add_gemm(
+        self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        return self.add_sum(residual, product(slice(None)), norm)
+        return self.add_sum(residual, gemm(slice(None)), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(x[:, : out.shape[1]])

@@ -20,7 +20,9 @@ class RopeSpec:
     theta: float
     interleaved: bool = False  # channels 2i and 2i + 1 form a pair, instead of i and i + rotary_dim / 2
     scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope | proportional
-    turning_dim: int = 0  # proportional: only the first turning_dim / 2 pairs rotate, with the frequencies of all pairs
+    rotating_dim: int = (
+        0  # proportional: only the first rotating_dim / 2 pairs rotate, with the frequencies of all pairs
+    )
     factor: float = 1.0  # by which the context is extended
     original_max_position_embeddings: int = 0  # dynamic, llama3, yarn, longrope: the context before extension
     low_freq_factor: float = 1.0  # llama3
@@ -58,14 +60,15 @@ class AttentionSpec:
 
     @property
     def widens(self) -> bool:
-        """Whether prefill over an e4m3 cache may read wide copies of its pages: the kernel that gains from them computes neither
-        ALiBi nor, with scales, chosen blocks.
+        """True if prefill over an e4m3 cache may read upcast copies of its pages.
+
+        The kernel that gains from them computes neither ALiBi nor, with scales, block-sparse attention.
         """
         return self.sparse is None and not self.alibi
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What is cached per token: keys and values of each KV head."""
+        """Shape of a token's cache entry: keys and values of each KV head."""
         return 2, self.num_kv_heads, self.head_dim
 
     def for_rank(self, shard: Shard) -> AttentionSpec:
@@ -100,7 +103,7 @@ class LatentSpec:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What is cached per token: the latent and the RoPE channels."""
+        """Shape of a token's cache entry: the latent and the RoPE channels."""
         return 1, self.num_kv_heads, self.head_dim
 
     @property
@@ -129,7 +132,7 @@ class DenseSpec:
     bias: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True
-    fused: str = ""  # name of a tensor with gate and up together; "": separate tensors
+    fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors
     up_name: str = "up_proj"  # in the checkpoint
     down_name: str = "down_proj"
 
@@ -140,7 +143,7 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How the router chooses and weights a token's experts, see `kernels.Router`."""
+    """Choice and weights of a token's experts, see `kernels.Router`."""
 
     num_chosen: int
     scoring: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
@@ -153,10 +156,10 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names and layout of a mixture of experts in the checkpoint.
+    """Names and layout of an MoE in the checkpoint.
 
-    Either each expert has its own gate, up and down tensors ("{}" stands for its number), or all experts are stacked in two
-    tensors.
+    Either each expert has its own gate, up and down tensors ("{}" stands for its number), or all experts are stacked in
+    two tensors.
     """
 
     router: str = "mlp.gate"
@@ -175,7 +178,7 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class ParallelNorms:
     """Names of the norms if a dense MLP and experts run in parallel. The norm before the MLP is the layer's."""
 
     after_shared: str
@@ -185,7 +188,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts: gated MLPs of which a router chooses some for each token, and an optional shared expert."""
+    """An MoE: gated MLPs, top-k of them for each token, and an optional shared expert."""
 
     num_experts: int
     intermediate_size: int  # of each expert
@@ -198,7 +201,7 @@ class MoESpec:
     correction: bool = False  # a bias of the scores for choosing experts, not for weighting them
     shared: DenseSpec | None = None
     shared_gate: bool = False  # the shared expert is scaled by a sigmoid gate
-    apart: Apart | None = None  # norms around the dense MLP and the experts; None: no such norms
+    parallel_norms: ParallelNorms | None = None  # norms around the dense MLP and the experts; None: no such norms
     names: ExpertNames = ExpertNames()
 
     def for_rank(self, shard: Shard) -> MoESpec:

@@ -1,8 +1,8 @@
 """Loads checkpoints into decoders.
 
-A decoder's modules declare their tensors. Each tensor is copied from the checkpoint to its memory on the device, with a cast if
-needed. One GPU reads whole tensors; a rank of several reads only its own part. Before that, the names and shapes in the
-checkpoint are compared with the declarations: every tensor is used exactly once, and none is missing.
+A decoder's modules declare their tensors. Each tensor is copied from the checkpoint to its memory on the device, with a
+cast if needed. One GPU reads whole tensors; a rank of several reads only its own part. Before that, the names and
+shapes in the checkpoint are compared with the declarations: every tensor is used exactly once, and none is missing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def load_model(
 ) -> Decoder:
     """Load the decoder of `spec`: one rank's part, as `scope` says, on its device and in its dtype.
 
-    `max_model_len` limits the RoPE tables. Raises `ModelError` with a message of one line if the weights are missing, damaged
-    or do not match the specification, or if they do not fit on the device.
+    `max_model_len` limits the RoPE tables. Raises `ModelError` with a message of one line if the weights are missing,
+    damaged or do not match the specification, or if they do not fit on the device.
     """
     stored: dict[str, StoredTensor] = {}
     if isinstance(checkpoint, Checkpoint):
@@ -80,8 +80,10 @@ def decoder_of_shapes(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: 
 
 
 def bytes_of_parts(model: Decoder) -> dict[str, int]:
-    """Return the bytes of the loaded weights: embedding, tables (of which a step reads only its tokens' rows), attention,
-    mlp, experts, norms, head (0 if tied to the embedding).
+    """Return the bytes of the loaded weights by part.
+
+    Parts: embedding, tables (a step reads only its tokens' rows of these), attention, mlp, experts, norms, head (0 if
+    tied to the embedding).
     """
     found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head"), 0)
     for name, module in model.named_modules():
@@ -206,7 +208,7 @@ def _fill(
 
 
 def _reads_whole(scope: Scope) -> bool:
-    """Whether tensors are read whole; a rank of several reads its slices."""
+    """Return True if tensors are read whole; a rank of several reads its slices."""
     return scope.device.type == "cuda" and scope.shard.size == 1
 
 
@@ -272,7 +274,7 @@ def _names(names: set[str]) -> str:
 
 
 def _fill_randomly(model: Decoder, device: torch.device, seed: int) -> None:
-    """Fill with random weights on the device: norms 1, integers arbitrary, all others normal with standard deviation 0.02."""
+    """Fill with random weights on the device: norms 1, integers uniform, others normal with standard deviation 0.02."""
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Matrix) and module.is_here:

@@ -1,4 +1,4 @@
-"""Wide copies of what a step's prefill sees of an e4m3 cache, for the time of one layer."""
+"""Upcast copies of the pages of an e4m3 cache that a step's prefill attends to. They live for one layer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE, first_needed
 
 @dataclass(frozen=True, slots=True)
 class WidePages:
-    """The P wide pages of a step: of S sequences that prefill, what their queries see.
+    """A step's P upcast pages: all that the queries of S prefilling sequences attend to.
 
-    A layer's new keys and values go there when they are stored; older ones are copied from the cache.
+    A layer's new keys and values are written there when they are stored; older ones are copied from the cache.
     """
 
     rows: Tensor  # [S] int32: 0, 1, ...
-    block_tables: Tensor  # [S, max_pages] int32: of the P pages; entries for positions that no query sees mean nothing
-    slots: Tensor  # [T] int64: of each of the step's tokens in the P pages; -1: of a sequence that does not prefill
+    block_tables: Tensor  # [S, max_pages] int32: indices of the P pages; arbitrary for positions that no query sees
+    slots: Tensor  # [T] int64: each token's slot in the P pages; -1: its sequence does not prefill
     old_lens: Tensor  # [S] int32: context lengths before the step
-    old_pages: Tensor  # [N, 3] int32: the pages with older positions, as `kernels.widen_pages` takes them
+    old_pages: Tensor  # [N, 3] int32: the pages with older positions, for `kernels.widen_pages`
     pages: Tensor  # [P, 3] int32: all, for layers that store nothing
-    # At least so many are allocated: of every step alike, so that none exceeds the peak of memory measured at start-up.
+    # Allocate at least this much in every step, so that no step exceeds the peak of memory measured at start-up.
     scratch_bytes: int = 0
 
     @classmethod
@@ -41,8 +41,10 @@ class WidePages:
         num_tokens: int | None = None,
         scratch_bytes: int = 0,
     ) -> WidePages:
-        """`window`: keys that a query sees; 0: all. The sequences' tokens come after those of `num_others` others, in a step of
-        `num_tokens`; None: there are no more.
+        """Plan the pages of a step whose prefilling sequences have these lengths.
+
+        `window`: number of keys that a query sees; 0: all. The sequences' tokens follow those of `num_others` sequences
+        with one token each. `num_tokens`: T, with padding; None: there is no padding.
         """
         lens = list(zip(query_lens, context_lens, strict=True))
         oldest = [first_needed(*each, window) for each in lens]
@@ -70,14 +72,17 @@ class WidePages:
             block_tables=upload(tables.int()),
             slots=upload(slots),
             old_lens=upload(old_lens.int()),
-            # Also those of which no old position is needed: unneeded slots before new ones must not stay unwritten.
+            # Pages without a needed old position, too: no slot before a new one may stay unwritten.
             old_pages=upload(pages[has_old].int()),
             pages=upload(pages.int()),
             scratch_bytes=scratch_bytes,
         )
 
     def allocate(self, kv_cache: Tensor) -> kernels.WideCopy:
-        """Return pages [2, P, Hkv, WIDE_PAGE, D] in WIDE_DTYPE for a layer's kv_cache [2, num_blocks, Hkv, block_size, D]."""
+        """Allocate a layer's pages [2, P, Hkv, WIDE_PAGE, D] in WIDE_DTYPE.
+
+        kv_cache: the layer's, [2, num_blocks, Hkv, block_size, D].
+        """
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         shape = (2, len(self.pages), num_kv_heads, WIDE_PAGE, head_dim)
         count = math.prod(shape)
@@ -86,10 +91,10 @@ class WidePages:
         return kernels.WideCopy(scratch[:count].view(shape), self.slots)
 
     def fill(self, out: Tensor, kv_cache: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor | None) -> None:
-        """Copy what is not there yet to the pages `out`, from kv_cache [2, num_blocks, Hkv, block_size, D] in e4m3.
+        """Copy the keys and values that `out` lacks from kv_cache [2, num_blocks, Hkv, block_size, D] in e4m3.
 
-        block_tables and rows [S] as for attention over the cache. `lens` [S]: context lengths, of a layer that stored nothing;
-        None: it stored its new keys and values in `out`, too.
+        block_tables and rows [S] as for attention over the cache. `lens` [S]: context lengths, if the layer has stored
+        nothing; None: it has stored its new keys and values in `out`, too.
         """
         lens, pages = (self.old_lens, self.old_pages) if lens is None else (lens, self.pages)
         kernels.widen_pages(kv_cache[0], kv_cache[1], block_tables, rows, lens, pages, out)

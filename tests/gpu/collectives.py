@@ -154,7 +154,7 @@ def _errors_of_products(communicator: GpuCommunicator, num_tokens: int, device: 
         residual = before.clone()
         for _ in range(2):  # without a pause between
             _late(chance)
-            normed = communicator.add_product(
+            normed = communicator.add_gemm(
                 residual, lambda rows: torch.nn.functional.linear(xs[rank][rows], weights[rank]), (norm, EPS)
             )
         errors.append(relative_error(residual, 2 * want - before.double()))

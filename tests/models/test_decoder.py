@@ -173,8 +173,8 @@ def test_dummy_weights(tmp_path: Path) -> None:
 
 
 def test_few_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows in five layers and none in the sixth; one layer's weights are unlike the others'. A layer after one that is left
-    out computes the norm itself.
+    """Windows in five layers and none in the sixth; one layer's weights differ. A layer after one that is left out
+    computes the norm itself.
     """
     computed: list[tuple[DecoderLayer, bool]] = []
 

@@ -17,7 +17,7 @@ from tests.support.unwritten import unwritten_is_nan
 
 pytest.importorskip("transformers")
 
-# Tokens of each sequence in each step: prompts, whole and in chunks, beside decodes; contexts end at and around a page's end.
+# Tokens of each sequence in each step: prompts, whole and in chunks, beside decodes; contexts end around a page's end.
 STEPS = [(70, 5, 0, 0), (1, 9, 63, 64), (58, 1, 1, 2), (1, 1, 65, 1), (1, 50, 1, 0), (129, 3, 2, 61)]
 
 

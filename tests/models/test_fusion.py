@@ -84,11 +84,11 @@ class EchoCommunicator:
     def add_sum(self, residual: Tensor, x: Tensor, norm: Any = None) -> None:
         residual.add_(x * 2)
 
-    def add_product(self, residual: Tensor, product: Callable[[slice], Tensor], norm: Any = None) -> None:
+    def add_gemm(self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: Any = None) -> None:
         for start in range(0, len(residual), self.chunk):
             rows = slice(start, start + self.chunk)
             self.chunks.append(len(residual[rows]))
-            residual[rows].add_(product(rows) * 2)
+            residual[rows].add_(gemm(rows) * 2)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(torch.cat([x, x], 1)[:, : out.shape[1]])

@@ -81,24 +81,42 @@ AT = "'config_groups.group_0.weights."
     ("config", "message"),
     [
         ("fp8", "'quantization_config' must be an object, got 'fp8'"),
-        ({}, "'quant_method' None is not supported; supported: fp8, fbgemm_fp8, compressed-tensors, awq, gptq, modelopt"),
+        (
+            {},
+            "'quant_method' None is not supported; supported: fp8, fbgemm_fp8, compressed-tensors, awq, gptq, modelopt",
+        ),
         ({"quant_method": "bitsandbytes"}, "'quant_method' 'bitsandbytes' is not supported; supported: fp8"),
         ({"quant_method": "awq", "bits": 3}, "'bits' 3 is not supported; supported: 4"),
         ({"quant_method": "awq", "version": "gemv"}, "'version' 'gemv' is not supported; supported: gemm"),
         ({"quant_method": "gptq", "bits": 2}, "'bits' 2 is not supported; supported: 4, 8"),
         ({"quant_method": "gptq", "group_size": 48}, "'group_size' 48 is not supported; supported: -1, 32, 64, 128"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'checkpoint_format' 'marlin' is not supported"),
-        ({"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 8}}}, "'dynamic' {'+:.*': {'bits': 8}} is not supported"),
+        (
+            {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 8}}},
+            "'dynamic' {'+:.*': {'bits': 8}} is not supported",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "supported: [128, 128], or none"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt' 'e5m2' is not supported; supported: e4m3"),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'quant_algo' 'W4A8_AWQ' is not supported; supported: FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "'quant_algo' 'W4A8_AWQ' is not supported; supported: FP8",
+        ),
         (group({"num_bits": 3}), AT + "num_bits' 3 is not supported; of type 'int'; supported: 4 and 8"),
         (group({}, "marlin-24"), "'format' 'marlin-24' is not supported; supported: pack-quantized"),
-        (group({"strategy": "tensor", "group_size": None}), AT + "strategy' 'tensor' is not supported; supported: channel"),
+        (
+            group({"strategy": "tensor", "group_size": None}),
+            AT + "strategy' 'tensor' is not supported; supported: channel",
+        ),
         (group({"type": "float", "group_size": 64}), AT + "group_size' 64 is not supported; supported: 16 (nvfp4)"),
-        (group({"num_bits": 8, "type": "float", "strategy": "block"}, "float-quantized"), AT + "block_structure' None is"),
-        (group({}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config' 'sparse-24-bitmask' is not"),
+        (
+            group({"num_bits": 8, "type": "float", "strategy": "block"}, "float-quantized"),
+            AT + "block_structure' None is",
+        ),
+        (
+            group({}) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "'sparsity_config' 'sparse-24-bitmask' is not",
+        ),
         (group({}) | {"config_groups": [1]}, "'config_groups' must be an object of objects, got [1]"),
     ],
 )  # fmt: skip

@@ -58,8 +58,8 @@ class ThreadCommunicator:
         residual.add_(self.all_reduce(x))
         return None if norm is None else kernels.rms_norm(residual, *norm)
 
-    def add_product(self, residual: Any, product: Any, norm: Any = None) -> Tensor | None:
-        return self.add_sum(residual, product(slice(None)), norm)
+    def add_gemm(self, residual: Any, gemm: Any, norm: Any = None) -> Tensor | None:
+        return self.add_sum(residual, gemm(slice(None)), norm)
 
     def all_gather(self, x: Any, out: Any) -> Any:
         return out.copy_(torch.cat(self.meeting.exchange(self.rank, x), dim=-1)[:, : out.shape[1]])

@@ -39,7 +39,7 @@ HIDDEN = 64
     ids=lambda shape: ", ".join(shape) or "causal" if isinstance(shape, dict) else "",
 )
 def test_attention_is_that_over_the_cache(shape: dict[str, Any], widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unused slots of the cache are NaN, and so is what has not been widened. Sequences 2 and 3 have older tokens or none."""
+    """Unused slots of the cache are NaN, and so are unwritten slots. Sequences 2 and 3 have older tokens or none."""
     spec, paged = replace(SPEC, **shape), Paged.make(LENS, 16, 32, torch.float8_e4m3fn, "cpu")
     attention = layer(spec)
     assert paged.kv_scale is not None

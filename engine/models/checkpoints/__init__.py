@@ -13,7 +13,7 @@ from engine.models.errors import ModelError
 
 
 def open_checkpoint(folder: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint | RandomWeights:
-    """Return the reader of a model's folder; "dummy": random weights by `seed`. Raises `ModelError` for unknown formats."""
+    """Return the reader of a model's folder; "dummy": random weights by `seed`. Other formats: `ModelError`."""
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ModelError(f"load_format must be auto, safetensors or dummy, got {load_format!r}")
     return RandomWeights(str(folder), seed) if load_format == "dummy" else SafetensorsFolder(folder)

@@ -13,7 +13,8 @@ from engine.models.matrix import CheckpointTensor
 
 # By safetensors' names, which all readers use.
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 
@@ -40,11 +41,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by name. Raises `ModelError` if the checkpoint is missing, damaged or names a tensor twice."""
+        """Return all tensors by name. Raises `ModelError` for missing or damaged files, or a tensor stored twice."""
 
     @abstractmethod
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name and its value on the CPU, in any order. Reading a slice of the value costs no more than the slice.
+        """Yield each name and its value, in any order: on the CPU, so that reading a slice costs only the slice.
 
         A value is valid until the next one is asked for. Raises `ModelError` if the checkpoint is damaged.
         """
@@ -52,7 +53,7 @@ class Checkpoint(ABC):
     def read_to(
         self, device: torch.device, wanted: Mapping[str, CheckpointTensor]
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """As `read`, for a rank that wants whole tensors on `device`: values may be there already.
+        """Yield each name and its value, for a rank that wants whole tensors on `device`: values may be there already.
 
         wanted: name → declared tensor. The value is None if it has been written to the declared memory.
         """

@@ -71,7 +71,7 @@ class SafetensorsFolder(Checkpoint):
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return model.safetensors, the shards listed in the index, or else all .safetensors files except Mistral's own format."""
+    """Return model.safetensors, the index's shards, or else all .safetensors files except those of Mistral's format."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.is_file():
         return [single]

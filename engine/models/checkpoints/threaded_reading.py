@@ -1,7 +1,7 @@
 """Reads the tensors of safetensors files onto a GPU.
 
-Pages of a mapped file would be copied by one thread at a time. Here several threads read pieces of a file into pinned memory,
-from which the GPU copies them. Neighbouring tensors are read together, so that small ones cost little.
+Pages of a mapped file would be copied by one thread at a time. Here several threads read pieces of a file into pinned
+memory, from which the GPU copies them. Neighbouring tensors are one read, so that small ones cost little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.models.errors import ModelError
 
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20  # that a thread reads at once
-REGION_BYTES = 256 << 20  # of tensors that are read together, unless one alone has more
+REGION_BYTES = 256 << 20  # of tensors in one read, unless one alone has more
 REGIONS_AHEAD = 2  # that are being read while tensors of another are used
 
 
@@ -51,12 +51,12 @@ def tensor_ranges(file: Path) -> dict[str, TensorRange]:
 
 
 def is_readable(tensor: TensorRange) -> bool:
-    """Whether `read_tensors` can read a tensor without memory to read it into."""
+    """Return True if `read_tensors` can read a tensor without memory to read it into."""
     return tensor.dtype in DTYPES and tensor.stop - tensor.start <= REGION_BYTES
 
 
 def regions(tensors: Sequence[TensorRange]) -> Iterator[list[TensorRange]]:
-    """Return tensors of a file by regions that are read together, in the order in which they lie there."""
+    """Group tensors of a file by regions, each of which is one read, in the order of the file."""
     region: list[TensorRange] = []
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if region and (tensor.start != region[-1].stop or tensor.stop - region[0].start > REGION_BYTES):

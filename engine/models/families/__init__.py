@@ -1,4 +1,4 @@
-"""Converts config.json to a ModelSpec. Each family is a short function that states how it differs from the common decoder."""
+"""Converts config.json to a ModelSpec. Each family is a short function: its differences from the common decoder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.models.spec import ModelSpec
 def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """Read the specification of the model in `folder`. `overrides`: see `read_config`.
 
-    End-of-text ids are those of generation_config.json, followed by further ones of config.json. Raises `ModelError`, which
-    names the file and the field that is missing, invalid or not supported.
+    End-of-text ids are those of generation_config.json, followed by further ones of config.json. Raises `ModelError`,
+    which names the file and the field that is missing, invalid or not supported.
     """
     config = read_config(folder, overrides)
     try:

@@ -29,7 +29,7 @@ def attention(
     interleaved: bool = False,
     layer_type: str = "",
 ) -> AttentionSpec:
-    """Create the attention. layer_type: selects the RoPE in families with one per type of layer. Others: see `read_rope`."""
+    """Create the attention. layer_type: in families with one RoPE for each type. Others: see `read_rope`."""
     if not flag(config, "is_causal", True):
         raise ModelError("'is_causal' must be true: attention to later tokens is not supported")
     hidden_size = integer(config, "hidden_size")

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts in all or some layers."""
+"""Families with experts (MoE) in all or some layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import granite, qwen_windows
 from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, RouterSpec
 
-MAX_EXPERTS = 2**16  # in all layers together: their declarations are created before the weights are checked
+MAX_EXPERTS = 2**16  # in all layers: their declarations are created before the weights are checked
 MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
     correction="block_sparse_moe.e_score_correction_bias",
@@ -43,7 +43,7 @@ def experts(
     renormalise: bool = False,
     activations: Sequence[str] = ("silu", "swish"),
 ) -> MoESpec:
-    """Create a mixture of experts. count: possible fields for the number of experts; size: field of their intermediate size."""
+    """Create an MoE. count: possible fields for the number of experts; size: field of their intermediate size."""
     name = next((name for name in count if config.get(name) is not None), count[0])
     num_experts = integer(config, name, maximum=MAX_EXPERTS // num_layers(config))
     num_chosen = integer(config, "num_experts_per_tok", maximum=num_experts)
@@ -142,7 +142,7 @@ def deepseek_v2(config: Config) -> ModelSpec:
 
 
 def deepseek_mlps(config: Config) -> list[DenseSpec | MoESpec]:
-    """DeepSeek's MLPs: first dense layers, then experts with shared ones, chosen in groups by corrected sigmoid scores."""
+    """DeepSeek's MLPs: dense in the first layers, then experts and a shared one, chosen by corrected sigmoid scores."""
     mlp = experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),

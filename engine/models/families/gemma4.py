@@ -11,7 +11,7 @@ from engine.models.families.common import attention, decoder, dense, num_layers,
 from engine.models.families.experts import experts
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.other_norms import GELU, GEMMA, gemma3
-from engine.models.spec import Apart, AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec, ParallelNorms, PerLayerSpec
 
 KINDS = ("full_attention", "sliding_attention")
 ROPE = {
@@ -21,7 +21,7 @@ ROPE = {
 NAMES = ExpertNames(
     router="router.proj", stacked=("experts.gate_up_proj", "experts.down_proj"), suffix="_", shared="mlp"
 )
-APART = Apart(
+PARALLEL_NORMS = ParallelNorms(
     after_shared="post_feedforward_layernorm_1",
     before_experts="pre_feedforward_layernorm_2",
     after_experts="post_feedforward_layernorm_2",
@@ -43,7 +43,7 @@ GEMMA3_SIZES = {
 
 
 def gemma4(config: Config) -> ModelSpec:
-    """Gemma 4, text: 31B; 26B-A4B with experts beside the dense MLP; E2B and E4B, whose last layers share a KV cache."""
+    """Gemma 4, text: 31B; 26B-A4B with experts beside the dense MLP; E2B and E4B, whose last layers share KV caches."""
     if config.get("use_bidirectional_attention") == "all":
         raise ModelError("'use_bidirectional_attention' must not be 'all': attention to later tokens is not supported")
     slide = slides(config, 6)
@@ -106,7 +106,7 @@ def _mlps(config: Config, first_shared: int) -> list[DenseSpec | MoESpec]:
             of_experts,
             activation="gelu_tanh",
             shared=mlp,
-            apart=APART,
+            parallel_norms=PARALLEL_NORMS,
             router_norm_eps=number(config, "rms_norm_eps", 1e-6),
             expert_scale=True,
             names=NAMES,

@@ -16,7 +16,7 @@ MAX_CONTEXT = 2**24  # largest position that float32, used for angles, represent
 def read_rope(
     config: Config, head_dim: int, *, layer_type: str = "", rotary_factor: float = 1.0, interleaved: bool = False
 ) -> RopeSpec:
-    """Read the RoPE from `rope_scaling` and `rope_theta`, or from `rope_parameters`, which has both, possibly per type of layer.
+    """Read the RoPE from `rope_scaling` and `rope_theta`, or from `rope_parameters` (both, also per type of layer).
 
     rotary_factor: the family's default of `partial_rotary_factor`.
     """
@@ -39,7 +39,7 @@ def read_rope(
     theta = number(fields, "rope_theta", 10000.0)
     rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, scaling=scaling, interleaved=interleaved)
     if scaling == "proportional":
-        rope = replace(rope, rotary_dim=head_dim, turning_dim=rotary_dim)
+        rope = replace(rope, rotary_dim=head_dim, rotating_dim=rotary_dim)
     return SCALINGS[scaling](rope, fields, config)
 
 
@@ -129,7 +129,7 @@ SCALINGS: dict[str, Callable[[RopeSpec, Config, Config], RopeSpec]] = {
 
 
 def _original_length(fields: Config, config: Config) -> int:
-    """Return the context before extension: a field beside the RoPE fields or at the top level, else the context itself."""
+    """Return the context before extension: a field beside the RoPE's or at the top level, else the context itself."""
     name = "original_max_position_embeddings"
     return integer(config if name in config else fields, name, integer(config, "max_position_embeddings"))
 
@@ -137,7 +137,7 @@ def _original_length(fields: Config, config: Config) -> int:
 def context_length(config: Config, rope: RopeSpec | None) -> int:
     """Return the longest context that the model supports with its RoPE scaling, computed as in vLLM.
 
-    Linear and dynamic scaling extend `max_position_embeddings`, yarn extends the original length; for llama3 and longrope,
+    Linear and dynamic scaling extend `max_position_embeddings`, yarn the original length; for llama3 and longrope,
     `max_position_embeddings` includes the extension.
     """
     trained = integer(config, "max_position_embeddings", maximum=MAX_CONTEXT)

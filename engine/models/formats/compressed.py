@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompressedExperts(FloatFormat):
-    """As `FloatFormat`; experts in bfloat16 take 12 bits a weight where there are kernels for that."""
+    """Float weights; experts in bfloat16 take 12 bits a weight where there are kernels for that."""
 
     def pack_experts(self, gate_up: Matrix, down: Matrix) -> None:
         super().pack_experts(gate_up, down)

@@ -23,7 +23,7 @@ class FloatFormat(WeightFormat):
         return by_rows("weight", matrix.parts, _floats(matrix).flatten(0, -2), matrix.columns)
 
     def pack(self, matrix: Matrix) -> None:
-        """Do nothing: the weight already has the form that products take."""
+        """Do nothing: the weight already has the form that GEMMs read."""
 
 
 def _floats(matrix: Matrix) -> Tensor:

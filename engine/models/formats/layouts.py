@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FloatFormat
-from engine.models.formats.quantized import Decoded, QuantizedFormat, Stored, Tensors
+from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
 from engine.models.matrix import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
 
@@ -41,12 +41,12 @@ class Plain(QuantizedFormat):
         if not scheme.symmetric:
             yield Stored("weight_zero_point", torch.int8, I8, scheme.rows, scheme.group)
 
-    def decode(self, tensors: Tensors) -> Decoded:
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
         codes, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         scale = _two_dimensional(scale, self.scheme)
         if zero is not None:
             zero = _two_dimensional(zero, self.scheme).expand(len(codes), -1)
-        return Decoded(codes, scale, zero)
+        return UnpackedRows(codes, scale, zero)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         if stored.name == "weight":
@@ -92,7 +92,7 @@ class IntegerFormat(QuantizedFormat):
         return torch.full(shape, word - (1 << 32) if word >= 1 << 31 else word)
 
 
-def _unpack(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = int) -> Tensor:
+def _codes_of_words(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = int) -> Tensor:
     """Unpack int32 words into unsigned codes along `dim`, lowest bits first, or in `order`."""
     per_word = 32 // bits
     shifts = [bits * order(i) for i in range(per_word)]
@@ -123,15 +123,15 @@ class Packed(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("weight_g_idx", torch.int32, I32, 0, 1)
 
-    def decode(self, tensors: Tensors) -> Decoded:
-        codes, scale = _unpack(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        codes, scale = _codes_of_words(tensors["weight_packed"], self.bits, 1), tensors["weight_scale"]
         scale, zero, order = scale.reshape(len(codes), -1), None, None
         if not self.scheme.symmetric:
-            zero = self.zero(_unpack(tensors["weight_zero_point"].reshape(-1, scale.shape[1]), self.bits, 0))
+            zero = self.zero(_codes_of_words(tensors["weight_zero_point"].reshape(-1, scale.shape[1]), self.bits, 0))
         if self.scheme.reordered:
             order = _order(tensors["weight_g_idx"], self.scheme.group)
             codes = codes if order is None else codes[:, order]
-        return Decoded(self.codes(codes), scale, zero, order=order)
+        return UnpackedRows(self.codes(codes), scale, zero, order=order)
 
 
 class GPTQ(IntegerFormat):
@@ -149,14 +149,14 @@ class GPTQ(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("g_idx", torch.int32, I32, 0, 1)
 
-    def decode(self, tensors: Tensors) -> Decoded:
-        codes, order = _unpack(tensors["qweight"], self.bits, 0).T, None
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        codes, order = _codes_of_words(tensors["qweight"], self.bits, 0).T, None
         scale = tensors["scales"].reshape(-1, len(codes)).T
-        zero = _unpack(tensors["qzeros"].reshape(scale.shape[1], -1), self.bits, 1).T
+        zero = _codes_of_words(tensors["qzeros"].reshape(scale.shape[1], -1), self.bits, 1).T
         if self.scheme.reordered:
             order = _order(tensors["g_idx"], self.scheme.group or codes.shape[1])
             codes = codes if order is None else codes[:, order]
-        return Decoded(self.codes(codes), scale, self.zero(zero), order=order)
+        return UnpackedRows(self.codes(codes), scale, self.zero(zero), order=order)
 
 
 class AWQ(IntegerFormat):
@@ -169,12 +169,12 @@ class AWQ(IntegerFormat):
             yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True)
         yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, group, transposed=True)
 
-    def decode(self, tensors: Tensors) -> Decoded:
-        codes, zero = _unpack(tensors["qweight"], 4, 1, self._bits_of).T, None
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        codes, zero = _codes_of_words(tensors["qweight"], 4, 1, self._bits_of).T, None
         scale = tensors["scales"].reshape(-1, len(codes)).T
         if not self.scheme.symmetric:
-            zero = self.zero(_unpack(tensors["qzeros"].reshape(scale.shape[1], -1), 4, 1, self._bits_of).T)
-        return Decoded(codes, scale, zero)
+            zero = self.zero(_codes_of_words(tensors["qzeros"].reshape(scale.shape[1], -1), 4, 1, self._bits_of).T)
+        return UnpackedRows(codes, scale, zero)
 
     @staticmethod
     def _bits_of(row: int) -> int:
@@ -182,7 +182,7 @@ class AWQ(IntegerFormat):
 
 
 class FP4(QuantizedFormat):
-    """e2m1, two codes per byte. nvfp4: e4m3 scales of 16 channels and a global scale; mxfp4: powers of two for 32 channels.
+    """e2m1, two codes per byte. nvfp4: e4m3 scales per 16 channels and a global one; mxfp4: powers of two per 32.
 
     `weight_packed` [N, K / 2] (ModelOpt: `weight`), even channels in the low bits; `weight_scale` [N, G].
     """
@@ -192,7 +192,8 @@ class FP4(QuantizedFormat):
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
         if len(matrix.columns) % 8:
             raise ModelError(
-                f"{matrix.parts[0].name}: {self.scheme.kind} needs a multiple of 8 input channels, got {len(matrix.columns)}"
+                f"{matrix.parts[0].name}: {self.scheme.kind} needs a multiple of 8 input channels, "
+                f"got {len(matrix.columns)}"
             )
         super().create(matrix, dtype, device)
 
@@ -204,7 +205,7 @@ class FP4(QuantizedFormat):
         if nvfp4:
             yield Stored(self.scheme.global_scale, torch.float32, FLOAT_DTYPES, 0, 0)
 
-    def decode(self, tensors: Tensors) -> Decoded:
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
         pairs, scale, factor = tensors["weight_packed"], tensors["weight_scale"], None
         codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
         if self.scheme.global_scale:
@@ -212,7 +213,7 @@ class FP4(QuantizedFormat):
             factor = (1 / one if self.scheme.divided else one).expand(len(codes))
         else:
             scale = torch.exp2(scale.float() - 127)
-        return Decoded(codes, scale, factor=factor)
+        return UnpackedRows(codes, scale, factor=factor)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         match stored.name:
@@ -231,8 +232,8 @@ class Blocks(FP4):
         yield Stored("blocks", torch.uint8, U8, 1, 32, inner=16)
         yield Stored("scales", torch.uint8, U8, 1, 32)
 
-    def decode(self, tensors: Tensors) -> Decoded:
-        return super().decode({"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]})
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        return super().unpack({"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]})
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         plain = {"blocks": "weight_packed", "scales": "weight_scale"}[stored.name]
@@ -262,7 +263,7 @@ class Online(WeightFormat):
         kind, group, rounds = self.scheme.kind, self.scheme.group or columns, self.scheme.activations
         return kernels.QuantizedWeight(kind, codes, scale, group, rounds_activations=rounds)
 
-    def _round(self, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantise(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise value [n, K] to the codes and scales of `QuantizedWeight`."""
         if self.scheme.kind == "int4":
             codes, scale = kernels.quantize_groups(value, self.scheme.group)
@@ -277,9 +278,9 @@ class Online(WeightFormat):
             codes, scale, start = all_codes[own], all_scales[own], own.stop
 
             def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
-                rounded = self._round(value.to(codes.device).contiguous())
-                codes.copy_(rounded[0])
-                scale.copy_(rounded[1])
+                quantised = self._quantise(value.to(codes.device).contiguous())
+                codes.copy_(quantised[0])
+                scale.copy_(quantised[1])
 
             yield part.place(CheckpointTensor("weight", (part.rows, matrix.columns), codes, take=fill))
 
@@ -289,11 +290,11 @@ class Online(WeightFormat):
         weight.scale.fill_(STD / STD_OF_CODES[self.scheme.kind])
 
     def pack(self, matrix: Matrix) -> None:
-        """Do nothing: the weight already has the form that products take."""
+        """Do nothing: the weight already has the form that GEMMs read."""
 
-    def rounded(self, weight: Tensor) -> kernels.QuantizedWeight:
+    def quantised(self, weight: Tensor) -> kernels.QuantizedWeight:
         """Quantise a float matrix [N, K]."""
-        return self._made_of(*self._round(weight), weight.shape[1])
+        return self._made_of(*self._quantise(weight), weight.shape[1])
 
     @staticmethod
     def _weight(matrix: Matrix) -> kernels.QuantizedWeight:
@@ -302,7 +303,7 @@ class Online(WeightFormat):
 
 
 class Shared(FloatFormat):
-    """A float matrix that another module also reads. A quantised copy for products is made once it is filled."""
+    """A float matrix that another module also reads. A quantised copy for GEMMs is made once it is filled."""
 
     def __init__(self, online: Online) -> None:
         self.online = online
@@ -311,4 +312,4 @@ class Shared(FloatFormat):
         weight = matrix.weight
         assert isinstance(weight, Tensor)
         del matrix.weight  # a parameter's name accepts only parameters
-        matrix.weight = self.online.rounded(weight)
+        matrix.weight = self.online.quantised(weight)

@@ -1,4 +1,4 @@
-"""Common code of quantised formats: they declare the tensors of each part and decode them to one form."""
+"""Common code of quantised formats: they declare the tensors of each part and unpack them to one form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stored:
     inner: int = 0  # size of an additional last dimension; 0: none
 
     def spans(self, rows: Span, columns: Span, names: str) -> tuple[Span, ...]:
-        """Return this rank's part. Raises `ModelError`, which calls the matrix `names`, if ranks would split a group."""
+        """Return this rank's part. Raises `ModelError`, which calls it `names`, if ranks would split a group."""
         spans = [_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES)] if self.rows else []
         if self.columns:
             spans.append(_coarse(columns, self.columns, names))
@@ -52,8 +52,8 @@ def _coarse(span: Span, size: int, names: str, *, cut: bool = False) -> Span:
     return Span(-(-span.total // size), span.start // size, -(-span.stop // size))
 
 
-class Decoded(NamedTuple):
-    """Rows of a matrix, decoded."""
+class UnpackedRows(NamedTuple):
+    """Rows of a matrix, their codes unpacked."""
 
     codes: Tensor  # [n, K], one element per code, also for 4-bit codes
     scale: Tensor  # [n or number of row blocks, G] float32
@@ -65,7 +65,7 @@ class Decoded(NamedTuple):
 class QuantizedFormat(WeightFormat):
     """A quantised format. The stored tensors of each part are kept separately until they are packed."""
 
-    ignored: Sequence[str] = ()  # stored tensors that products do not need
+    ignored: Sequence[str] = ()  # stored tensors that GEMMs do not need
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -75,8 +75,8 @@ class QuantizedFormat(WeightFormat):
         """Return the tensors of one part."""
 
     @abstractmethod
-    def decode(self, tensors: Tensors) -> Decoded:
-        """Decode one part from its stored tensors."""
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        """Unpack one part from its stored tensors."""
 
     @abstractmethod
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
@@ -120,8 +120,8 @@ class QuantizedFormat(WeightFormat):
         count, kind, block = len(own) // (matrix.num_stacked or 1), self.scheme.kind, self.scheme.rows
         spans = [matrix.parts[i].rows for i in own[:count]]
         aligned = block > 1 and all(span.start % block == len(span) % block == 0 for span in spans)
-        decoded = [self._decode(matrix, own[at : at + count], aligned) for at in range(0, len(own), count)]
-        codes, scale, zero, factor, order = map(_stack if matrix.num_stacked else _only, zip(*decoded, strict=True))
+        unpacked = [self._unpacked(matrix, own[at : at + count], aligned) for at in range(0, len(own), count)]
+        codes, scale, zero, factor, order = map(_stack if matrix.num_stacked else _only, zip(*unpacked, strict=True))
         assert codes is not None
         assert scale is not None
         if matrix.num_stacked and order is not None and not codes.is_cpu:
@@ -142,10 +142,10 @@ class QuantizedFormat(WeightFormat):
             rounds_activations=self.scheme.activations,
         )
 
-    def _decode(self, matrix: Matrix, indices: Sequence[int], aligned: bool) -> Decoded:
-        """Decode one matrix from its parts and release their stored tensors. 4-bit codes are packed."""
+    def _unpacked(self, matrix: Matrix, indices: Sequence[int], aligned: bool) -> UnpackedRows:
+        """Unpack one matrix from its parts and release their stored tensors. 4-bit codes are packed for `kernels`."""
         parts = [
-            self.decode({stored.name: matrix.stored.pop((i, stored.name)) for stored in self.stored()}) for i in indices
+            self.unpack({stored.name: matrix.stored.pop((i, stored.name)) for stored in self.stored()}) for i in indices
         ]
         names, spans = [matrix.parts[i].name for i in indices], [matrix.parts[i].rows for i in indices]
         codes, order = torch.cat([part.codes for part in parts]), parts[0].order
@@ -158,7 +158,7 @@ class QuantizedFormat(WeightFormat):
         zeros = [part.zero for part in parts if part.zero is not None]
         factors = [part.factor for part in parts if part.factor is not None]
         pack = {"int4": kernels.pack_nibbles, "e2m1": kernels.pack_e2m1}.get(self.scheme.kind)
-        return Decoded(
+        return UnpackedRows(
             codes if pack is None else pack(codes),
             torch.cat(scales),
             torch.cat(zeros) if zeros else None,

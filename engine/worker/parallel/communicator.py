@@ -29,10 +29,10 @@ class GroupCommunicator:
         residual.add_(self.all_reduce(x))
         return None
 
-    def add_product(
-        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
+    def add_gemm(
+        self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        return self.add_sum(residual, product(slice(None)), norm)
+        return self.add_sum(residual, gemm(slice(None)), norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         size = dist.get_world_size(self._ranks)

@@ -132,7 +132,7 @@ class GpuCommunicator(GroupCommunicator):
     def add_sum(self, residual: Tensor, x: Tensor, norm: WeightAndEps | None = None) -> Tensor | None:
         if self._is_large(x):
             if self._overlaps(residual):
-                return self.add_product(residual, lambda rows: x[rows], norm)
+                return self.add_gemm(residual, lambda rows: x[rows], norm)
             return super().add_sum(residual, x)
         if norm is not None and not self._is_small(x) and self._kernels.can_normalise(x):
             normed: Tensor = self._kernels.all_reduce(x, self.large, residual, norm)
@@ -140,13 +140,13 @@ class GpuCommunicator(GroupCommunicator):
         self._sum(x, residual)
         return None
 
-    def add_product(
-        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
+    def add_gemm(
+        self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
         if self._overlapped is not None and self._overlaps(residual):
             can_normalise = norm is not None and self._kernels.can_normalise(residual)
-            return self._overlapped.add_product(residual, product, norm if can_normalise else None)
-        return super().add_product(residual, product, norm)
+            return self._overlapped.add_gemm(residual, gemm, norm if can_normalise else None)
+        return super().add_gemm(residual, gemm, norm)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         fits = x.is_contiguous() and out.is_contiguous() and x[:1].nbytes <= self.large.capacity
@@ -209,10 +209,10 @@ class OverlappedSum:
         self._sent: deque[Tensor] = deque(maxlen=NUM_SLOTS)  # parts whose memory may not be used again yet
         self._num_chunks = 0
 
-    def add_product(
-        self, residual: Tensor, product: Callable[[slice], Tensor], norm: WeightAndEps | None = None
+    def add_gemm(
+        self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
-        """Add the sum of both ranks' product(rows) to these rows of residual [T, n] in place. Returns its norm."""
+        """Add the sum of both ranks' gemm(rows) to these rows of residual [T, n] in place. Returns its norm."""
         stream = torch.cuda.current_stream()
         normed = None if norm is None else torch.empty_like(residual)
         before: tuple[slice, Tensor, int] | None = None
@@ -224,7 +224,7 @@ class OverlappedSum:
             self._add_arrived(residual[rows], part, arrived, self._flags[slot], number, norm, out)
 
         for rows in chunks(len(residual), max(CHUNK_BYTES // residual[:1].nbytes, 1)):
-            part = product(rows)
+            part = gemm(rows)
             number = self._send(part, stream)
             if before is not None:
                 receive(*before)
