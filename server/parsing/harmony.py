@@ -18,12 +18,18 @@ from server.parsing.reasoning import HARMONY
 
 ENDS = ("<|return|>", "<|call|>")  # tokens that end an answer
 _FORMAT = TOOL_FORMATS["openai"]
-_NEXT = "<|end|><|start|>assistant"  # separates messages
-_MESSAGE = "<|message|>"  # ends a header
+_START, _CHANNEL_MARK, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"  # the last one ends a header
+_NEXT_MESSAGE = (_START, _CHANNEL_MARK)
+_IN_BODY = (_MESSAGE, "<|constrain|>")  # out of place there, and left out
+_MARKS = (*_NEXT_MESSAGE, *_IN_BODY, "<|end|>", *ENDS)
+_BODY_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_HEADER_MARK = re.compile("|".join(map(re.escape, _NEXT_MESSAGE)))
 _RECIPIENT = re.compile(r" to=(\S+?)(?=<\||\s|$)")
-_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_CHANNEL = re.compile(r"(?:<\|channel\|>|^)(analysis|commentary|final)")
 _MAX_HEADER = 1000  # characters; longer text is not a header
-_BEGINNINGS = ("<|channel|>", "<|start|>", _FORMAT.begin)  # a header starts with one of these
+_BEGINNINGS = (_CHANNEL_MARK, _START, _FORMAT.begin.lstrip())  # a header starts with one of these
+# A header without its first mark: `analysis<|message|>`.
+_BARE_HEADERS = tuple(f"{channel}{_MESSAGE}" for channel in ("analysis", "commentary", "final"))
 
 
 # Reasoning efforts that the format does not support, and the nearest supported ones.
@@ -34,7 +40,8 @@ class HarmonyReader:
     """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, the rest is content.
 
     If the client gave tools, a message to `functions.…` or to one of the tools is a call. Other messages with a
-    recipient are reasoning.
+    recipient are reasoning. A message ends with `<|end|>` or where the next one begins. Text between messages is dropped,
+    unless no message follows.
     """
 
     def __init__(
@@ -56,16 +63,16 @@ class HarmonyReader:
         self.is_cut = False  # the answer ended inside a call
 
     @property
-    def has_calls(self) -> bool:
-        return self.num_calls > 0
-
-    @property
     def is_plain(self) -> bool:
         return False
 
     @property
     def in_content(self) -> bool:
         return self._kind is Content
+
+    @property
+    def has_calls(self) -> bool:
+        return self.num_calls > 0
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -77,25 +84,29 @@ class HarmonyReader:
         self._held += text
         self._counter.add(token_ids)
         pieces: list[Piece] = []
-        while self._read_header(pieces, finished) if self._kind is None else self._read_body(pieces, finished):
+        while self._read_header(pieces) if self._kind is None else self._read_body(pieces):
             pass
-        if finished and self._kind is CallStart:
-            self.is_cut = cut or json_object("".join(self._arguments)) is None
+        if finished:
+            self._finish(pieces, cut)
         return pieces
 
-    def _read_header(self, pieces: list[Piece], finished: bool) -> bool:
+    def _read_header(self, pieces: list[Piece]) -> bool:
         """Parse a header; return False if more text is needed."""
-        if self._is_first and self._held and not any(map(self._may_begin_with, _BEGINNINGS)):
-            self._kind = Content  # the model did not write harmony format
+        if self._is_first and self._held and not _may_be_header(self._held):
+            self._is_first, self._kind = False, Content  # the model did not write harmony format
             return True
         header, mark, rest = self._held.partition(_MESSAGE)
         if not mark:
             if len(header) > _MAX_HEADER:
-                self._is_first, self._kind = False, Content
+                self._is_first, self._kind, self._held = False, Content, _without_marks(header)
                 return True
-            self.is_cut = finished and _FORMAT.begin in header
             return False
         self._is_first, self._held = False, rest
+        self._begin(header[max(header.rfind(_START), 0) :], pieces)  # what precedes is text between messages
+        return True
+
+    def _begin(self, header: str, pieces: list[Piece]) -> None:
+        """Begin the message with this header."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix("functions.") if recipient is not None else ""
         if name and (f"functions.{name}" in header or name in self._names) and self._names:
@@ -106,29 +117,56 @@ class HarmonyReader:
             self._kind = Reasoning
         else:
             self._kind = Content
+
+    def _read_body(self, pieces: list[Piece]) -> bool:
+        found = _BODY_MARK.search(self._held)
+        if found is None:
+            end = len(self._held) - max(begun(self._held, mark) for mark in _MARKS)
+            self._add(self._held[:end], pieces)
+            self._held = self._held[end:]
+            return False
+        self._add(self._held[: found.start()], pieces)
+        ends = found[0] not in _IN_BODY
+        # The next header begins with the mark, unless that only ends this message.
+        self._held = self._held[found.start() if found[0] in _NEXT_MESSAGE else found.end() :]
+        self._kind = None if ends else self._kind
         return True
 
-    def _may_begin_with(self, beginning: str) -> bool:
-        return self._held.startswith(beginning[: len(self._held)])
+    def _add(self, text: str, pieces: list[Piece]) -> None:
+        if text and self._kind is CallStart:
+            self._arguments.append(text)
+            pieces.append(CallArguments(self.num_calls - 1, text))
+        elif text and self._kind is Content:
+            pieces.append(Content(text))
+        elif text and self._shows_reasoning:
+            pieces.append(Reasoning(text))
 
-    def _read_body(self, pieces: list[Piece], finished: bool) -> bool:
-        body, mark, rest = self._held.partition(_NEXT)
-        kind = self._kind
-        if mark:
-            self._held, self._kind = rest, None
-        elif finished:
-            body, self._held = body.removesuffix("<|end|>"), ""
-        else:
-            body = body[: len(body) - begun(body, _NEXT)]
-            self._held = self._held[len(body) :]
-        if body and kind is CallStart:
-            self._arguments.append(body)
-            pieces.append(CallArguments(self.num_calls - 1, body))
-        elif body and kind is Content:
-            pieces.append(Content(body))
-        elif body and self._shows_reasoning:
-            pieces.append(Reasoning(body))
-        return bool(mark)
+    def _finish(self, pieces: list[Piece], cut: bool) -> None:
+        """Release held text: of a message, or after the last one."""
+        held, self._held = self._held, ""
+        if self._kind is not None:
+            if not (cut and len(held) > 1):  # else the start of a mark
+                self._add(held, pieces)
+            if self._kind is CallStart:
+                self.is_cut = cut or json_object("".join(self._arguments)) is None
+            return
+        is_header = _HEADER_MARK.search(held) is not None or any(
+            begun(held, mark) > 1 for mark in (_START, _CHANNEL_MARK)
+        )
+        if is_header or (cut and self._is_first):
+            self.is_cut = _FORMAT.begin in held
+        elif held.strip():
+            pieces.append(Content(_without_marks(held)))
+
+
+def _may_be_header(text: str) -> bool:
+    """Return whether an answer's first text is a header, or may become one."""
+    lead = text.lstrip()
+    return any(lead.startswith(each[: len(lead)]) for each in (*_BEGINNINGS, *_BARE_HEADERS))
+
+
+def _without_marks(text: str) -> str:
+    return re.sub("|".join(map(re.escape, _MARKS)), "", text)
 
 
 class _Counter:

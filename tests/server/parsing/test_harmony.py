@@ -44,8 +44,18 @@ def read(text: str, cuts: int = 0, names: tuple[str, ...] = ("f",), **options: A
         ('<|channel|>analysis to=functions.f code<|message|>{"x": 1}', "", "", [("f", '{"x": 1}')]),
         # tools that are none of the client's
         ("<|channel|>analysis to=python code<|message|>1+1<|end|><|start|>assistant" + FINAL, "1+1", "Four.", []),
-        # the marks of an end alone are text
-        ("<|channel|>final<|message|>It ends with <|end|>, see?", "", "It ends with <|end|>, see?", []),
+        # text after the last message
+        ("<|channel|>final<|message|>It ends with <|end|>, see?", "", "It ends with , see?", []),
+        (THOUGHT.removesuffix("<|start|>assistant") + "Four.", "Hm.", "Four.", []),
+        # text between messages, and messages without all of their marks
+        (THOUGHT.replace("<|start|>", "so: <|start|>") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT.removesuffix("<|start|>assistant") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT.replace("<|end|>", "") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT.replace("<|end|><|start|>assistant", "") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT.removeprefix("<|channel|>") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT.removesuffix("assistant") + FINAL, "Hm.", "Four.", []),
+        (THOUGHT + FINAL.replace("Four.", "Fo<|message|>ur."), "Hm.", "Four.", []),
+        (THOUGHT.replace("<|start|>", "Well <|start|>") + CALL, "Hm.", "", [("f", '{"x": 1}')]),
         ("<|channel|>final<|message|>Done<|end|>", "", "Done", []),
         ("Plain text.", "", "Plain text.", []),
         ("", "", "", []),
@@ -110,7 +120,24 @@ def test_it_is_found_by_the_template() -> None:
 
 def test_a_header_without_an_end_is_content() -> None:
     text = "<|channel|>final" + "x" * 5000
-    assert read(text, 40)[1].text(Content) == text
+    assert read(text, 40)[1].text(Content) == text.removeprefix("<|channel|>")
+
+
+@pytest.mark.parametrize(
+    "last", [FINAL, CALL, "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CALL]
+)
+@pytest.mark.parametrize(
+    "gap", ["<|end|><|start|>assistant", "<|end|>", "<|start|>assistant", "<|end|>so<|start|>assistant"]
+)
+def test_no_cut_leaves_markup(gap: str, last: str) -> None:
+    text = THOUGHT.replace("<|end|><|start|>assistant", gap) + last
+    for end in range(2, len(text)):
+        blocks = Blocks()
+        blocks.extend(HarmonyReader(["f"], lambda _: "").push(text[:end], (), True, True))
+        for kind in (Content, Reasoning):
+            assert "<|" not in blocks.text(kind), text[:end]
+            assert "assistant" not in blocks.text(kind), text[:end]
+        assert blocks.text(Content) in ("", "so") or blocks.text(Content) in text[len(THOUGHT) - 20 :], text[:end]
 
 
 def test_kinds_of_blocks() -> None:
