@@ -20,7 +20,8 @@ MAX_OVERRIDES = 1 << 16  # characters
 class EngineConfig:
     """Model and engine.
 
-    Raises `ConfigError` for a value out of range. A setting of `None` is chosen at start-up for the model and the device.
+    Raises `ConfigError` for a value out of range. A setting of `None` is chosen at start-up for the model and the
+    device.
     """
 
     model: str = flag("", "folder with the model's files, or a Hugging Face id", metavar="MODEL", common=True)
@@ -40,7 +41,8 @@ class EngineConfig:
     )
     generation_config: str = flag(
         "auto",
-        "source of sampling defaults: auto: the model's generation_config.json; vllm: none; or a folder with such a file",
+        "source of sampling defaults: auto: the model's generation_config.json; vllm: none; or a folder with such a "
+        "file",
         metavar="auto|vllm|FOLDER",
     )
     hf_overrides: dict[str, Any] | None = flag(  # noqa: RUF009
@@ -69,7 +71,8 @@ class EngineConfig:
 
     max_model_len: int | None = flag(
         None,
-        "maximum number of tokens of prompt and answer together; 32k is 32,000 (default: the model's context length, or what "
+        "maximum number of tokens of prompt and answer together; 32k is 32,000 (default: the model's context length, "
+        "or what "
         "the KV cache holds)",
         size=True,
         at_least=2,
@@ -92,13 +95,15 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(True, "reuse the KV cache for prompts with a common prefix")
     prefix_cache_file: str | None = flag(
         None,
-        "file in which the prefix cache is saved when the engine is idle or stops; with several ranks, FILE.rank0, FILE.rank1 "
+        "file in which the prefix cache is saved when the engine is idle or stops; with several ranks, FILE.rank0, "
+        "FILE.rank1 "
         "and so on; prompts can be reconstructed from it",
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(
         16 << 30,
-        "maximum size of the prefix cache file, or of each rank's, in bytes, such as 16GiB, the default; least recently used "
+        "maximum size of the prefix cache file, or of each rank's, in bytes, such as 16GiB, the default; least "
+        "recently used "
         "blocks are evicted",
         size=True,
         at_least=1,
@@ -114,7 +119,8 @@ class EngineConfig:
     )
     pipeline_parallel_size: int = flag(
         1,
-        "number of stages of successive layers, each on its own GPUs: for networks that are too slow for tensor parallelism",
+        "number of stages of successive layers, each on its own GPUs: for networks that are too slow for tensor "
+        "parallelism",
         short="-pp",
         at_least=1,
         at_most=64,
@@ -137,13 +143,15 @@ class EngineConfig:
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
     kv_cache_dtype: str = flag(
         "auto",
-        "data type of the KV cache; fp8 (float8_e4m3) holds twice the tokens of bfloat16 in the same memory; auto: as dtype",
+        "data type of the KV cache; fp8 (float8_e4m3) holds twice the tokens of bfloat16 in the same memory; auto: as "
+        "dtype",
         choices=("auto", "fp8", "fp8_e4m3"),
         common=True,
     )
     calculate_kv_scales: bool = flag(
         False,
-        "compute the scales of an fp8 KV cache, per head, from random tokens at start-up (default: the checkpoint's scales)",
+        "compute the scales of an fp8 KV cache, per head, from random tokens at start-up (default: the checkpoint's "
+        "scales)",
     )
     enforce_eager: bool = flag(False, "do not use CUDA graphs: slower steps, shorter start-up")
 
@@ -167,18 +175,21 @@ class EngineConfig:
     )
     engine_watchdog_timeout: float = flag(
         120.0,
-        "seconds without a heartbeat (during start-up: without CPU use) after which the engine process counts as hanging; "
+        "seconds without a heartbeat (during start-up: without CPU use) after which the engine process counts as "
+        "hanging; "
         "0: never",
         at_least=0,
     )
     compress_experts: bool = flag(
         False,
-        "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory and faster "
+        "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
+        "and faster "
         "answers, but slower long prompts",
     )
     expert_load_interval: int = flag(
         0,
-        "count the tokens of each expert in every N-th step with prompt tokens, for /metrics; 0: never. Decode-only steps "
+        "count the tokens of each expert in every N-th step with prompt tokens, for /metrics; 0: never. Decode-only "
+        "steps "
         "and their CUDA graphs are unaffected",
         metavar="N",
         at_least=0,
@@ -219,7 +230,9 @@ class EngineConfig:
 
 
 def _as_json(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the object after a round trip through JSON. `ConfigError` if JSON or msgpack cannot hold it or it is too large."""
+    """Return the object after a round trip through JSON. `ConfigError` if JSON or msgpack cannot hold it or it is too
+    large.
+    """
     try:
         text = json.dumps(overrides)
         found: dict[str, Any] = json.loads(text)

@@ -193,7 +193,7 @@ class Engine:
 
     @staticmethod
     def _on_device(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call what may fail for the sake of one request. Other errors, such as those of the scheduler, end the engine."""
+        """Call what may fail because of one request. Other errors, such as those of the scheduler, end the engine."""
         try:
             return call(*args, **options)
         except Exception as error:

@@ -103,7 +103,7 @@ class Setting:
         return f"{_KIND_WORDS[self.kind]} {words}".strip()
 
     def convert(self, value: Any, label: str) -> Any:
-        """Convert `value`, a string or a value of the right type, to this setting's type. `ConfigError` names `label`."""
+        """Convert `value`, a string or a value of the right type, to this type. `ConfigError` names `label`."""
         converted = self._parse(value) if isinstance(value, str) else value
         if converted is None and self.optional:
             return None
@@ -208,7 +208,8 @@ class _HelpAllAction(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with vLLM's conventions: --a_b means --a-b; an error about a wrong name suggests a similar one.
+    """An argument parser with vLLM's conventions: --a_b means --a-b; an error about a wrong name suggests a similar
+    one.
 
     `advice`: what to do instead of using an unsupported option, by the option's name.
     """

@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether there are experts that `compress_experts` compresses."""
+        """Return whether there are experts that `compress_experts` compresses."""
         return _compresses(self.part, self.options)
 
     @property
@@ -236,7 +236,9 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
 def _weight_bytes(
     spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard
 ) -> tuple[ModelSpec, Mapping[str, int]]:
-    """Return a rank's part of the specification, and `bytes_of_parts`. Kept for other plans of the model: it takes seconds."""
+    """Return a rank's part of the specification, and `bytes_of_parts`. Kept for other plans of the model: it takes
+    seconds.
+    """
     decoder = decoder_of_shapes(spec, dtype, folder, shard)
     return decoder.spec, bytes_of_parts(decoder)
 
@@ -269,7 +271,7 @@ def _compresses(spec: ModelSpec, options: RunnerOptions) -> bool:
 
 
 def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> int:
-    """Return the bytes of CUDA graphs' logits (all, and with several ranks one's own), block tables and rotary tables."""
+    """Return the bytes of logits in CUDA graphs (all, and with several ranks one's own), block and rotary tables."""
     num_ranks = options.num_ranks_per_stage
     columns = spec.vocab_size + (Shard(0, num_ranks).padded_span(spec.vocab_size)[1] if num_ranks > 1 else 0)
     logits = graph_sizes(options.max_num_seqs)[-1] * columns * options.dtype.itemsize

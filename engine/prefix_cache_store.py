@@ -41,7 +41,9 @@ class PrefixCacheStore:
         self._quiet_since = clock()
 
     def load(self, seconds: float) -> int:
-        """Fill empty blocks, the hottest first, for at most `seconds`. Returns how many. Forgets slots that are not valid."""
+        """Fill empty blocks, the hottest first, for at most `seconds`. Returns how many. Forgets slots that are not
+        valid.
+        """
         entries = [entry for entry in self._file.entries() if entry.name[0] < self._pool.num_groups]
         block_ids = self._pool.free_and_empty()
         found = self._file.load([(entry.slot, entry.name) for entry in entries], block_ids, seconds)
@@ -99,7 +101,9 @@ class PrefixCacheStore:
         self._file.clear()
 
     def close(self, save: bool) -> None:
-        """Save the remaining blocks, the hottest first, for at most `CLOSE_SECONDS`. `save=False`: the content is in doubt."""
+        """Save the remaining blocks, the hottest first, for at most `CLOSE_SECONDS`. `save=False`: the content is in
+        doubt.
+        """
         if not save or self._file.has_failed:
             self._file.close()
             return
@@ -116,7 +120,7 @@ OpenBlockFile = Callable[[BlockFileOptions], BlockFile | None]
 def open_store(
     config: EngineConfig, folder: Path, options: RunnerOptions, open_file: OpenBlockFile, pool: BlockPool
 ) -> PrefixCacheStore | None:
-    """The store of `config.prefix_cache_file`, its blocks loaded. None when the file cannot be used, after a warning."""
+    """Open the store of `config.prefix_cache_file` and load its blocks. None, with a warning, if it cannot be used."""
     assert config.prefix_cache_file is not None
     path, start = Path(config.prefix_cache_file).expanduser().absolute(), time.monotonic()
     identity = {

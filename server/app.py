@@ -56,7 +56,9 @@ APIS = (
 
 
 class PageFiles(StaticFiles):
-    """The files of the chat page. Browsers revalidate them on each load, so that an upgrade replaces all modules at once."""
+    """The files of the chat page. Browsers revalidate them on each load, so that an upgrade replaces all modules at
+    once.
+    """
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -77,8 +79,9 @@ def create_app(
     """Create the app that serves a running `engine`. It neither starts nor closes the engine.
 
     `served_model_names`: the names that clients may use, by default the engine's; answers have the requested name.
-    `log_stats`: log statistics at intervals. `kv_cache_dtype`: its name in the metrics. `readiness`, `server_metrics`: those
-    of `create_starting_app`, if there was one. Raises `ConfigError` if the chat template in `settings` is invalid.
+    `log_stats`: log statistics at intervals. `kv_cache_dtype`: its name in the metrics. `readiness`, `server_metrics`:
+    those of `create_starting_app`, if there was one. Raises `ConfigError` if the chat template in `settings` is
+    invalid.
     """
     names = list(served_model_names) or [engine.model.name]
     readiness = readiness or Readiness(engine)

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 # fmt: off
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-                2560)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+                640, 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 _SAMPLES = (1, 2, 5, 10, 20)
@@ -88,7 +88,9 @@ class Metrics:
         block_size: int,
         cache_dtype: str = "auto",
     ) -> None:
-        """`replicas`: engine metrics are labelled with the replica's index; request metrics cover all replicas together."""
+        """`replicas`: engine metrics are labelled with the replica's index; request metrics cover all replicas
+        together.
+        """
         self.registry = registry
         self._labels = (model_name, _ALL)
         self.registry.register(_EngineCollector(replicas, model_name, str(block_size), cache_dtype))
@@ -146,7 +148,8 @@ class Metrics:
         return metric
 
     def watch(self, num_prompt_tokens: int, sampling: SamplingParams) -> SampleWatch:
-        """Return the watch of one sample of a request, which must see each of its updates. `UNSAMPLED`: an embedding."""
+        """Return the watch of one sample of a request, which must see each of its updates. `UNSAMPLED`: an "
+        "embedding."""
         guided = sampling.structured_outputs is not None
         return SampleWatch(self, num_prompt_tokens, sampling.max_tokens, sampling is not UNSAMPLED, guided)
 

@@ -67,7 +67,8 @@ class ServerConfig:
 
     chat_template: str | None = flag(
         None,
-        "Jinja chat template that replaces the model's: a file or the template itself; for rerankers: formats the pairs",
+        "Jinja chat template that replaces the model's: a file or the template itself; for rerankers: formats the "
+        "pairs",
         metavar="FILE",
     )
     default_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009
@@ -84,7 +85,8 @@ class ServerConfig:
     )
     reasoning_parser: str = flag(
         "auto",
-        "format of the model's reasoning, which is returned apart from the answer; auto: detected from its chat template",
+        "format of the model's reasoning, which is returned apart from the answer; auto: detected from its chat "
+        "template",
         choices=("auto", "none", *REASONING_FORMATS),
         common=True,
     )
@@ -113,7 +115,8 @@ class ServerConfig:
     )
     max_connections: int | None = flag(
         None,
-        "maximum number of connections; idle ones are closed to accept new ones (default: what the open-file limit allows, at "
+        "maximum number of connections; idle ones are closed to accept new ones (default: what the open-file limit "
+        "allows, at "
         "most 16,384)",
         at_least=1,
     )

@@ -16,7 +16,8 @@ from server.observability.readiness import Readiness, add_probes
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>Quire</title>
-<body style="font: 1.1rem system-ui; margin: 20vh auto; max-width: 30rem; padding: 1rem"><h1>Quire</h1><p>{}</p></body></html>
+<body style="font: 1.1rem system-ui; margin: 20vh auto; max-width: 30rem; padding: 1rem">
+<h1>Quire</h1><p>{}</p></body></html>
 """
 
 
@@ -39,7 +40,8 @@ def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorR
 
 
 class Switch:
-    """The ASGI app of the HTTP server: delegates to the starting app until the engine is ready, then to the engine's."""
+    """The ASGI app of the HTTP server: delegates to the starting app until the engine is ready, then to the "
+    "engine's."""
 
     def __init__(self, starting: ASGIApp, readiness: Readiness) -> None:
         self._starting, self._readiness = starting, readiness

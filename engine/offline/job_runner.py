@@ -82,7 +82,8 @@ class JobRunner:
         self._process = os.getpid()
 
     def run(self, jobs: list[Job], use_tqdm: bool | Callable[..., Any], title: str) -> None:
-        """Complete all jobs. `use_tqdm`: whether to show a progress bar, or a function that makes one; `title`: its label.
+        """Complete all jobs. `use_tqdm`: whether to show a progress bar, or a function that makes one; `title`: its
+        label.
 
         Raises `EngineDeadError` after `close`, after a failed step and in a forked process. Ctrl-C aborts all jobs and
         raises `KeyboardInterrupt`; the runner stays usable.
@@ -162,7 +163,9 @@ def check_all(jobs: Iterable[Job]) -> None:
 
 
 class _Progress:
-    """The progress bar: the fraction of the work that is done, prefill included, finished requests and tokens per second."""
+    """The progress bar: the fraction of the work that is done, prefill included, finished requests and tokens per
+    second.
+    """
 
     def __init__(self, bar: Any, engine: Engine, num_requests: int) -> None:
         self._bar, self._engine, self._num_requests = bar, engine, num_requests
@@ -200,7 +203,9 @@ class _Progress:
 
 @contextmanager
 def _interrupt_later() -> Iterator[list[int]]:
-    """Record Ctrl-C in the list instead of raising, so that a step is never interrupted. A second Ctrl-C raises at once."""
+    """Record Ctrl-C in the list instead of raising, so that a step is never interrupted. A second Ctrl-C raises at
+    once.
+    """
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted

@@ -54,8 +54,8 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         """Load `model`, a folder or a Hugging Face id. `settings`: fields of `EngineConfig`.
 
-        Raises `TypeError` for an unknown setting, else `ModelError`, `TokenizerError`, `ConfigError` or `EngineError`, each
-        with a message of one line.
+        Raises `TypeError` for an unknown setting, else `ModelError`, `TokenizerError`, `ConfigError` or `EngineError`,
+        each with a message of one line.
         """
         start = time.perf_counter()
         known = settings_of(EngineConfig)
@@ -85,11 +85,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate completions for one prompt or several. Results are in the order of the prompts.
 
-        `sampling_params`: one for all prompts, or a list with one for each; None: the model's defaults. `use_tqdm`: whether
-        to show a progress bar, or a function that makes one. `priority`: one for each prompt; lower values run first.
+        `sampling_params`: one for all prompts, or a list with one for each; None: the model's defaults. `use_tqdm`:
+        whether to show a progress bar, or a function that makes one. `priority`: one for each prompt; lower values run
+        first.
 
-        Raises `ValueError`, which names the prompt, if one cannot run; then none runs. Ctrl-C aborts all requests; the LLM
-        stays usable.
+        Raises `ValueError`, which names the prompt, if one cannot run; then none runs. Ctrl-C aborts all requests; the
+        LLM stays usable.
         """
         return self._generate(prompts, sampling_params, use_tqdm, True, priority)
 
@@ -108,7 +109,8 @@ class LLM:
         """Generate the next message of one conversation or several: lists of {"role": …, "content": …}.
 
         `chat_template`: a Jinja template, or the path of one, to use instead of the model's. `continue_final_message`:
-        continue the last message instead of answering it; requires `add_generation_prompt=False`. Otherwise as `generate`.
+        continue the last message instead of answering it; requires `add_generation_prompt=False`. Otherwise as
+        `generate`.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False")
@@ -146,7 +148,8 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Embed one prompt or several: pool the model's final hidden states. Results are in the order of the prompts.
 
-        `pooling`: "last" for the last token's hidden state, "mean" for the mean over all tokens; None: the engine's setting
+        `pooling`: "last" for the last token's hidden state, "mean" for the mean over all tokens; None: the engine's
+        setting
         `pooling`. `normalize`: scale to length 1. `dimensions`: keep only the first ones, for models trained for that.
         Otherwise as `generate`. Raises `EngineError` if a prompt fails.
         """

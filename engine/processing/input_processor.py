@@ -299,7 +299,9 @@ class InputProcessor:
         return found
 
     def _checked(self, name: str, write: Callable[[Any], str], value: Any) -> str:
-        """Return the grammar of a value. Raises `ParameterError` for the field `name`, or `ValueError` if that is empty."""
+        """Return the grammar of a value. Raises `ParameterError` for the field `name`, or `ValueError` if that is
+        empty.
+        """
         try:
             grammar = write(value)
             self._compiler.check(grammar)

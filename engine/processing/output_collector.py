@@ -224,7 +224,7 @@ class OutputCollector:
         (self._tokens if self._pending is None else self._pending.new_token_ids).append(token_id)
 
     def add_tokens(self, token_ids: list[int], now: float) -> None:
-        """As `add_token`, for several tokens."""
+        """Do `add_token` for several tokens."""
         for token_id in token_ids:
             self.add_token(token_id, now)
 

@@ -30,7 +30,8 @@ class Dispatcher:
         elif len(self._replicas) == 1:
             self._replicas[0].add(stream)
         else:
-            # A replica that stands still finishes nothing, so it soon has the least recent work and would get all requests.
+            # A replica that stands still finishes nothing, so it soon has the least recent work and would get all
+            # requests.
             eligible = [index for index in eligible if not self._replicas[index].stands_still] or eligible
             chosen = self._router.choose(request.request_id, request.prompt_name_ids, request.cache_salt, eligible)
             self._replicas[chosen].add(stream)

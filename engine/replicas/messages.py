@@ -85,7 +85,7 @@ class Step(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """What a call returned, or why it failed."""
+    """The result of a call, or why it failed."""
 
     id: int
     result: Any = None

@@ -1,7 +1,7 @@
 """The engine process: receives commands, and sends one message per step.
 
-Started by `python -m engine.replicas.process_main COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file. Its
-standard input is its lifeline: it closes when the parent ends for any reason, and then this process exits at once.
+Started by `python -m engine.replicas.process_main COMMANDS EVENTS HEARTBEAT`: the addresses of two sockets, and a file.
+Its standard input is its lifeline: it closes when the parent ends for any reason, and then this process exits at once.
 """
 
 from __future__ import annotations

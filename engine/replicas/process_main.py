@@ -1,4 +1,6 @@
-"""Entry point of an engine process: `python -m engine.replicas.process_main`, with the arguments of `engine.replicas.process`."""
+"""Entry point of an engine process: `python -m engine.replicas.process_main`, with the arguments of
+`engine.replicas.process`.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Replica:
 
     @property
     def stands_still(self) -> bool:
-        """Whether it takes requests, but does not seem to work on any."""
+        """Return whether it takes requests, but does not seem to work on any."""
         return self.supervisor.stands_still
 
     async def run(self, start: Start) -> str:

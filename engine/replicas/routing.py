@@ -58,8 +58,8 @@ class Router:
         return len(self._loads) - 1
 
     def choose(self, request_id: str, name_ids: Sequence[int], salt: str, eligible: Collection[int]) -> int:
-        """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`. `name_ids`: of
-        its prompt, see `EngineRequest`.
+        """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`. `name_ids`:
+        of its prompt, see `EngineRequest`.
         """
         names = chunk_names(name_ids, salt)
         chosen = min(eligible, key=self._cost(names, eligible))
@@ -146,8 +146,8 @@ def _bits(bits: int) -> Iterator[int]:
 
 
 def chunk_names(name_ids: Sequence[int], salt: str) -> list[int]:
-    """Return a name for each full chunk of a prompt, which identifies the whole prefix that ends with the chunk. `name_ids`:
-    of the prompt, see `EngineRequest`.
+    """Return a name for each full chunk of a prompt, which identifies the whole prefix that ends with the chunk.
+    `name_ids`: of the prompt, see `EngineRequest`.
 
     The last token is left out, because it is always computed. Names are valid only within one process. They collide
     with a probability of 2⁻⁶⁴, and a collision only misleads the router.

@@ -31,7 +31,7 @@ class EngineState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is running requests."""
+        """Return whether the engine is running requests."""
         return self.phase == "ready"
 
 

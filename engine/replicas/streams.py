@@ -40,7 +40,7 @@ class Stream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some output has arrived."""
+        """Return whether some output has arrived."""
         return self.output.metrics.first_token_ts > 0 or self.output.finished
 
     @property

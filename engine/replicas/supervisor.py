@@ -21,7 +21,8 @@ WINDOW_SECONDS = 600.0  # restarts are counted within this time
 MAX_DELAY_SECONDS = 30.0  # before a restart
 DRAIN_SECONDS = 1.0  # time for the last messages of a dead process to arrive
 MAX_LOOK_SECONDS = 0.5  # longest interval between checks of the heartbeat
-# Silence after which other replicas are preferred for new requests: of a stopped process, and of one that may be in a long step.
+# Silence after which other replicas are preferred for new requests: of a stopped process, and of one that may be in a
+# long step.
 STILL_SECONDS, SILENT_SECONDS = 2.0, 20.0
 STOPPED_SECONDS = 7.0  # silence after which a stopped process is lost: it is not working on anything that takes long
 

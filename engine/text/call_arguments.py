@@ -1,4 +1,4 @@
-"""The arguments of tool calls in a conversation's history, as clients send them back: complete, cut off, or malformed."""
+"""Arguments of tool calls in a conversation's history, as clients send them back: complete, cut off, or malformed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ESCAPE = re.compile(
 def read_arguments(given: Any) -> tuple[dict[str, Any], bool]:
     """Return a call's arguments as an object, and whether that is what was given.
 
-    Nothing, null and empty text stand for no arguments. Of an object that was cut off, what can be read remains. Anything
-    else is kept under `INVALID`.
+    Nothing, null and empty text stand for no arguments. Of an object that was cut off, what can be read remains.
+    Anything else is kept under `INVALID`.
     """
     if isinstance(given, dict):
         text = given.get(INVALID)

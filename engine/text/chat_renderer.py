@@ -121,7 +121,8 @@ def _complete_call(call: Mapping[str, Any], default_id: str, notes: dict[str, No
     arguments, is_whole = read_arguments(function.get("arguments"))
     if not is_whole:
         notes[
-            f"the arguments of a call of {function['name'][:100]} are not a JSON object: what can be read of them is kept"
+            f"the arguments of a call of {function['name'][:100]} are not a JSON object: what can be read of them is "
+            "kept"
         ] = None
     return {
         "id": call.get("id") or default_id,

@@ -14,8 +14,8 @@ _MAX_SEARCHED = 1 << 28  # characters; a fraction of a second
 def lost_messages(messages: Sequence[dict[str, Any]], prompt: str) -> list[int]:
     """Return the indexes of messages of which a text or a call is not in the prompt.
 
-    `messages`: as of `message_shape.shaped`. Templates may strip a text, write it as JSON, or indent its lines. The search
-    is bounded: what a template puts far from its place in a huge prompt is taken to be there.
+    `messages`: as of `message_shape.shaped`. Templates may strip a text, write it as JSON, or indent its lines. The
+    search is bounded: what a template puts far from its place in a huge prompt is taken to be there.
     """
     search, lost = _Search(prompt), []
     repeated = Counter(text for message in messages for text in _texts(message))
@@ -45,7 +45,7 @@ class _Search:
         self._known: dict[str, bool] = {}  # of texts that are searched for in the whole prompt
 
     def has(self, text: str, times: int) -> bool:
-        """Whether the prompt has a text at least so many times."""
+        """Return whether the prompt has a text at least so many times."""
         if times == 1:
             found = self._prompt.find(text, self._at)
             if found >= 0:

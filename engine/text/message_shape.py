@@ -1,4 +1,6 @@
-"""Brings a conversation to the shape in which a chat template keeps every message: merges, moves, splits and folds messages."""
+"""Brings a conversation to the shape in which a chat template keeps every message: merges, moves, splits and folds
+messages.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ class _Shape:
         return split + [result for left in own.values() for result in left]
 
     def _apart(self, message: Message, form: CallForm) -> tuple[list[Message], Message]:
-        """Return what precedes a message with calls, and the message, which then has only what may stand beside calls."""
+        """Return what precedes a message with calls, and the message with only what may stand beside calls."""
         text, reasoning = message["content"], message.get("reasoning")
         if text and not form.text_beside:
             self._changed("the chat template takes no text beside calls: it became a message of its own")

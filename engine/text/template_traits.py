@@ -1,7 +1,7 @@
 """Finds out what a chat template keeps of a conversation, by rendering small conversations with marked texts.
 
-Templates drop messages without an error, or refuse orders of roles that clients send. Their source does not tell reliably,
-so it is not read: what a template does with a message is seen in its prompt.
+Templates drop messages without an error, or refuse orders of roles that clients send. Their source does not tell
+reliably, so it is not read: what a template does with a message is seen in its prompt.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TemplateTraits:
         return replace(self, **changed, calls=calls)
 
     def keeping(self, lost: Sequence[Message]) -> TemplateTraits:
-        """Return traits with which messages are changed that the template lost although probes of their kind were kept."""
+        """Return traits that change messages which the template lost although probes of their kind were kept."""
         traits, calls = self, self.calls
         for message in lost:
             match message["role"]:
@@ -89,7 +89,9 @@ class TemplateTraits:
 
 
 def required_variables(kind: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """Return variables that some templates require: `tools` as a list even if it is empty, or Firefunction's `functions`."""
+    """Return variables that some templates require: `tools` as a list even if it is empty, or Firefunction's
+    `functions`.
+    """
     if kind == "tools":
         return {"tools": list(tools or ())}
     if kind == "functions":
@@ -101,7 +103,9 @@ def required_variables(kind: str, tools: Sequence[Mapping[str, Any]] | None) -> 
 def probe(
     template: ChatTemplate, *, with_tools: bool = False, variables: Mapping[str, Any] | None = None
 ) -> TemplateTraits:
-    """Return the traits of `template`. `with_tools`: for requests with tools. `variables`: additional template variables."""
+    """Return the traits of `template`. `with_tools`: for requests with tools. `variables`: additional template
+    variables.
+    """
     tools = [_TOOL] if with_tools else None
     for required in ("", "tools", "functions"):
         given = {"tools": tools, **(variables or {}), **required_variables(required, tools)}
@@ -153,7 +157,7 @@ class _Probe:
             return None
 
     def keeps(self, messages: Sequence[Message], *marks: str) -> bool:
-        """Whether all texts, or the `marks`, are in the prompt."""
+        """Return whether all texts, or the `marks`, are in the prompt."""
         text = self.render(messages)
         marks = marks or tuple(message["content"] for message in messages if message.get("content"))
         return text is not None and all(mark in text for mark in marks)
@@ -199,14 +203,14 @@ class _Probe:
         )
 
     def _knows_developer(self) -> bool:
-        """Whether `developer` is a role of its own, and not written like any other name."""
+        """Return whether `developer` is a role of its own, and not written like any other name."""
         given, unknown = (self.render([_said(role, "PROBESYSTEM"), _user()]) for role in ("developer", "proberole"))
         if given is None or "PROBESYSTEM" not in given:
             return False
         return unknown is None or unknown.replace("proberole", "developer") != given
 
     def _call_form(self) -> CallForm | None:
-        """Return the first form in which a call is written well, else one that keeps it; None: the template has none."""
+        """Return the first form in which a call is written well, else one that keeps it. None: there is none."""
         forms = [
             CallForm(content, as_text, named)
             for named in (False, True)

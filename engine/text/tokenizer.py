@@ -73,8 +73,8 @@ class Tokenizer:
         config: dict[str, Any],
         chat_template: str | Mapping[str, str] | None = None,
     ) -> None:
-        """`config`: content of tokenizer_config.json, including special tokens. `chat_template`: the model's, or several by
-        their names. Raises `TokenizerError` if the configuration is invalid.
+        """`config`: content of tokenizer_config.json, including special tokens. `chat_template`: the model's, or
+        several by their names. Raises `TokenizerError` if the configuration is invalid.
         """
         self._backend = backend
         named = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
@@ -230,7 +230,7 @@ _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Split"}
 
 
 def _keeps_all(backend: tokenizers.Tokenizer) -> bool:
-    """Whether tokens cover every character of a text: none is dropped or stands for arbitrarily many others."""
+    """Return whether tokens cover every character of a text: none is dropped or stands for arbitrarily many others."""
     normalizers, pre_tokenizers = (
         _parts(backend.normalizer, "normalizers"),
         _parts(backend.pre_tokenizer, "pretokenizers"),
@@ -358,8 +358,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Read the chat templates by their names, from the layouts in which transformers has saved them.
 
-    The default is in chat_template.jinja, or else in chat_template.json or tokenizer_config.json, which may have a list of
-    named ones. The folder additional_chat_templates holds others.
+    The default is in chat_template.jinja, or else in chat_template.json or tokenizer_config.json, which may have a list
+    of named ones. The folder additional_chat_templates holds others.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():

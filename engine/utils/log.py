@@ -38,7 +38,7 @@ def configure_logging(*filters: logging.Filter) -> None:
 
 
 def debugging() -> bool:
-    """Whether errors should show their tracebacks."""
+    """Return whether errors should show their tracebacks."""
     return os.environ.get("QUIRE_LOG_LEVEL", "").lower() == "debug"
 
 

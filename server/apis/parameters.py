@@ -28,7 +28,7 @@ _UNSET = {"max_tokens": "chat: as many as fit; completions: 16"}
 
 
 def parameter_fields(names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Return fields for `pydantic.create_model` as `SamplingParams` declares them; that class also checks the ranges."""
+    """Return fields for `pydantic.create_model` as `SamplingParams` declares them; it also checks the ranges."""
     return {name: _field(PARAMETERS[name]) for name in names}
 
 

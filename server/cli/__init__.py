@@ -1,1 +1,1 @@
-"""The commands of `quire`, one module each. Each has `add_parser` and `run`, and imports what is heavy only in `run`."""
+"""The commands of `quire`, one module each, with `add_parser` and `run`. Heavy modules are imported only in `run`."""

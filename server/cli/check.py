@@ -22,8 +22,8 @@ EPILOG = """examples:
   quire check https://example.org --api-key KEY --model NAME --json > result.json
 
 Tests any server with OpenAI's, Anthropic's or Ollama's API. ✓ works, ✗ fails, – is not offered. If the packages openai,
-anthropic and ollama are installed, the official clients are tested too. The exit code is 0 if no offered feature fails and
-every feature that common clients need is offered.
+anthropic and ollama are installed, the official clients are tested too. The exit code is 0 if no offered feature
+fails and every feature that common clients need is offered.
 """
 
 

@@ -19,7 +19,8 @@ def foreign_package(root: Path = ROOT) -> str | None:
         expected = root / name / "__init__.py"
         if origin != expected or "Quire" not in expected.read_text(encoding="utf-8"):
             return (
-                f"the package {name!r} in {origin.parent if origin else 'this environment'} is {_owners(name)}, not Quire's: "
+                f"the package {name!r} in {origin.parent if origin else 'this environment'} is {_owners(name)}, not "
+                "Quire's: "
                 "install Quire in an environment of its own, for instance with `uv tool install quire`"
             )
     return None

@@ -7,8 +7,8 @@ import socket
 
 from server.settings import ServerConfig
 
-# Addresses reserved for documentation. Connecting a datagram socket sends nothing, but gives it the address that this machine
-# would send from.
+# Addresses reserved for documentation. Connecting a datagram socket sends nothing, but gives it the address that this
+# machine would send from.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
@@ -35,7 +35,8 @@ def exposure_warning(settings: ServerConfig, listener: socket.socket) -> str | N
     if not urls:
         return None
     return (
-        f"this server asks for no key: anyone who reaches {' or '.join(urls)} can use it. Give it keys (--api-key-file FILE, "
+        f"this server asks for no key: anyone who reaches {' or '.join(urls)} can use it. Give it keys (--api-key-file "
+        "FILE, "
         "or the variable QUIRE_API_KEY), or keep it to this machine (--host 127.0.0.1)"
     )
 

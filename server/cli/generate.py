@@ -25,7 +25,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a text",
-        description="Continue a text. The continuation is streamed to standard output; everything else goes to standard error.",
+        description="Continue a text. The continuation is streamed to standard output; everything else goes to "
+        "standard error.",
         epilog=EPILOG,
     )
     parser.add_argument(

@@ -12,8 +12,8 @@ EPILOG = """examples:
   quire keys new batch --file keys.yaml --requests-per-minute 600 --tokens-per-minute 100000
   KEY=$(quire keys new ci --file keys.yaml)               only the key is written to standard output
 
-The file contains hashes, never keys. A running server reloads it when it changes: removing a line revokes the key within a
-second.
+The file contains hashes, never keys. A running server reloads it when it changes: removing a line revokes the key
+within a second.
 """
 
 

@@ -86,7 +86,7 @@ def command_line(only: str = "") -> Parser:
 
 
 def _is_plain(error: Exception) -> bool:
-    """Whether the message suffices without a traceback."""
+    """Return whether the message suffices without a traceback."""
     from engine import ConfigError, EngineError, ModelError, TokenizerError
     from engine.text.chat_template import ChatTemplateError
 

@@ -7,8 +7,9 @@ from typing import Any
 
 EPILOG = """A model's config.json names its architecture and, for quantised weights, the quant_method.
 
-The tests compare the logits and greedy tokens of each family, unquantised, with transformers, and each format, in a Llama,
-with its weights in float64. Families and formats are independent: other combinations should work, but are not tested.
+The tests compare the logits and greedy tokens of each family, unquantised, with transformers, and each format, in a
+Llama, with its weights in float64. Families and formats are independent: other combinations should work, but are not
+tested.
 """
 
 

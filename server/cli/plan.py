@@ -21,8 +21,8 @@ EPILOG = """examples:
   quire plan Qwen/Qwen3-32B --gpu h100 --tensor-parallel-size 2
   quire plan ./my-model --gpu 24GB --quantization fp8 --max-model-len 32k
 
-Only config.json is read, and downloaded if necessary. Weights and KV cache are computed as the engine allocates them; the
-memory for the activations of a step is estimated. Tokens per second are upper limits from the GPU's data sheet.
+Only config.json is read, and downloaded if necessary. Weights and KV cache are computed as the engine allocates them;
+the memory for the activations of a step is estimated. Tokens per second are upper limits from the GPU's data sheet.
 """
 NAMES = "b200, h200, h100, a100, a100-40gb, l40s, l4, a10, 5090, 4090, 3090"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
@@ -128,12 +128,14 @@ def _memory(plan: Plan) -> str:
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.weights.items() if size)
     kept = "" if context == options.max_model_len else f"; the model's own is {options.max_model_len:,}"
     held = ", ".join(f"{int(plan.num_requests(each)):,} × {each:,} tokens" for each in _contexts(plan))
+    fits = f"tokens{kept}" if context else "no room: the engine would not start"
+    step_tokens = options.max_num_batched_tokens
     rows = [
         ("memory", _gib(plan.gpu.memory), f"{gpus}: {share:.0%} is used"),
         ("weights", _gib(plan.weight_bytes), parts),
-        ("largest step", _gib(plan.activations + plan.buffers), f"{options.max_num_batched_tokens:,} tokens; an estimate"),
+        ("largest step", _gib(plan.activations + plan.buffers), f"{step_tokens:,} tokens; an estimate"),
         ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
-        ("context", f"{context:,}" if context else "none", f"tokens{kept}" if context else "no room: the engine would not start"),
+        ("context", f"{context:,}" if context else "none", fits),
         ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
     return "\n".join(f"  {name:<13}{value:>11}   {about}" for name, value, about in rows)
@@ -168,7 +170,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as text, the first column aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "   ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "   ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)])
         for row in rows
     )  # fmt: skip
 

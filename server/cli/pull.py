@@ -12,8 +12,8 @@ EPILOG = """examples:
   quire pull Qwen/Qwen3-0.6B                        to Hugging Face's cache, where `quire serve` finds it
   quire pull Qwen/Qwen3-0.6B --revision main --download-dir /models
 
-Only the files that serving needs are downloaded: safetensors, configuration, tokenizer. Files that exist are not downloaded
-again. Gated models need HF_TOKEN in the environment.
+Only the files that serving needs are downloaded: safetensors, configuration, tokenizer. Files that exist are not
+downloaded again. Gated models need HF_TOKEN in the environment.
 """
 
 

@@ -45,8 +45,9 @@ EPILOG = """examples:
   quire serve ./my-model --max-model-len 32k --api-key secret
   quire serve --config serve.yaml                  "name: value" lines, with the names of the options above
 
-Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes precedence
-over the environment, and the environment over the file. The base URL for OpenAI clients is http://127.0.0.1:8000/v1.
+Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes
+precedence over the environment, and the environment over the file. The base URL for OpenAI clients is
+http://127.0.0.1:8000/v1.
 """
 
 
@@ -148,9 +149,9 @@ async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.
 def _tune_interpreter() -> None:
     """Tune garbage collection and thread switching for short pauses.
 
-    Objects loaded by now are never collected. A collection looks at few objects, since it stops the event loop (2 ms for ten
-    thousand objects, more on a shared core), and runs rarely. The event loop waits less for threads that read large requests,
-    because a stream wakes it several times per token.
+    Objects loaded by now are never collected. A collection looks at few objects, since it stops the event loop (2 ms
+    for ten thousand objects, more on a shared core), and runs rarely. The event loop waits less for threads that read
+    large requests, because a stream wakes it several times per token.
     """
     gc.freeze()
     gc.set_threshold(2_000, 2, 600)
@@ -185,7 +186,8 @@ def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> 
         app,
         http=connections.protocol,  # type: ignore[arg-type]  # a function that makes a protocol
         ws="none",
-        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # a float works: it is passed to `call_later`
+        # A float works: it is passed to `call_later`.
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
         log_config=None,
         log_level=settings.uvicorn_log_level,
         access_log=not settings.disable_uvicorn_access_log,
@@ -374,7 +376,7 @@ def _say(text: str, settings: ServerConfig) -> None:
 
 
 def _is_notable(record: logging.LogRecord) -> bool:
-    """Whether a log record of uvicorn is more than a routine message about start and stop."""
+    """Return whether a log record of uvicorn is more than a routine message about start and stop."""
     return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
 
 

@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _snapshots(http: httpx.Client, flags: TopFlags) -> Iterator[Snapshot]:
-    """Yield a snapshot per interval. `EngineError` if no server answers at the start; later, wait until it answers again."""
+    """Yield a snapshot per interval. `EngineError` if no server answers at the start; later, wait until it answers
+    again.
+    """
     from server.cli.top_view.metrics import Reading, compare
 
     before = _read(http)

@@ -1,6 +1,8 @@
-"""Quire as an application of Ray Serve: `from server.deploy_ray import LLMConfig, build_openai_app`, named as in `ray.serve.llm`.
+"""Quire as an application of Ray Serve: `from server.deploy_ray import LLMConfig, build_openai_app`, named as in
+`ray.serve.llm`.
 
-Needs `pip install 'quire[ray]'`. Modules are imported on first use of a name, so configurations can be read without Ray.
+Needs `pip install 'quire[ray]'`. Modules are imported on first use of a name, so configurations can be read without
+Ray.
 """
 
 from __future__ import annotations

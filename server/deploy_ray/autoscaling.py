@@ -12,7 +12,8 @@ KV_CACHE_USAGE = 0.8  # KV cache usage of a replica at its target load
 def replica_load(stats: SchedulerStats | None) -> float:
     """Return a replica's load relative to its target. Above 1, there should be more replicas.
 
-    While requests wait, the running ones are all that the replica can handle. Otherwise the usage of the KV cache counts.
+    While requests wait, the running ones are all that the replica can handle. Otherwise the usage of the KV cache
+    counts.
     """
     if stats is None:
         return 1.0  # restarting: neither idle nor overloaded
@@ -22,8 +23,8 @@ def replica_load(stats: SchedulerStats | None) -> float:
 
 
 def by_load(context: Any) -> tuple[float, dict[str, Any]]:
-    """A Ray Serve autoscaling policy: enough replicas for the sum of all loads, and for `target_ongoing_requests` at each.
-    Delays and bounds come from `autoscaling_config`.
+    """A Ray Serve autoscaling policy: enough replicas for the sum of all loads, and for `target_ongoing_requests` at
+    each. Delays and bounds come from `autoscaling_config`.
     """
     loads = (context.aggregated_metrics or {}).get("load", {})
     requests = context.total_num_requests / context.config.get_target_ongoing_requests()

@@ -76,8 +76,8 @@ class LLMConfig(_Config):
         return _settings(EngineConfig, "engine_kwargs", self.engine_kwargs | own)
 
     def server_config(self) -> ServerConfig:
-        """Return the server's configuration. Raises `ConfigError` for settings that `quire serve` would refuse, or that are Ray
-        Serve's.
+        """Return the server's configuration. Raises `ConfigError` for settings that `quire serve` would refuse, or that
+        are Ray Serve's.
         """
         if wrong := self.server_kwargs.keys() & OF_THE_SOCKET:
             raise ConfigError(f"server_kwargs: {min(wrong)} is of no use here: Ray Serve's http_options has its like")

@@ -35,7 +35,9 @@ class ForwardedRequest:
 
 
 def forwarded(scope: Mapping[str, Any], body: bytes) -> ForwardedRequest:
-    """Return the request in the form that a replica takes. A body that is not a JSON object is left for the replica to refuse."""
+    """Return the request in the form that a replica takes. A body that is not a JSON object is left for the replica to
+    refuse.
+    """
     head = {name: scope[name] for name in SCOPE if name in scope}
     try:
         decoded = msgspec.json.decode(body) if body else None

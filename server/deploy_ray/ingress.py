@@ -27,8 +27,8 @@ class OpenAiIngress:
     """All APIs of `quire serve` for several models. A body's `model` selects one; the default is the first."""
 
     def __init__(self, llm_deployments: Mapping[str, Any], body_timeout: float) -> None:
-        """`llm_deployments`: model name → handle of its `LLMServer` deployment. `body_timeout`: seconds within which a body must
-        arrive.
+        """`llm_deployments`: model name → handle of its `LLMServer` deployment. `body_timeout`: seconds within which a
+        body must arrive.
         """
         self._arrivals = Arrivals(MAX_BODY_BYTES, body_timeout)
         self._models = {

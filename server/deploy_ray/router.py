@@ -1,4 +1,4 @@
-"""Routes a request to the replica with most of its prompt cached, weighed against load; see `engine.replicas.routing`."""
+"""Routes a request to the replica with most of its prompt cached, weighed by load; see `engine.replicas.routing`."""
 
 from __future__ import annotations
 

@@ -32,8 +32,10 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _INTRODUCTION = (
-    "Quire speaks the APIs of OpenAI (base URL `http://HOST:PORT/v1`), Anthropic and Ollama (`http://HOST:PORT`). Fields that "
-    "are unknown or have no effect are named in the answer's `warnings` and in the header `X-Quire-Warnings`; fields that "
+    "Quire speaks the APIs of OpenAI (base URL `http://HOST:PORT/v1`), Anthropic and Ollama (`http://HOST:PORT`). "
+    "Fields that "
+    "are unknown or have no effect are named in the answer's `warnings` and in the header `X-Quire-Warnings`; fields "
+    "that "
     "would change the answer and are not supported are refused with status 400."
 )
 

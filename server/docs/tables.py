@@ -1,6 +1,8 @@
-"""Generates the tables in docs/ from their declarations: request parameters (api.md), flags (flags.md), models (models.md).
+"""Generates the tables in docs/ from their declarations: request parameters (api.md), flags (flags.md), models
+(models.md).
 
-`python -m server.docs.tables` rewrites them. A table is between `<!-- parameters: NAME -->`, or `flags` or `table` instead of
+`python -m server.docs.tables` rewrites them. A table is between `<!-- parameters: NAME -->`, or `flags` or `table`
+instead of
 `parameters`, and `<!-- end -->`.
 """
 
@@ -73,7 +75,7 @@ def tables() -> dict[str, str]:
 
 
 def _fields(description: str | None) -> str:
-    """List the fields of each endpoint with this description; None: fields with an effect of endpoints without a table."""
+    """List the fields of each endpoint with this description; None: fields with an effect, of the others."""
     rows = []
     for path, requests in REQUESTS.items():
         if description is None and path in WITH_A_TABLE:

@@ -1,4 +1,4 @@
-"""The chat templates of the served model, each with what is derived from it: the formats of tool calls and reasoning."""
+"""The chat templates of the served model, each with the formats of tool calls and reasoning that follow from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChatFormat:
 
     @property
     def writes_harmony(self) -> bool:
-        """Whether answers are in gpt-oss's harmony format."""
+        """Return whether answers are in gpt-oss's harmony format."""
         return self.reasoning_format is HARMONY
 
     def format_for(self, request: GenerationRequest) -> ToolFormat | None:
@@ -54,7 +54,7 @@ class ChatFormat:
         return GENERIC if self.tool_format is None and request.tool_mode == "required" else self.tool_format
 
     def takes_several_calls(self, request: GenerationRequest) -> bool:
-        """Whether an answer may call more than one tool."""
+        """Return whether an answer may call more than one tool."""
         format, calls = self.format_for(request), self.renderer.traits(True).calls
         is_single = (format is not None and format.single) or (calls is not None and not calls.several)
         return request.tool_choice.several and not self.writes_harmony and not is_single
@@ -100,7 +100,7 @@ class ChatFormats:
         return self._formats[chosen_name(self._formats, has_tools=True)] if self._formats else None
 
     def of(self, request: PromptRequest) -> ChatFormat | None:
-        """Return the format of a request: tools and documents choose among named templates. None: there is no template."""
+        """Return the format of a request: tools and documents choose among named templates. None: there is none."""
         conversation: Any = request.conversation
         if conversation is None or not self._formats:
             return self.default

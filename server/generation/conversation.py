@@ -39,8 +39,8 @@ class ConversationEncoder:
     def encode(self, conversation: Conversation, add_special_tokens: bool, check: CheckText | None = None) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
-        `check` is called with the rendered text and may raise before tokenization. Raises `RequestError` when the template
-        rejects the messages in every shape.
+        `check` is called with the rendered text and may raise before tokenization. Raises `RequestError` when the
+        template rejects the messages in every shape.
         """
         conversation.check()
         options = conversation.template_options()

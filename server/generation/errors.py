@@ -14,9 +14,9 @@ Names = Mapping[str, str]  # see `field_name`
 class RequestError(Exception):
     """A request that is not served.
 
-    `path`: names and indexes that lead to the invalid field of the request; empty if there is none. `lead`: text between the
-    field's name and `reason` in the message; None: `reason` is the whole message. `details`: machine-readable details, for
-    APIs whose errors have them.
+    `path`: names and indexes that lead to the invalid field of the request; empty if there is none. `lead`: text
+    between the field's name and `reason` in the message; None: `reason` is the whole message. `details`:
+    machine-readable details, for APIs whose errors have them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TimedOutError(RequestError):
 
 
 class BusyError(RequestError):
-    """The queue is full, or the caller has reached a limit. `retry_after`: seconds until another attempt makes sense."""
+    """The queue is full, or the caller has reached a limit. `retry_after`: seconds until the next attempt."""
 
     def __init__(self, reason: str, retry_after: int) -> None:
         super().__init__(reason)
@@ -86,8 +86,8 @@ def invalid(error: ValueError) -> InvalidRequestError:
 def field_name(path: Sequence[str | int], names: Names) -> str:
     """Return an API's name of a field of the neutral request: `a[0].b`, unless `names` has another name for it.
 
-    A key of `names` is a field with `[]` for every index, and also stands for all fields below it. Each `[]` in its value is
-    filled with an index of the path.
+    A key of `names` is a field with `[]` for every index, and also stands for all fields below it. Each `[]` in its
+    value is filled with an index of the path.
     """
     for end in range(len(path), 0, -1):
         if (name := names.get(_joined(["" if isinstance(part, int) else part for part in path[:end]]))) is not None:

@@ -25,7 +25,8 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 async def guided(
     model: Model, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
 ) -> SamplingParams:
-    """Return `sampling` with a grammar for the answer, if the request needs one. `RequestError` names the field at fault.
+    """Return `sampling` with a grammar for the answer, if the request needs one. `RequestError` names the field at
+    fault.
 
     With `tool_choice` "auto", parts of a tool's schema that cannot be enforced are left out, or all of it, unless
     the tool is `strict`. `warnings` lists what is not enforced, including unknown `format` keywords.

@@ -34,7 +34,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What a caller has left of one limit."""
+    """The rest of one of a caller's limits."""
 
     kind: str  # "requests" or "tokens"
     per_minute: int
@@ -59,7 +59,9 @@ class RateLimits:
             requests.use(1)
 
     def use_tokens(self, caller: Caller, num_tokens: int) -> None:
-        """Count tokens of a prompt or an output. They are known only after the request has started: there may be a debt."""
+        """Count tokens of a prompt or an output. They are known only after the request has started: there may be a
+        debt.
+        """
         if (bucket := self._of(caller).get("tokens")) is not None:
             bucket.use(num_tokens)
 

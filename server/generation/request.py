@@ -59,7 +59,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the answer calls tools, and which ones."""
+    """Return whether the answer calls tools, and which ones."""
 
     mode: ToolMode = "auto"
     names: list[str] = field(default_factory=list)  # the tools that may be called; empty: all
@@ -184,7 +184,7 @@ class GenerationRequest(PromptRequest):
 
     @property
     def tool_mode(self) -> ToolMode:
-        """Whether the answer may or must call tools."""
+        """Return whether the answer may or must call tools."""
         return self.tool_choice.mode if self.tools else "none"
 
     @property

@@ -29,7 +29,8 @@ def given_values(model: Model, request: GenerationRequest) -> SamplingParams:
 async def completed(
     model: Model, request: GenerationRequest, prompt: Prompt, sampling: SamplingParams, warnings: Warnings
 ) -> SamplingParams:
-    """Return `sampling` as the engine takes it: with what the model's format needs, checked, with a grammar if one is needed.
+    """Return `sampling` as the engine takes it: with what the model's format needs, checked, with a grammar if one is
+    needed.
 
     Call it once for all samples of a request. Adds to `warnings` what has no effect.
     """

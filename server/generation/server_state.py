@@ -55,7 +55,7 @@ class ServerState:
         }
 
     async def reset_prefix_cache(self, caller: Caller) -> None:
-        """Empty the prefix cache. Raises `NotPermittedError`, `ConflictError` while requests run, `UnavailableError`."""
+        """Empty the prefix cache. Raises `NotPermittedError`, `ConflictError` if requests run, `UnavailableError`."""
         if not caller.may_prioritise:
             raise NotPermittedError("emptying the prefix cache requires a key with `priority: true` in the key file")
         try:

@@ -63,7 +63,8 @@ class KeyRing:
     def find(self, key: bytes) -> Caller | None:
         """Return the caller with this key, or None.
 
-        The lookup uses the key's hash. Its timing reveals only hashes, and no one can construct a key for a given hash prefix.
+        The lookup uses the key's hash. Its timing reveals only hashes, and no one can construct a key for a given hash
+        prefix.
         """
         if self._path is not None and time.monotonic() >= self._next_check:
             self._read_again(self._path)
@@ -93,7 +94,8 @@ class KeyRing:
 def read_keys(path: Path) -> dict[bytes, Caller]:
     """Read a key file. Returns the callers by the SHA-256 of their keys. Raises `ConfigError`, which never shows a key.
 
-    The file is YAML (or JSON): lines `NAME: KEY`, with an `Entry` instead of the key if there are more settings. A key is
+    The file is YAML (or JSON): lines `NAME: KEY`, with an `Entry` instead of the key if there are more settings. A key
+    is
     `sha256:` and its hash, or the key itself. A file may also contain just a single key.
     """
     label = f"api_key_file {path}"
@@ -104,7 +106,7 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
 
 
 def add_to_file(path: Path, name: str, entry: Entry) -> None:
-    """Append a line to a key file; a new file is readable only by its owner. Raises `ConfigError` if the name exists."""
+    """Append a line to a key file; only its owner can read a new file. Raises `ConfigError` if the name exists."""
     label = f"file {path}"
     before = _read(path, label) if path.exists() else b""
     if name in _entries(before, label):

@@ -21,7 +21,7 @@ PAGES = frozenset(["/docs", "/metrics", "/openapi.json"])
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key: probes, and the files of the chat page, which asks for the key itself."""
+    """Return whether a path needs no key: probes, and the files of the chat page, which asks for the key itself."""
     return path in PROBES or path == "/" or path.startswith("/static/")
 
 
@@ -59,7 +59,9 @@ class APIKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, full_path: str, *, asks_for_password: bool) -> Response:
-        """Return a 401. `asks_for_password`: let a browser ask for the key; not if a script of the chat page sent the request."""
+        """Return a 401. `asks_for_password`: let a browser ask for the key; not if a script of the chat page sent the
+        request.
+        """
         response: Response = JSONResponse({"error": "Unauthorized"}, 401)
         if self._formats.has_own(full_path):
             response = self._formats.response(APIError(401, "Unauthorized"), full_path)

@@ -26,8 +26,8 @@ Table = Mapping[str, tuple[Any, ...]]
 
 
 def _adapted(schema: Any) -> Any:
-    """Return the schema with two changes: validation of a list stops at its first invalid entry, since lists may be long, and
-    integers outside lists may be written as 4.0.
+    """Return the schema with two changes: validation of a list stops at its first invalid entry, since lists may be
+    long, and integers outside lists may be written as 4.0.
     """
     if isinstance(schema, list):
         return [_adapted(each) for each in schema]
@@ -84,7 +84,9 @@ ArgumentsSchema = Annotated[
 
 
 def unsupported(neutral: tuple[Any, ...]) -> Any:
-    """Declare an unsupported field that would change the answer. Accepts only null and `neutral` values, which change nothing."""
+    """Declare an unsupported field that would change the answer. Accepts only null and `neutral` values, which change
+    nothing.
+    """
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         if value is None or any(

@@ -27,18 +27,22 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 
 class BrowserMiddleware:
-    """Refuses requests that another site's page may have sent. Used on servers without keys; such a page would lack the key.
+    """Refuses requests that another site's page may have sent. Used on servers without keys; such a page would lack the
+    key.
 
     - DNS rebinding: the name of the page resolves to this server, so the browser treats them as the same origin. The
       request's Host is then the page's name, which is not one of ours.
-    - Cross-site requests without a preflight: browsers mark them in `Sec-Fetch-Site` or `Origin`. GET, HEAD and OPTIONS are
+    - Cross-site requests without a preflight: browsers mark them in `Sec-Fetch-Site` or `Origin`. GET, HEAD and OPTIONS
+    are
       allowed, since the page cannot read the response.
     """
 
     def __init__(
         self, app: ASGIApp, formats: ErrorFormats, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str]
     ) -> None:
-        """`allowed_hosts`: names allowed besides addresses and local names; `*.a.b`: all subdomains of a.b; `*`: all names."""
+        """`allowed_hosts`: names allowed besides addresses and local names; `*.a.b`: all subdomains of a.b; `*`: all
+        names.
+        """
         self._app, self._formats = app, formats
         self._hosts = {socket.gethostname().lower(), *(host.lower().rstrip(".") for host in allowed_hosts)}
         self._ends = (*LOCAL_ENDS, *(host[1:] for host in self._hosts if host.startswith("*.")))

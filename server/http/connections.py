@@ -55,7 +55,7 @@ class Connections:
         return sum(connection.is_working for connection in self._all)
 
     def opened(self, connection: Connection) -> bool:
-        """Register a new connection, closing the one idle longest if there are too many. Returns False if none is idle."""
+        """Register a connection, closing the one idle longest if there are too many. Returns False if none is idle."""
         if len(self._all) >= self.limits.max_connections:
             if not self._idle:
                 return False
@@ -128,12 +128,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request is unanswered."""
+        """Return whether a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_working(self) -> bool:
-        """Whether an unanswered POST request has arrived completely."""
+        """Return whether an unanswered POST request has arrived completely."""
         return self._is_busy and not self.cycle.more_body and self.cycle.scope["method"] == "POST"
 
     # ---- called by uvicorn and the transport ----
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def has_hung_up(self) -> bool:
-        """Whether the client has disconnected, even if the event loop has not seen it yet."""
+        """Return whether the client has disconnected, even if the event loop has not seen it yet."""
         connection = self.transport.get_extra_info("socket")
         if connection is None or self.transport.is_closing():
             return connection is not None
@@ -251,8 +251,8 @@ class Connection(HttpToolsProtocol):
 
 
 class _HeadAndBody:
-    """Sends the head of a response together with the start of its body, since each `write` is a system call that wakes the
-    client. Replaces the transport for one response.
+    """Sends the head of a response together with the start of its body, since each `write` is a system call that wakes
+    the client. Replaces the transport for one response.
     """
 
     __slots__ = ("_head", "_is_sent", "_loop", "_transport")
@@ -310,5 +310,7 @@ def raise_open_files() -> int:
 
 
 def default_max_connections(max_open_files: int) -> int:
-    """Return the default limit of connections: leaves some files for other uses, and bounds the memory of idle connections."""
+    """Return the default limit of connections: leaves some files for other uses, and bounds the memory of idle
+    connections.
+    """
     return min(max(max_open_files - _OTHER_FILES, max_open_files // 2), _ENOUGH_CONNECTIONS)

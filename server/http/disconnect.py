@@ -1,4 +1,4 @@
-"""What a client that has hung up asked for comes to an end."""
+"""Ends the work for clients that have hung up."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Entrance:
         caller = self._find_caller(key_of(scope)) if self._find_caller is not None else None
         if caller is None:
             with contextlib.suppress(StopIteration):  # it never waits
-                self._as_forwarded(scope, _nothing, _nothing).send(None)  # type: ignore[arg-type]  # uvicorn has types of its own
+                # uvicorn has types of its own
+                self._as_forwarded(scope, _nothing, _nothing).send(None)  # type: ignore[arg-type]
             caller = caller_in(scope)
         return caller.owner("")
 

@@ -12,17 +12,19 @@ _PART_BYTES = 16 << 10  # of a body, processed without a pause for other threads
 
 
 def default_body_bytes(max_model_len: int) -> int:
-    """Return the default limit of a body: a prompt that fills the context in any encoding, or many short prompts, fit."""
+    """Return the default limit of a body: a prompt that fills the context in any encoding fits, or many short ones."""
     return (4 << 20) + 32 * max_model_len
 
 
 def is_small(body: bytes) -> bool:
-    """Whether a JSON body can be decoded, checked and converted within about a millisecond."""
+    """Return whether a JSON body can be decoded, checked and converted within about a millisecond."""
     return len(body) <= _SMALL_BYTES and _num_values(body) <= _SMALL_NUM_VALUES
 
 
 def check_body(body: bytes) -> None:
-    """Raise `APIError` if a JSON body has too many values. Decoding it would take ten times as long, and block the process."""
+    """Raise `APIError` if a JSON body has too many values. Decoding it would take ten times as long, and block the
+    process.
+    """
     if _num_values(body) <= MAX_VALUES:
         return
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")

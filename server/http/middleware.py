@@ -1,5 +1,5 @@
-"""The outermost middleware, which sets the context, ids and metrics of HTTP requests, and the innermost, which lets requests
-of different callers start alternately.
+"""The outermost middleware, which sets the context, ids and metrics of HTTP requests, and the innermost, which lets
+requests of different callers start alternately.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TurnsMiddleware:
 
 
 class RequestMiddleware:
-    """Sets the `RequestContext` of HTTP requests, and counts and times them by route. HEAD is handled as GET; the server omits
-    the body.
+    """Sets the `RequestContext` of HTTP requests, and counts and times them by route. HEAD is handled as GET; the
+    server omits the body.
     """
 
     def __init__(self, app: ASGIApp, metrics: HTTPMetrics, answers_id: bool) -> None:

@@ -41,8 +41,8 @@ _MAX_HELD_BYTES = 256 << 20  # of all bodies in memory together; at least four t
 class StrictJSONRoute(APIRoute):
     """Reads bodies with the application's `Bodies`: `app.state.bodies`.
 
-    An endpoint with a body takes `body` and `request` and returns a response. It is cancelled when the client disconnects.
-    All other endpoints are left to the framework.
+    An endpoint with a body takes `body` and `request` and returns a response. It is cancelled when the client
+    disconnects. All other endpoints are left to the framework.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -73,14 +73,16 @@ class Arrivals:
     """Receives bodies, within a limit for each body and one for all bodies in memory."""
 
     def __init__(self, max_bytes: int, timeout: float, limit: str = "") -> None:
-        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `limit`: suffix of the error message."""
+        """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `limit`: suffix of the error
+        message.
+        """
         self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
         self._turns = Turns(_READ_AT_ONCE)
 
     async def receive(self, request: Request, owner: str = "") -> bytes:
-        """Receive a body, which counts towards the total until `release`. Parts after the first are read alternately between
-        owners.
+        """Receive a body, which counts towards the total until `release`. Parts after the first are read alternately
+        between owners.
 
         Raises `APIError` 413 if the body is too large, 408 if it takes too long, 503 if there are too many bodies.
         """
@@ -115,9 +117,9 @@ class Arrivals:
         self._num_held_bytes -= len(data)
 
     def _too_large(self, request: Request) -> APIError:
-        """Return a 413. The rest of the body is read and dropped, so that clients which send everything before they read get the
-        response. A client that sent `Expect: 100-continue` sends no body, so its connection is closed: its next request would
-        be taken for the body.
+        """Return a 413. The rest of the body is read and dropped, so that clients which send everything before they
+        read get the response. A client that sent `Expect: 100-continue` sends no body, so its connection is closed: its
+        next request would be taken for the body.
         """
         reason = f"the body may have at most {self._max_bytes} bytes{self._limit}"
         return APIError(413, reason, headers=_CLOSE if "expect" in request.headers else None)
@@ -126,8 +128,8 @@ class Arrivals:
 class Bodies:
     """Reads request bodies: within limits, a few at a time, and in a thread if they are large.
 
-    JSON follows RFC 8259, in UTF-8. NaN and numbers outside the range of doubles are refused and lone surrogates replaced,
-    so that every value in a request can be encoded again in a response.
+    JSON follows RFC 8259, in UTF-8. NaN and numbers outside the range of doubles are refused and lone surrogates
+    replaced, so that every value in a request can be encoded again in a response.
     """
 
     def __init__(self, max_bytes: int, timeout: float, workers: Workers, *, strict: bool) -> None:
@@ -179,7 +181,7 @@ async def converted(
 
 
 def is_large(request: Request) -> bool:
-    """Whether processing the body may take more than a millisecond, so that it belongs in a thread."""
+    """Return whether processing the body may take more than a millisecond, so that it belongs in a thread."""
     return _LARGE in request.scope
 
 

@@ -34,7 +34,9 @@ def streamed(
     keep_alive: float,
     media_type: str = EVENTS,
 ) -> Response:
-    """Return a streaming response. `failure`: makes the event of an error; `end`: the last bytes; others: see `EventStream`."""
+    """Return a streaming response. `failure`: makes the event of an error; `end`: the last bytes; others: see
+    `EventStream`.
+    """
     response = EventStream(events, failure=failure, end=end, keep_alive=keep_alive, media_type=media_type)
     response.headers.update(warning_headers(warnings))
     return response

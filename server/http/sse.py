@@ -1,7 +1,7 @@
 """Server-sent events.
 
-An event is an optional line with its name, a line `data: {json}` and an empty line. After an error, a stream ends in the same
-way as otherwise.
+An event is an optional line with its name, a line `data: {json}` and an empty line. After an error, a stream ends in
+the same way as otherwise.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EventStream(EventSourceResponse):
         keep_alive: float,
         media_type: str = EVENTS,
     ) -> None:
-        """`failure`: makes the event of an error. `keep_alive`: seconds of silence before a comment, which keeps proxies from
-        closing the stream; 0: no comments. `media_type`: for other kinds of streams.
+        """`failure`: makes the event of an error. `keep_alive`: seconds of silence before a comment, which keeps
+        proxies from closing the stream; 0: no comments. `media_type`: for other kinds of streams.
         """
         super().__init__(events, media_type=media_type)
         self._events, self._failure, self._end, self._keep_alive = events, failure, end, keep_alive

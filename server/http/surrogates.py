@@ -1,4 +1,6 @@
-"""Lone surrogates: halves of characters, which clients leave where they cut a text in UTF-16, and which no text may have."""
+"""Lone surrogates: halves of characters, which clients leave where they cut a text in UTF-16, and which no text may
+have.
+"""
 
 from __future__ import annotations
 

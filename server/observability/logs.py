@@ -14,7 +14,9 @@ class RequestFields(logging.Filter):
     """Adds the request's id and key name to each record, and removes query strings from uvicorn's access lines."""
 
     def __init__(self, quiet_paths: Collection[str] = ()) -> None:
-        """`quiet_paths`: paths whose access lines are dropped; "/static/" covers everything below it, "/" just the page."""
+        """`quiet_paths`: paths whose access lines are dropped; "/static/" covers everything below it, "/" just the
+        page.
+        """
         super().__init__()
         self._quiet_paths = frozenset(quiet_paths)
         self._quiet_folders = tuple(path for path in quiet_paths if path.endswith("/") and path != "/")

@@ -37,7 +37,7 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a new request would be processed at once."""
+        """Return whether a new request would be processed at once."""
         return self._engine.state.is_ready and not self.is_draining
 
     @property
@@ -49,8 +49,8 @@ class Readiness:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of /readyz: the phase, the completed fraction (0 to 1), the seconds left, and why the engine process
-        was last lost.
+        """Return the JSON of /readyz: the phase, the completed fraction (0 to 1), the seconds left, and why the engine
+        process was last lost.
         """
         state = self._engine.state
         if self.is_draining:

@@ -1,7 +1,7 @@
 """Records traffic for `quire bench serve --replay`: arrival times, lengths, and which prompts share prefixes.
 
-Writes one JSON line per answer, in Mooncake's published format with additional members. It contains no text, token, id or
-name: a block of prompt tokens appears as a hash of all tokens up to its end, with a key that exists only in memory.
+Writes one JSON line per answer, in Mooncake's published format with additional members. It contains no text, token, id
+or name: a block of prompt tokens appears as a hash of all tokens up to its end, with a key that exists only in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Ended:
 
 
 class TrafficRecorder:
-    """Appends to a file in a separate thread. An existing file is continued with later times and different block numbers."""
+    """Appends to a file in a separate thread. An existing file is continued with later times and different block
+    numbers.
+    """
 
     def __init__(self, path: Path, block_size: int) -> None:
         """Open the file, readable only by its owner. Raises `ConfigError` if it cannot be written."""
@@ -101,7 +103,9 @@ class TrafficRecorder:
                 file.write(json.dumps(line) + "\n")
 
     def _hash_ids(self, prompt: list[int], cache_salt: str) -> list[int]:
-        """Return a number for each full block, equal for prompts with the same salt and the same tokens up to the block's end."""
+        """Return a number for each full block, equal for prompts with the same salt and the same tokens up to the
+        block's end.
+        """
         chain, numbers = blake2b(cache_salt.encode(), key=self._key).digest(), []
         for end in range(self._block_size, len(prompt) + 1, self._block_size):
             tokens = array("q", prompt[end - self._block_size : end]).tobytes()

@@ -72,7 +72,8 @@ class RequestRecord:
     def stages(self, sample: SampleWatch) -> dict[str, float]:
         """Return the seconds of each completed stage. Together they are the time from the request to the last token.
 
-        preparation: parsing, chat template, tokenisation, check of a grammar; grammar: its compilation; queue; prefill; decode.
+        preparation: parsing, chat template, tokenisation, check of a grammar; grammar: its compilation; queue; prefill;
+        decode.
         """
         times = sample.timings
         if times is None or not times.scheduled_ts:

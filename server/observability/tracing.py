@@ -109,7 +109,9 @@ class RequestSpan:
 
 
 class TracingMiddleware:
-    """Opens a span for each POST request, as a child of the client's `traceparent` if there is one; returns `traceresponse`."""
+    """Opens a span for each POST request, as a child of the client's `traceparent` if there is one; returns
+    `traceresponse`.
+    """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer

@@ -33,9 +33,10 @@ class SamplingParams:
     The sampler applies, in this order: `logit_bias`, `min_tokens` and `bad_words`, `repetition_penalty`,
     `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `thinking_token_budget`, the grammar of
     `structured_outputs`, `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is
-    greedy: it takes the token with the highest logit after the steps up to the grammar, and ignores the later ones. With
-    `seed`, the same request gives the same tokens whatever else is in the batch. Log probabilities are computed from the
-    model's raw logits, before any of these steps.
+    greedy: it takes the token with the highest logit after the steps up to the grammar, and ignores the later ones.
+    With
+    `seed`, the same request gives the same tokens whatever else is in the batch. Log probabilities are computed from
+    the model's raw logits, before any of these steps.
     """
 
     n: int = parameter(1, "number of answers to each prompt", at_least=1, at_most=128)
@@ -61,7 +62,8 @@ class SamplingParams:
     )
     typical_p: float = parameter(
         1.0,
-        "locally typical sampling: sample from the tokens whose surprise is closest to the entropy, up to this probability",
+        "locally typical sampling: sample from the tokens whose surprise is closest to the entropy, up to this "
+        "probability",
         above=0,
         at_most=1,
     )
@@ -124,7 +126,8 @@ class SamplingParams:
     )
     xtc_threshold: float = parameter(
         0.1,
-        'XTC ("exclude top choices"): exclude all tokens with at least this probability, except the least likely of them',
+        'XTC ("exclude top choices"): exclude all tokens with at least this probability, except the least likely of '
+        "them",
         at_least=0,
         at_most=1,
     )

@@ -32,7 +32,8 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters(Syntax):
-    """Syntax of an object whose properties stand between marks: `key`, a name, `value`, a value, `end`, for each of them.
+    """Syntax of an object whose properties stand between marks: `key`, a name, `value`, a value, `end`, for each of
+    them.
 
     Strings are written as they are, without quotes and escapes; other values as JSON.
     """
@@ -53,7 +54,7 @@ class Parameters(Syntax):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literals(Syntax):
-    """Syntax of an object as `name=value, name=value`, with literals of Python, JSON or a relative of theirs as values."""
+    """Syntax of an object as `name=value, name=value`, with literals of Python, JSON or the like as values."""
 
     assign: str = "="  # between a name and its value
     separator: str = ", "

@@ -46,7 +46,8 @@ ENDPOINTS = (
             },
         },
         events='event: message_start\ndata: {"type":"message_start","message":{…}}\n\n'
-        'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}'
+        "event: content_block_start\n"
+        'data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}'
         '\n\nevent: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta",'
         '"text":"Hi!"}}\n\nevent: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
         'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},'

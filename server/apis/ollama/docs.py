@@ -49,7 +49,8 @@ ENDPOINTS = (
             "A JSON schema": {"model": MODEL, "messages": HELLO, "stream": False, "format": WEATHER},
         },
         {"model": MODEL, "created_at": _TIME, "message": {"role": "assistant", "content": "Hi!"}, **_COUNTS},
-        lines=f'{{"model":"MODEL","created_at":"{_TIME}","message":{{"role":"assistant","content":"Hi!"}},"done":false}}\n'
+        lines=f'{{"model":"MODEL","created_at":"{_TIME}","message":'
+        '{"role":"assistant","content":"Hi!"},"done":false}\n'
         f'{{"model":"MODEL","created_at":"{_TIME}","message":{{"role":"assistant","content":""}},"done":true,'
         '"done_reason":"stop",…}\n',
         statuses=(404,),

@@ -33,8 +33,8 @@ from server.parsing.pieces import Block, Blocks, CallStart, Content, Piece, Reas
 API_VERSION = "0.13.0"  # Ollama's version: clients use it to detect features
 LATEST = ":latest"
 NOT_HERE = ("pull", "push", "create", "copy", "delete")  # endpoints that manage models
-PATHS = tuple(f"/api/{name}" for name in
-              ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "blobs", *NOT_HERE))  # fmt: skip
+_HERE = ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "blobs")
+PATHS = tuple(f"/api/{name}" for name in (*_HERE, *NOT_HERE))
 _FOREVER = "2318-01-01T00:00:00Z"  # Ollama's expiry time of a model that is never unloaded
 _encode = msgspec.json.encode
 

@@ -22,8 +22,10 @@ from server.http.bodies import Body, fields_without_effect, one_message, optiona
 _SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
 _OTHER_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 # Options for loading a model. Quire takes them from its command line instead.
-_LOADING = ("num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-            "use_mlock", "embedding_only", "num_thread", "numa")  # fmt: skip
+_LOADING = (
+    "num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+    "use_mlock", "embedding_only", "num_thread", "numa",
+)  # fmt: skip
 # Field names of the neutral request in this API.
 NAMES = {
     **{name: f"options.{name}" for name in (*_SAME, "stop")},
@@ -162,7 +164,7 @@ class GenerateRequest(_Answering, _GenerateBase):  # type: ignore[misc]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the request only asks to load the model."""
+        """Return whether the request only asks to load the model."""
         return not self.prompt
 
     def neutral(self, model: str, has_template: bool) -> GenerationRequest:
@@ -184,7 +186,7 @@ class ChatRequest(_Answering):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the request only asks to load the model."""
+        """Return whether the request only asks to load the model."""
         return not self.messages
 
     def neutral(self, model: str, has_template: bool) -> GenerationRequest:

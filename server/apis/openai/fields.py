@@ -133,7 +133,8 @@ class EngineFields(Body):
         description="Keep only this many tokens of the prompt, by default the last ones; -1: as many as fit.",
     )
     truncation_side: Literal["left", "right"] | None = optional(
-        "Whether `truncate_prompt_tokens` removes tokens from the beginning (`left`) or the end (`right`) of the prompt.",
+        "Whether `truncate_prompt_tokens` removes tokens from the beginning (`left`) or the end (`right`) of the "
+        "prompt.",
         "left",
     )
     cache_salt: str | None = Field(
@@ -157,7 +158,8 @@ class EngineFields(Body):
     safety_identifier: str | None = optional("OpenAI's newer name for `user`.")
 
     timeout_ms: int | None = optional(
-        "Milliseconds after which a started answer ends as it is, with `finish_reason` `abort` and `stop_reason` `timeout`; "
+        "Milliseconds after which a started answer ends as it is, with `finish_reason` `abort` and `stop_reason` "
+        "`timeout`; "
         "an answer that has not started by then, or cannot, gets status 504. Default: no limit.",
         ge=1,
         le=MAX_TIMEOUT_MS,
@@ -187,7 +189,8 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
     return_tokens_as_token_ids: bool | None = optional("Show tokens as `token_id:1` in log probabilities.", False)
     stream: bool | None = optional("Stream the answer as it is generated.", False)
     stream_options: StreamOptions | None = optional(
-        "`include_usage`: send a last event with the token counts; `continuous_usage_stats`: token counts in every event."
+        "`include_usage`: send a last event with the token counts; `continuous_usage_stats`: token counts in every "
+        "event."
     )
     use_beam_search: bool | None = optional(
         "Return the `n` most likely answers of a beam search with `n` beams.", False
@@ -244,7 +247,7 @@ class SamplingFields(_SamplingBase):  # type: ignore[misc]
 
     @property
     def is_scored(self) -> bool:
-        """Whether the response contains log probabilities. A long prompt can have millions."""
+        """Return whether the response contains log probabilities. A long prompt can have millions."""
         is_asked = self.logprobs is not None and self.logprobs is not False
         return is_asked or self.prompt_logprobs is not None
 

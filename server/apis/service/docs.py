@@ -23,9 +23,12 @@ ENDPOINTS = (
         "/requests/{request_id}",
         TAG,
         "Where a request's time went",
-        "By the `id` of its answer, or its `X-Request-Id`, while it runs and some time after. `seconds` of a choice are those of "
-        "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: `not_seen`, "
-        "`evicted`, `disabled`, or `not_read` where each token of the prompt has a result of its own; null: all of it was.",
+        "By the `id` of its answer, or its `X-Request-Id`, while it runs and some time after. `seconds` of a choice "
+        "are those of "
+        "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: "
+        "`not_seen`, "
+        "`evicted`, `disabled`, or `not_read` where each token of the prompt has a result of its own; null: all of it "
+        "was.",
         answer={
             "id": "chatcmpl-2f1b",
             "x_request_id": "5d0f",
@@ -77,7 +80,8 @@ ENDPOINTS = (
         "/reset_prefix_cache",
         TAG,
         "Empty the prefix cache",
-        "Later prompts are computed anew. 409 while requests are running. Requires a key with `priority: true`, if the server "
+        "Later prompts are computed anew. 409 while requests are running. Requires a key with `priority: true`, if the "
+        "server "
         "requires keys.",
         answer={"reset": True},
         statuses=(403, 409, 503),
@@ -88,7 +92,8 @@ ENDPOINTS = (
         "/readyz",
         TAG,
         "Whether requests are worked on",
-        "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server stops. "
+        "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server "
+        "stops. "
         "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `restarting`, "
         "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate; "
         "`last_loss`: why the engine process was lost last. With "

@@ -68,7 +68,7 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is displayed. Rates are per second, times in seconds; NaN: no observations."""
+    """The displayed figures. Rates are per second, times in seconds; NaN: no observations."""
 
     model: str
     state: dict[str, Any]

@@ -42,7 +42,8 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
     )
     parallel_tool_calls: bool | None = optional("Whether the answer may have several tool calls.", True)
     reasoning_effort: ReasoningEffort | None = optional(
-        "Passed to the chat template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`; `none` turns reasoning off."
+        "Passed to the chat template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`; `none` turns "
+        "reasoning off."
     )
     verbosity: Verbosity | None = optional("Passed to the chat template: how long the answer should be.")
     enable_thinking: bool | None = optional("Passed to the chat template: whether to reason before the answer.")

@@ -22,7 +22,8 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
 
     prompt: Prompt = Field(description="A string, a list of token ids, or a list of either.")
     logprobs: int | None = optional(
-        "Return log probabilities of the sampled tokens and of this many most likely tokens; with `echo`, also for the prompt.",
+        "Return log probabilities of the sampled tokens and of this many most likely tokens; with `echo`, also for the "
+        "prompt.",
         json_schema_extra=limits("logprobs"),
     )
     echo: bool | None = optional("Start the answer with the prompt; `max_tokens` may then be 0.", False)
@@ -40,12 +41,12 @@ class CompletionRequest(SamplingFields, _CompletionBase):  # type: ignore[misc]
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether log probabilities of the prompt are requested."""
+        """Return whether log probabilities of the prompt are requested."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def only_echoes(self) -> bool:
-        """Whether only the prompt is returned and nothing is generated."""
+        """Return whether only the prompt is returned and nothing is generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     def neutral(self) -> GenerationRequest:

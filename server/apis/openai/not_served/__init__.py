@@ -16,7 +16,8 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         kind = request.scope["route"].path.split("/")[2]
         raise APIError(
             501,
-            f"The model `{server.model.names[0]}` reads and writes text: {_KINDS[kind]}. Use another server for /v1/{kind}.",
+            f"The model `{server.model.names[0]}` reads and writes text: {_KINDS[kind]}. Use another server for "
+            f"/v1/{kind}.",
             headers={"x-should-retry": "false"},  # otherwise OpenAI's clients retry
         )
 

@@ -17,7 +17,8 @@ from server.http.bodies import Body, one_message
 LEFT_OUT = frozenset(
     """web_search_call file_search_call code_interpreter_call image_generation_call computer_call computer_call_output
     mcp_list_tools mcp_approval_request mcp_approval_response mcp_call tool_search_call tool_search_output program
-    program_output additional_tools shell_call shell_call_output apply_patch_call apply_patch_call_output""".split()  # noqa: SIM905
+    program_output additional_tools shell_call shell_call_output apply_patch_call
+    apply_patch_call_output""".split()  # noqa: SIM905
 )
 SUMMARY = "Summary of the conversation so far:"
 _PACKED = "quire:"

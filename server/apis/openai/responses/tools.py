@@ -110,7 +110,7 @@ AnyTool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How the API represents calls of a tool."""
+    """The API's form of a tool's calls."""
 
     kind: Literal["function", "custom", "local_shell"]
     name: str
