@@ -181,7 +181,7 @@ class AsyncEngine:
             request, output, self._config.stream_interval, self._pace, self._turns
         )
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-        self.in_flight.add(request_id, request.owner)
+        self.in_flight.add(request_id, request.tenant)
         self._dispatcher.assign(stream)
         return Updates(stream, lambda: self._forget(request_id, stream))
 

@@ -27,7 +27,7 @@ class GuidedRequests:
 
     def add(self, request: Request) -> None:
         """Hold a request until its grammar is compiled. Raises `ValueError` as `Scheduler.check_new` does."""
-        structured, sender = request.sampling.structured_outputs, request.engine_request.owner
+        structured, sender = request.sampling.structured_outputs, request.engine_request.tenant
         assert structured is not None
         assert structured.compiled is not None, "the input processor checks grammars"
         self._scheduler.check_new(request)

@@ -108,7 +108,7 @@ class StepResult:
     token_ids: list[int]  # or error codes, see FAULTS
     num_sampled: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # index → one for each new token
-    # Index → of the tokens after the computed ones.
+    # Index → log-probabilities of the prompt tokens after the computed ones.
     prompt_logprobs: dict[int, PromptScores] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: not finite
     # Layer → number of tokens of each expert, if counted.
@@ -117,7 +117,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one request got in a step. Sent from the engine process to the API process."""
+    """New tokens of one request, or its end. Sent from the engine process to the API process."""
 
     request_id: str
     new_token_ids: list[int]
@@ -128,7 +128,7 @@ class EngineOutput:
     num_preemptions: int = 0
     queued_time: float = 0.0  # when the request arrived in the engine, in monotonic seconds
     scheduled_time: float = 0.0  # when it was first scheduled
-    # With the first token, if requested: from the prompt's second token on.
+    # With the first token, if requested: one for each token from the prompt's second one on.
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None  # float32 values, the only output of a pooling request
     prefix_miss: str = ""  # why no more of the prompt was found in the prefix cache
@@ -139,8 +139,8 @@ class EngineOutput:
 @dataclass(slots=True)
 class StepOutputs:
     """The outputs of a step for all requests. A request with new tokens and nothing else is in the columns:
-    `request_ids[i]` got the next `counts[i]` of the flat `token_ids`, or one token each if `counts` is empty. All others
-    are in `outputs`, among them every request that starts or finishes.
+    `request_ids[i]` got the next `counts[i]` of the flat `token_ids`, or one token each if `counts` is empty. All
+    others are in `outputs`, among them every request that starts or finishes.
 
     The columns are immutable: `request_ids` may be the previous step's list. Where speed does not matter, iterate to
     get an `EngineOutput` for each request.

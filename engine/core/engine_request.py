@@ -21,11 +21,11 @@ class EngineRequest:
     pooling: PoolingParams | None = None  # set: the request wants its prompt's embedding; `sampling` is UNSAMPLED
     cache_salt: str = ""  # requests share cached blocks only with requests that have the same salt
     priority: int = 0  # lower values are scheduled first
-    owner: str = ""  # API key, user or client address: the engine is fair between owners
+    tenant: str = ""  # API key, user or client address: the engine is fair between tenants
     deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none
     arrival: float = 0.0  # when it reached the server, by that clock; 0: when it reaches the engine
-    # What names each prompt token in the prefix cache, where tokens alone do not say what is computed: for a placeholder
-    # an id of 63 bits of its content, else the token. None: the prompt's tokens.
+    # Names of the prompt's tokens in the prefix cache, if tokens alone do not say what is computed: for a placeholder
+    # 63 bits of a hash of its content, else the token. None: the prompt's tokens.
     name_ids: list[int] | None = None
 
     @property

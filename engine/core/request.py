@@ -59,7 +59,7 @@ class Request:
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
-        self.num_charged = 0  # tokens that have been charged to the owner
+        self.num_charged = 0  # tokens that have been charged to the tenant
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
         self.prefix_miss = ""  # why no more of them were found, see `BlockManager.miss_reason`
@@ -70,7 +70,7 @@ class Request:
         self.scheduled_time = 0.0  # when the request was first admitted, in monotonic seconds; 0: not yet
 
     def name_ids(self, start: int, end: int) -> list[int]:
-        """Return ids that name the tokens from index `start` to `end` in the prefix cache: usually the tokens themselves."""
+        """Return the names of the tokens from index `start` to `end` in the prefix cache: usually the tokens."""
         names, tokens = self.engine_request.name_ids, self.token_ids
         if names is None:
             return tokens[start:end]
@@ -78,12 +78,12 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """Whether prompt log-probabilities are requested and incomplete: then the whole prompt must be computed."""
+        """True while requested prompt log-probabilities are incomplete: then the whole prompt must be computed."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the request may use the prefix cache: not if every prompt token has a result of its own."""
+        """True if the request may use the prefix cache: not if every prompt token has a result of its own."""
         return not self.is_scored and (self.pooling is None or self.pooling.pooling == "last")
 
     def score(self, scores: PromptScores) -> None:

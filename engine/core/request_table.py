@@ -14,7 +14,7 @@ from engine.core.request import Request
 class RequestTable:
     """Owns the unfinished requests, in `queues`, and the blocks of those that run.
 
-    `removed` lists the ids of requests that lost their device rows. `Scheduler.schedule` takes them to tell the worker.
+    `removed` lists the ids of requests that lost their device rows. `Scheduler.schedule` passes them on to the worker.
     """
 
     def __init__(

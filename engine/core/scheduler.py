@@ -25,7 +25,7 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
-from engine.core.fairness.arrivals import Visits
+from engine.core.fairness.arrivals import Arrivals
 from engine.core.fairness.deadlines import Deadlines
 from engine.core.fairness.request_queues import RequestQueues
 from engine.core.fairness.step_budget import StepBudget
@@ -35,7 +35,7 @@ from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 
-PAUSED_STEPS = 16  # successive steps for favoured owners only, before all owners get one
+PAUSED_STEPS = 16  # successive steps for favoured tenants only, before all tenants get one
 
 _Batched = tuple[list[Request], ScheduledBatch]
 _NOTHING: _Batched = [], ScheduledBatch([], [], 0, 0, [])
@@ -75,18 +75,19 @@ class Scheduler:
     Its parts: `RequestTable` owns the unfinished requests and their blocks, `AdmissionControl` starts waiting ones,
     `StepBudget` limits the tokens of a step, and `InFlightSteps` applies the results. This class decides who runs.
 
-    Requests belong to owners: the API key, user or client address that sent them. Requests of one owner and priority
-    run first come, first served; between owners, scheduling is fair (see `RequestQueues`).
+    Requests belong to tenants: the API key, user or client address that sent them. Requests of one tenant and priority
+    run first come, first served; between tenants, scheduling is fair (see `RequestQueues`).
 
     **Preemption.** When blocks run out, the last running request is preempted: it loses its blocks, waits again, and is
     recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress,
     and every request finishes. A waiting request takes the row or the blocks of the last running one only if its own
-    owner has far fewer running requests (`should_give_way`). A better priority alone is no reason to preempt.
+    tenant has far fewer running requests (`should_give_way`). A better priority alone is no reason to preempt.
 
-    **Step length.** A new request waits for the steps in flight. So while several owners have requests, a step computes
-    at most as many tokens as take the time of a few short steps (`StepPace`). While an idle owner is expected to send a
-    request (`Visits`), that time is halved. While an owner is favoured, all other owners pause, except for one step in
-    every `PAUSED_STEPS + 1`. With a single owner, and no other expected, a step may use the whole token budget.
+    **Step length.** A new request waits for the steps in flight. So while several tenants have requests, a step
+    computes at most as many tokens as take the time of a few short steps (`StepTimes`). While an idle tenant is
+    expected to send a request (`Arrivals`), that time is halved. While a tenant is favoured, all other tenants pause,
+    except for one step in every `PAUSED_STEPS + 1`. With a single tenant, and no other expected, a step may use the
+    whole token budget.
 
     **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
     `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
@@ -114,14 +115,14 @@ class Scheduler:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
-        visits, deadlines = Visits(clock), Deadlines(clock)
-        self.queues = RequestQueues(max_num_batched_tokens // 2, visits)
+        arrivals, deadlines = Arrivals(clock), Deadlines(clock)
+        self.queues = RequestQueues(max_num_batched_tokens // 2, arrivals)
         self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
         self._admission = AdmissionControl(self.requests, clock)
-        self._budget = StepBudget(max_num_batched_tokens, visits)
-        self._steps = InFlightSteps(self.blocks, self._budget, deadlines.learn, self.requests.finish)
+        self._budget = StepBudget(max_num_batched_tokens, arrivals)
+        self._steps = InFlightSteps(self.blocks, self._budget, deadlines.record_first_token, self.requests.finish)
         self._clock, self._num_batches = clock, num_batches
-        self._num_paused = 0  # successive steps for favoured owners only
+        self._num_paused = 0  # successive steps for favoured tenants only
         self._last = _NOTHING  # the previous step's
         self._step = self._prompt_tokens = 0
 
@@ -192,7 +193,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. The caller launches it at once, before any other call.
 
-        An empty output must not be launched: a later output carries what the worker has to be told.
+        An empty output must not be launched. A later output then carries its list of removed requests.
         """
         assert len(self._steps) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
@@ -211,7 +212,7 @@ class Scheduler:
         return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured owners."""
+        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured tenants."""
         queues, num_preemptions = self.queues, self.requests.num_preemptions
         running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
@@ -254,11 +255,11 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, budget: int, plan: _Plan, favoured: bool = False) -> None:
-        """Admit waiting requests in queue order. `favoured`: only those of favoured owners."""
+        """Admit waiting requests in queue order. `favoured`: only those of favoured tenants."""
         queues = self.queues
         while budget and queues.num_waiting and len(queues.running) < self.max_num_seqs:
             request = queues.first_waiting()
-            if favoured and not queues.owner_of(request).is_favoured:
+            if favoured and not queues.tenant_of(request).is_favoured:
                 break
             if self._admission.drop_if_late(request):
                 continue

@@ -96,7 +96,7 @@ class Stream:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            self._turns.give(self.request.owner, waiter)
+            self._turns.give(self.request.tenant, waiter)
 
 
 class Updates(AsyncGenerator[RequestUpdate, None]):

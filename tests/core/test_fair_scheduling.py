@@ -1,4 +1,4 @@
-"""Owners: who is admitted next, who gives way to whom, and that one owner alone is served as if there were none."""
+"""Tenants: who is admitted next, who gives way to whom, and that one tenant alone is served as if there were none."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def make(
 
 
 def add(scheduler: Scheduler, ids: Sequence[str], prompt: int = 3, max_tokens: int = 50, priority: int = 0) -> None:
-    """The owner of a request is the first letter of its id."""
+    """The tenant of a request is the first letter of its id."""
     for request_id in ids:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         tokens = [int.from_bytes(request_id.encode()) + i for i in range(prompt)]
-        engine_request = EngineRequest(request_id, tokens, sampling, priority=priority, owner=request_id[0])
+        engine_request = EngineRequest(request_id, tokens, sampling, priority=priority, tenant=request_id[0])
         scheduler.add(Request(engine_request, frozenset(), seed=1))
 
 
@@ -43,15 +43,15 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
     return output
 
 
-def num_running(scheduler: Scheduler, owner: str) -> int:
-    return sum(request.engine_request.owner == owner for request in scheduler.queues.running)
+def num_running(scheduler: Scheduler, tenant: str) -> int:
+    return sum(request.engine_request.tenant == tenant for request in scheduler.queues.running)
 
 
-def names(owner: str, count: int) -> list[str]:
-    return [f"{owner}{number}" for number in range(count)]
+def names(tenant: str, count: int) -> list[str]:
+    return [f"{tenant}{number}" for number in range(count)]
 
 
-def test_an_owner_that_comes_gets_a_row_at_once() -> None:
+def test_a_tenant_that_comes_gets_a_row_at_once() -> None:
     s = make()
     add(s, names("a", 40))
     step(s)
@@ -59,12 +59,14 @@ def test_an_owner_that_comes_gets_a_row_at_once() -> None:
     add(s, ["b0"])
     output = step(s)
     assert [new.request_id for new in output.new_requests] == ["b0"]
-    assert output.removed == ["a7"], "the youngest of the owner that has most"
+    assert output.removed == ["a7"], "the youngest of the tenant that has most"
     assert s.stats().num_preemptions == 1
 
 
-def test_an_owner_that_comes_gets_blocks_at_once() -> None:
-    """Not when there is one left for each request of the other owner: those run after it, and it is preempted for none."""
+def test_a_tenant_that_comes_gets_blocks_at_once() -> None:
+    """Not when there is one left for each request of the other tenant: those run after it, and it is preempted for
+    none.
+    """
     s = make(max_num_seqs=64, num_blocks=100, caching=False)
     add(s, names("a", 60), max_tokens=300)
     while s.blocks.num_free_blocks > 10:
@@ -93,7 +95,7 @@ def test_rows_are_divided_and_nothing_is_preempted_again_and_again() -> None:
     assert s.stats().num_preemptions <= 8
 
 
-def test_the_only_one_of_an_owner_is_never_preempted_for_another() -> None:
+def test_the_only_one_of_a_tenant_is_never_preempted_for_another() -> None:
     s = make(max_num_seqs=1)
     add(s, ["a0", "a1"])
     step(s)
@@ -127,8 +129,8 @@ def test_blocks_are_given_up_too() -> None:
     assert num_running(s, "a") < num_before
 
 
-def test_the_least_served_owner_is_next() -> None:
-    """Long prompts count for more than short ones: an owner of short ones has more of them."""
+def test_the_least_served_tenant_is_next() -> None:
+    """Long prompts count for more than short ones: a tenant of short ones has more of them."""
     s = make(max_num_seqs=1, max_num_batched_tokens=500)
     add(s, names("a", 100), prompt=90, max_tokens=1)
     add(s, names("b", 100), prompt=10, max_tokens=1)
@@ -137,7 +139,7 @@ def test_the_least_served_owner_is_next() -> None:
     assert order.count("b") >= 30
 
 
-def test_an_owner_cannot_save_up_service() -> None:
+def test_a_tenant_cannot_save_up_service() -> None:
     s = make(max_num_seqs=1, max_num_batched_tokens=8)
     add(s, ["b0"], max_tokens=1)
     step(s)
@@ -253,7 +255,7 @@ class Clock:
 
 
 def flooded() -> tuple[Scheduler, Clock]:
-    """An owner floods, after the scheduler has learnt how long steps take; no other was ever there."""
+    """A tenant floods, after the scheduler has learnt how long steps take; no other was ever there."""
     clock = Clock()
     s = Scheduler(10_000, 4, 64, 1024, 500, clock=clock)
     add(s, ["a0"], prompt=100, max_tokens=20)
@@ -263,7 +265,7 @@ def flooded() -> tuple[Scheduler, Clock]:
     return s, clock
 
 
-def test_steps_are_not_bounded_for_one_owner() -> None:
+def test_steps_are_not_bounded_for_one_tenant() -> None:
     s, clock = flooded()
     assert [clock.step(s) for _ in range(10)] == [1024] * 10
 
@@ -336,7 +338,7 @@ def test_a_step_has_the_same_time_where_one_is_always_in_flight() -> None:
 
 
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.name)
-def test_a_flood_hardly_slows_another_owner_and_costs_little(flood: Flood) -> None:
+def test_a_flood_hardly_slows_another_tenant_and_costs_little(flood: Flood) -> None:
     alone = Simulation(CPU, None, fair=True, seconds=12).run()
     fair, fcfs = (Simulation(CPU, flood, fair=each, seconds=12).run() for each in (True, False))
     assert max(fair.latencies[2:]) < 2.2 * alone.p95, "the first ones met steps that were not bounded"

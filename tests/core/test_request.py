@@ -10,7 +10,8 @@ EOS, STOP, OTHER = 0, 5, 9
 
 
 def request(prompt: tuple[int, ...] = (1, 2, 3), **sampling: object) -> Request:
-    return Request(EngineRequest("r", list(prompt), SamplingParams(**sampling)), frozenset({EOS, 1}), seed=1)  # type: ignore[arg-type]
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return Request(EngineRequest("r", list(prompt), params), frozenset({EOS, 1}), seed=1)
 
 
 def end(request: Request) -> tuple[str | None, int | None]:

@@ -17,8 +17,7 @@ import pytest
 from engine.core import scheduler
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
-from engine.core.fairness import deadlines, request_queues, step_budget
-from engine.core.fairness import step_time as pace
+from engine.core.fairness import deadlines, request_queues, step_budget, step_time
 from engine.core.kv.block_pool import Name
 from engine.core.kv.cache_groups import FULL, CacheGroup, most_blocks
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
@@ -61,9 +60,9 @@ EXPECTED_EVENTS = [
     "timed out",
     "timed out after its first token",
     "not begun, since it would be late",
-    "preempted for another owner",
-    "paused for favoured owners",
-    "shorter for owners that may come",
+    "preempted for another tenant",
+    "paused for favoured tenants",
+    "shorter for tenants that may come",
     "batches that take turns",
     "more than two steps at a time",
     "finished by error",
@@ -139,8 +138,8 @@ class Workload:
         self.nan_rate = self.faults.choice([0, 0, 0, 0.2])
         self.contents = Random(seed)
         self.content_rate = self.contents.choice([0, 0, 0.7])
-        self.owners = Random(seed)
-        self.owner_names = self.owners.choice(["", "a", "ab", "aaaab", "abcdefgh"])
+        self.tenants = Random(seed)
+        self.tenant_names = self.tenants.choice(["", "a", "ab", "aaaab", "abcdefgh"])
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])
@@ -152,7 +151,7 @@ class Workload:
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: deque[Launched] = deque()  # the oldest step first
         self.now = 0.0  # the time: a step takes one, and more for each token
-        self.token_time = self.owners.choice([0, 0, 0.1, 1])
+        self.token_time = self.tenants.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
@@ -167,8 +166,8 @@ class Workload:
 
     def run(self) -> Counter[str]:
         with (
-            patch.object(deadlines, "MIN_PACED", 1),
-            patch.object(pace, "SHORT_TOKENS", 2),
+            patch.object(deadlines, "MIN_MEASURED", 1),
+            patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
@@ -211,7 +210,7 @@ class Workload:
             self.in_flight.append(launched)
             launched = None
         preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
-        if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.owners.random() < 0.3):
+        if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.tenants.random() < 0.3):
             self._abort()
         if self.in_flight and (launched is None or len(self.in_flight) >= self.num_batches - 1):
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
@@ -250,21 +249,21 @@ class Workload:
 
     def _schedule(self) -> SchedulerOutput:
         queues = self.scheduler.queues
-        was_favoured, running = queues.has_favoured, {each: queues.owner_of(each).name for each in queues.running}
+        was_favoured, running = queues.has_favoured, {each: queues.tenant_of(each).name for each in queues.running}
         num_preemptions = self.scheduler.stats().num_preemptions
         output = self.scheduler.schedule()
         if self.scheduler.stats().num_preemptions > num_preemptions:
             stopped = {name for request, name in running.items() if request not in queues.running}
-            new = {each.request.owner for each in output.new_requests}
-            self.events["preempted for another owner"] += bool(new - stopped)
-        self.events["paused for favoured owners"] += was_favoured and any(
+            new = {each.request.tenant for each in output.new_requests}
+            self.events["preempted for another tenant"] += bool(new - stopped)
+        self.events["paused for favoured tenants"] += was_favoured and any(
             request in queues.running
             and request.request_id not in output.batch.request_ids
             and request.num_tokens < request.max_num_tokens
             and sum(output.batch.num_tokens) < self.scheduler.max_num_batched_tokens
             for request in running
         )
-        self.events["shorter for owners that may come"] += not was_favoured and any(
+        self.events["shorter for tenants that may come"] += not was_favoured and any(
             output.batch.total_num_tokens < self.scheduler.max_num_batched_tokens for _ in output.batch.partial
         )
         return output
@@ -367,8 +366,8 @@ class Workload:
             pooling,
             salt_name,
             priority=self.turns.choice([0, 0, 1, -1]),
-            owner=self.owners.choice(self.owner_names or [""]),
-            deadline=self.owners.choice([0, 0, 0, self.now + self.owners.randint(1, 60)]),
+            tenant=self.tenants.choice(self.tenant_names or [""]),
+            deadline=self.tenants.choice([0, 0, 0, self.now + self.tenants.randint(1, 60)]),
             name_ids=self._named(prompt),
         )
         names = engine_request.prompt_name_ids

@@ -95,12 +95,12 @@ def test_a_crowd_of_streams_lets_another_owners_update_through() -> None:
         sampling = SamplingParams(max_tokens=5)
 
         def stream(owner: str, number: int) -> Stream:
-            request = EngineRequest(f"{owner}{number}", [1, 2], sampling, owner=owner)
+            request = EngineRequest(f"{owner}{number}", [1, 2], sampling, tenant=owner)
             return Stream(request, OutputCollector([1, 2], sampling, None), 1, Pace(), turns)
 
         async def reader(each: Stream) -> None:
             await each.changed()
-            read.append(each.request.owner)
+            read.append(each.request.tenant)
 
         streams = [*(stream("a", number) for number in range(100)), stream("b", 0)]
         readers = [asyncio.create_task(reader(each)) for each in streams]

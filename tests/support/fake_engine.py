@@ -149,7 +149,7 @@ class FakeEngine:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
-        self.owners.append(request.owner)
+        self.owners.append(request.tenant)
         self.deadlines.append(request.deadline)
         if request.pooling is not None:
             self.embedded.append((prompt, request.pooling, request.priority))
@@ -157,7 +157,7 @@ class FakeEngine:
             self.priorities.append(request.priority)
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
-        self.in_flight.add(request_id, request.owner)
+        self.in_flight.add(request_id, request.tenant)
         self.begun.add(request_id)
         if request.pooling is not None:
             return self._embed(request_id, prompt, request.pooling)

@@ -103,7 +103,9 @@ class Simulation:
         request_id = f"{owner} {self._num_requests}"
         prompt = [self._dice.randrange(1 << 30) for _ in range(num_prompt)]
         sampling = SamplingParams(max_tokens=num_answer, ignore_eos=True)
-        engine_request = EngineRequest(request_id, prompt, sampling, owner=owner if self._fair else "", arrival=arrival)
+        engine_request = EngineRequest(
+            request_id, prompt, sampling, tenant=owner if self._fair else "", arrival=arrival
+        )
         self.scheduler.add(Request(engine_request, frozenset(), 0))
         return request_id
 

@@ -9,22 +9,22 @@ from engine.core.request import Request
 # A step is short if it computes at most SHORT_TOKENS tokens and reads the KV of at most SHORT_CONTEXT tokens.
 SHORT_TOKENS = 16
 SHORT_CONTEXT = 1024
-FIRST_TOKENS = 4 * SHORT_TOKENS  # of the first longer step, which teaches more
+FIRST_TOKENS = 4 * SHORT_TOKENS  # of the first longer step, which shows the time per token
 DECAY = 7 / 8  # weight of earlier steps, for each step since
 
 
-class StepPace:
+class StepTimes:
     """A linear model of step time: the time of a short step, plus a time per token. Recent steps count most.
 
-    Longer steps have more weight: little can be learnt from a step that is hardly longer than a short one.
+    Longer steps have more weight: the time per token hardly shows in a step that is little longer than a short one.
     """
 
     def __init__(self) -> None:
         self.short = 0.0  # seconds of a short step; 0: unknown
         self._seconds = self._tokens = 0.0  # decayed sums over longer steps: seconds beyond a short step, and tokens
 
-    def learn(self, num_tokens: int, seconds: float, requests: Sequence[Request]) -> None:
-        """Learn that a step with `num_tokens` tokens of these requests took `seconds`."""
+    def record(self, num_tokens: int, seconds: float, requests: Sequence[Request]) -> None:
+        """Record that a step with `num_tokens` tokens of these requests took `seconds`."""
         if num_tokens > SHORT_TOKENS:
             self._seconds = DECAY * self._seconds + max(seconds - self.short, 0.0)
             self._tokens = DECAY * self._tokens + num_tokens

@@ -26,8 +26,8 @@ class BlockManager:
     chain starts at `sha256(salt)`. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
     stands for a whole prefix, equal prefixes have equal names, and a chain survives the eviction and recomputation of a
     block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two prefixes with the same
-    name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens to compare would
-    take a kilobyte.
+    name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens to compare
+    would take a kilobyte.
 
     If two requests compute the same content at the same time, each keeps its own block. The first block is published;
     the other stays private and is empty once it is released.
@@ -227,8 +227,8 @@ class BlockManager:
     def unpublish(self, request: Request) -> None:
         """Remove the blocks that the request computed from the prefix cache: their content may be corrupt.
 
-        The blocks that it found in the cache stay there if it has sampled a token since it was admitted: the logits were
-        finite, so what they were computed from was sound. Otherwise one of these blocks may be the cause.
+        The blocks that it found in the cache stay there if it has sampled a token since it was admitted: the logits
+        were finite, so what they were computed from was sound. Otherwise one of these blocks may be the cause.
         """
         has_sampled = len(request.token_ids) > request.num_admitted_tokens
         num_sound = request.num_cached_blocks if has_sampled else 0

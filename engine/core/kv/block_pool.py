@@ -1,7 +1,7 @@
 """The pool of physical KV blocks: holders, cached content, eviction.
 
-The life cycle of a block: free and empty → held by one request, which fills it → published (full, can be found by name,
-held by any number of requests) → free but still published, until it is evicted → held again.
+The life cycle of a block: free and empty → held by one request, which fills it → published (full, can be found by
+name, held by any number of requests) → free but still published, until it is evicted → held again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-MAX_EVICTED = 1 << 16  # this many evicted hashes, up to twice as many, are remembered to explain cache misses
+MAX_EVICTED = 1 << 16  # this many evicted hashes, up to twice as many, are kept to explain cache misses
 Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
 
 
