@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kernels import reference
+from kernels.data.attention import AttentionArgs as AttentionArgs
+from kernels.data.attention import PagedContext as PagedContext
 from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
@@ -66,14 +68,14 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
     },
     "cuda": {
         "kernels.triton.activation": ("gate_and_mul",),
-        "kernels.triton.attention_decode": ("paged_attention_decode", "plan_decode"),
-        "kernels.triton.attention_prefill": ("paged_attention_prefill",),
-        "kernels.triton.latent": (
-            "absorb_and_store",
+        "kernels.cuda.attention": (
             "latent_attention_decode",
             "latent_attention_prefill",
-            "rotate_and_store",
+            "paged_attention_decode",
+            "paged_attention_prefill",
         ),
+        "kernels.triton.attention_decode": ("plan_decode",),
+        "kernels.triton.latent": ("absorb_and_store", "rotate_and_store"),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),

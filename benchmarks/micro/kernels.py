@@ -181,18 +181,13 @@ class Inputs:
             torch.ones(2, case.num_kv_heads, device=device) if case.kv_dtype else None,
         )
 
-    def quire(self, **options: Any) -> Callable[[], Tensor]:
+    def quire(self) -> Callable[[], Tensor]:
         """Our kernel on these inputs; the work map is made beforehand, as in a step, where all layers share it."""
         case, out = self.case, torch.empty_like(self.query)
         sinks = torch.randn(case.num_heads, device=self.query.device) if case.sinks else None
-        shape = {
-            "scale": case.head_dim**-0.5,
-            "window": case.window,
-            "soft_cap": case.soft_cap,
-            "sinks": sinks,
-            "sparse": case.sparse,
-        }
-        options = {**shape, "kv_scale": self.kv_scale, "out": out, **options}
+        args = kernels.AttentionArgs(
+            case.head_dim**-0.5, case.window, case.soft_cap, None, sinks, case.sparse, self.kv_scale
+        )
         key, value = self.kv[0], self.kv[1]
         if case.decode:
             plan = kernels.DecodePlan.allocate(
@@ -200,20 +195,20 @@ class Inputs:
                 window=case.window if case.plan_counts_window else 0, sparse=case.sparse,
             )  # fmt: skip
             kernels.plan_decode(self.context_lens, self.rows, plan)
-            return lambda: kernels.paged_attention_decode(
-                self.query, key, value, self.block_tables, self.rows, self.context_lens, plan=plan, **options
-            )
+            context = kernels.PagedContext(key, value, self.block_tables, self.rows, self.context_lens)
+            return lambda: kernels.paged_attention_decode(self.query, context, args, plan=plan, out=out)
         packed = case.num_heads if case.sparse else case.num_kv_heads
         step = kernels.prefill_tile_queries(case.num_heads, packed, case.head_dim, self.query.dtype)
         grid = kernels.make_prefill_tiles(case.query_lens, case.context_lens, step)
-        options["tiles"] = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
+        tiles = torch.tensor(grid, dtype=torch.int32, device=self.query.device)
         if case.widens:
-            return self._widening(**options)
+            return self._widening(args, tiles, out)
+        context = kernels.PagedContext(key, value, self.block_tables, self.rows, self.context_lens)
         return lambda: kernels.paged_attention_prefill(
-            self.query, key, value, self.block_tables, self.rows, self.query_start, self.context_lens, **options
+            self.query, self.query_start, context, args, tiles=tiles, out=out
         )
 
-    def _widening(self, **options: Any) -> Callable[[], Tensor]:
+    def _widening(self, args: kernels.AttentionArgs, tiles: Tensor, out: Tensor) -> Callable[[], Tensor]:
         """Prefill over wide copies of the cache's pages, with the making of these."""
         case = self.case
         device = self.query.device
@@ -223,9 +218,8 @@ class Inputs:
         def call() -> Tensor:
             key, value = made = wide.allocate(self.kv).pages
             wide.fill(made, self.kv, self.block_tables, self.rows, self.context_lens)
-            return kernels.paged_attention_prefill(
-                query, key, value, wide.block_tables, wide.rows, self.query_start, self.context_lens, **options
-            )
+            context = kernels.PagedContext(key, value, wide.block_tables, wide.rows, self.context_lens)
+            return kernels.paged_attention_prefill(query, self.query_start, context, args, tiles=tiles, out=out)
 
         return call
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -150,10 +149,11 @@ class Attention(CheckpointModule):
             wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
         out = self._memory(qkv, metadata)
-        attend(
-            query, kv, metadata, spec, kv_scale=kv_scale, sinks=self.sinks, alibi_slopes=self.alibi_slopes,
-            wide=None if wide is None else wide.pages, out=out,
-        )  # fmt: skip
+        args = kernels.AttentionArgs(
+            spec.scale, spec.window, spec.soft_cap, self.alibi_slopes, self.sinks, spec.sparse, kv_scale
+        )
+        wide_pages = None if wide is None else wide.pages
+        attend(query, kv, metadata, args, stores=spec.kv_of is None, wide=wide_pages, out=out)
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
@@ -227,58 +227,33 @@ def mean_square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square_().div_(x.shape[1])
 
 
-class _Options(TypedDict):
-    scale: float
-    window: int
-    soft_cap: float
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    sparse: kernels.BlockSparse | None
-    kv_scale: Tensor | None
-
-
 def attend(
     query: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
-    spec: AttentionSpec,
+    args: kernels.AttentionArgs,
     *,
-    kv_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    stores: bool = True,
     wide: Tensor | None = None,
     out: Tensor | kernels.QuantizedRows,
 ) -> None:
     """Compute the attention of the step's tokens over their paged contexts, whose K and V are already stored.
 
     query [T, H, D], kv_cache [2, num_blocks, num_kv_heads, block_size, D] -> out [T, H, D]; quantised only if all
-    tokens decode. kv_scale [2, num_kv_heads] float32 for an e4m3 cache, else None; sinks, alibi_slopes [H] float32 if
-    the specification has them. `wide`: the pages of `metadata.prefill_kv`, with the K and V that the layer has stored.
+    tokens decode. `stores`: the layer has stored this step's K and V itself. `wide`: the pages of
+    `metadata.prefill_kv`, which hold the K and V that the layer has stored.
     """
-    key_cache, value_cache = kv_cache[0], kv_cache[1]
-    options = _Options(
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        sparse=spec.sparse,
-        kv_scale=kv_scale,
-    )
     m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     if n:
         lens = m.context_lens[:n] if m.decode_lens is None else m.decode_lens
         into = out if isinstance(out, kernels.QuantizedRows) else out[:n]
-        kernels.paged_attention_decode(
-            query[:n], key_cache, value_cache, m.block_tables, m.rows[:n], lens, plan=m.plan, out=into, **options
-        )
+        context = kernels.PagedContext(kv_cache[0], kv_cache[1], m.block_tables, m.rows[:n], lens)
+        kernels.paged_attention_decode(query[:n], context, args, plan=m.plan, out=into)
     if first < len(m.rows):
         assert isinstance(out, Tensor)
-        tables, rows, lens = m.block_tables, m.rows[first:], m.context_lens[first:]
+        tables, rows, lens, pages = m.block_tables, m.rows[first:], m.context_lens[first:], kv_cache
         if isinstance(m.prefill_kv, WidePages) and wide is not None:
-            m.prefill_kv.fill(wide, kv_cache, tables, rows, None if spec.kv_of is None else lens)
-            key_cache, value_cache = wide[0], wide[1]
-            tables, rows = m.prefill_kv.block_tables, m.prefill_kv.rows
-        kernels.paged_attention_prefill(
-            query, key_cache, value_cache, tables, rows, m.query_start[first:], lens, tiles=m.tiles, out=out, **options
-        )
+            m.prefill_kv.fill(wide, kv_cache, tables, rows, None if stores else lens)
+            tables, rows, pages = m.prefill_kv.block_tables, m.prefill_kv.rows, wide
+        context = kernels.PagedContext(pages[0], pages[1], tables, rows, lens)
+        kernels.paged_attention_prefill(query, m.query_start[first:], context, args, tiles=m.tiles, out=out)

@@ -90,10 +90,10 @@ class LatentExpansion:
         torch.bmm(of_heads, value_up.mT, out=values[..., :value_dim])
         values[..., value_dim:] = 0
         key_pages, value_pages = (x.unflatten(1, (-1, PAGE)).transpose(0, 1) for x in (keys, values))
+        context = kernels.PagedContext(key_pages, value_pages, self.block_tables, self.rows, context_lens)
         return kernels.paged_attention_prefill(
-            query, key_pages, value_pages, self.block_tables, self.rows, query_start, context_lens,
-            scale=scale, tiles=self.tiles, out=torch.empty_like(query),
-        )  # fmt: skip
+            query, query_start, context, kernels.AttentionArgs(scale), tiles=self.tiles, out=torch.empty_like(query)
+        )
 
     @property
     def num_seqs(self) -> int:

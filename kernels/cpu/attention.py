@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.block_sparse import BlockSparse
 from kernels.reference.precision import to_wide, wide_dtype
 
@@ -18,29 +19,23 @@ GATHER_ELEMENTS = 1 << 18  # the most keys' elements copied out of the cache at 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """How a call makes weights of queries and keys: see `kernels.reference.paged_attention_decode`."""
+    """`AttentionArgs` with values by head in the wide dtype: [Hkv, H / Hkv]."""
 
     scale: float
     window: int
     soft_cap: float
-    slopes: Tensor | None  # [Hkv, H / Hkv], in the wide dtype
-    sinks: Tensor | None  # likewise
+    slopes: Tensor | None
+    sinks: Tensor | None
     sparse: BlockSparse | None
+    kv_scale: Tensor | None
 
     @classmethod
-    def make(
-        cls,
-        query: Tensor,
-        num_kv_heads: int,
-        scale: float,
-        window: int,
-        soft_cap: float,
-        sparse: BlockSparse | None,
-        *by_head: Tensor | None,
-    ) -> _Scores:
-        """by_head: alibi_slopes and sinks [H]."""
-        slopes, sinks = (None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1) for x in by_head)
-        return cls(scale, window, soft_cap, slopes, sinks, sparse)
+    def make(cls, query: Tensor, num_kv_heads: int, args: AttentionArgs) -> _Scores:
+        slopes, sinks = (
+            None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1)
+            for x in (args.alibi_slopes, args.sinks)
+        )
+        return cls(args.scale, args.window, args.soft_cap, slopes, sinks, args.sparse, args.kv_scale)
 
     @property
     def plain(self) -> bool:
@@ -76,13 +71,14 @@ def _attend(
 
 
 def _gather(
-    key_cache: Tensor, value_cache: Tensor, blocks: Tensor, heads: range, kv_scale: Tensor | None, dtype: torch.dtype
+    context: PagedContext, blocks: Tensor, heads: range, kv_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
 
     A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those with scales are made
     `dtype`, times their scales.
     """
+    key_cache, value_cache = context.key_cache, context.value_cache
     fp8 = key_cache.dtype == torch.float8_e4m3fn
     assert kv_scale is not None or not fp8
     num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
@@ -110,17 +106,9 @@ def _gather(
     return key, value
 
 
-def _decode_one(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    table: Tensor,
-    context_len: int,
-    how: _Scores,
-    kv_scale: Tensor | None,
-) -> Tensor:
+def _decode_one(query: Tensor, context: PagedContext, table: Tensor, context_len: int, how: _Scores) -> Tensor:
     """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, block_size, head_dim = context.key_cache.shape[1:]
     oldest = max(context_len - how.window, 0) if how.window else 0
     first_block = oldest // block_size
     blocks = table[first_block : -(-context_len // block_size)].unsqueeze(0)
@@ -137,7 +125,7 @@ def _decode_one(
     out = []
     for start in range(0, num_kv_heads, step):
         heads = range(start, min(start + step, num_kv_heads))
-        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)
+        key, value = _gather(context, blocks, heads, how.kv_scale, query.dtype)
         mask, sink = (None if x is None else x[heads.start : heads.stop] for x in (bias, sinks))
         out.append(_attend(query[heads.start : heads.stop], key[:, :, seen], value[:, :, seen], mask, how, sink))
     return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, head_dim)
@@ -158,87 +146,72 @@ def _decode_groups(num_blocks: list[int], most: int) -> list[list[int]]:
 
 
 def paged_attention_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sparse: BlockSparse | None = None,
-    kv_scale: Tensor | None = None,
-    plan: object = None,
-    out: Tensor | None = None,
+    query: Tensor, context: PagedContext, args: AttentionArgs, *, plan: object = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = key_cache.shape[1:3]
+    num_kv_heads, block_size, head_dim = context.key_cache.shape[1:]
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)
-    how = _Scores.make(query, num_kv_heads, scale, window, soft_cap, sparse, alibi_slopes, sinks)
-    lens = context_lens.tolist()
-    first_blocks = [max(n - window, 0) // block_size if window else 0 for n in lens]
+    how = _Scores.make(query, num_kv_heads, args)
+    rows, lens = context.rows, context.lens.tolist()
+    first_blocks = [max(n - args.window, 0) // block_size if args.window else 0 for n in lens]
     num_blocks = [-(-n // block_size) - first for n, first in zip(lens, first_blocks, strict=True)]
     for group in _decode_groups(num_blocks, GATHER_ELEMENTS // (num_kv_heads * block_size * head_dim)):
         if len(group) == 1:
             i = group[0]
-            table = block_tables[int(rows[i])]
-            out[i] = _decode_one(query[i], key_cache, value_cache, table, lens[i], how, kv_scale)
+            out[i] = _decode_one(query[i], context, context.block_tables[int(rows[i])], lens[i], how)
             continue
         members = torch.tensor(group)
         first, count = (torch.tensor([x[i] for i in group]).unsqueeze(1) for x in (first_blocks, num_blocks))
         columns = torch.minimum(torch.arange(num_blocks[group[0]]), count - 1) + first  # padding repeats the last block
-        blocks = block_tables[rows[members].unsqueeze(1), columns]
-        heads = range(num_kv_heads)
-        key, value = _gather(key_cache, value_cache, blocks, heads, kv_scale, query.dtype)  # [Hkv, b, S, D]
-        distance = context_lens[members].unsqueeze(1) - 1 - first * block_size - torch.arange(key.shape[2])  # [b, S]
-        unused = (distance < 0).nonzero(as_tuple=True)
-        if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
-            key[:, unused[0], unused[1]] = 0
-            value[:, unused[0], unused[1]] = 0
-        mask = ((distance >= 0) & (distance < window) if window else distance >= 0)[None, :, None]  # [1, b, 1, S]
-        if how.sparse is not None:
-            newest, keys = context_lens[members].unsqueeze(1) - 1, torch.arange(key.shape[2]) + first * block_size
-            each = [_seen(how.sparse, *pair, num_kv_heads, num_heads) for pair in zip(newest, keys, strict=True)]
-            mask = mask & torch.cat(each, 2).transpose(1, 2)  # [Hkv, b, G, S]
-        if how.slopes is not None:
-            bias = how.slopes[:, None, :, None] * -distance[None, :, None]  # [Hkv, b, G, S]
-            mask = bias.masked_fill_(~mask, -math.inf)
-        q = query[members].view(len(group), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
-        attended = _attend(q, key, value, mask, how, None if how.sinks is None else how.sinks[:, None, :, None])
-        out[members] = attended.transpose(0, 1).reshape(len(group), num_heads, head_dim)
+        blocks = context.block_tables[rows[members].unsqueeze(1), columns]
+        out[members] = _decode_group(query[members], context, blocks, context.lens[members], first * block_size, how)
     if 0 in lens:
-        out[context_lens == 0] = 0
+        out[context.lens == 0] = 0
     return out
 
 
-def _prefill_one(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    table: Tensor,
-    context: int,
-    how: _Scores,
-    kv_scale: Tensor | None,
-    out: Tensor,
-) -> None:
-    """`paged_attention_prefill` for one sequence: query, out [n, H, D], table [max_blocks]."""
+def _decode_group(
+    query: Tensor, context: PagedContext, blocks: Tensor, lens: Tensor, origins: Tensor, how: _Scores
+) -> Tensor:
+    """`paged_attention_decode` for b sequences: query [b, H, D] -> [b, H, D].
+
+    blocks [b, n]: those that a sequence sees, padded; lens [b]; origins [b, 1]: positions of the first slots of blocks.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, window = context.key_cache.shape[1], how.window
+    key, value = _gather(context, blocks, range(num_kv_heads), how.kv_scale, query.dtype)  # [Hkv, b, S, D]
+    distance = lens.unsqueeze(1) - 1 - origins - torch.arange(key.shape[2])  # [b, S]
+    unused = (distance < 0).nonzero(as_tuple=True)
+    if len(unused[0]):  # never-written slots must not reach a product, whatever its other factor
+        key[:, unused[0], unused[1]] = 0
+        value[:, unused[0], unused[1]] = 0
+    mask = ((distance >= 0) & (distance < window) if window else distance >= 0)[None, :, None]  # [1, b, 1, S]
+    if how.sparse is not None:
+        newest, keys = lens.unsqueeze(1) - 1, torch.arange(key.shape[2]) + origins
+        each = [_seen(how.sparse, *pair, num_kv_heads, num_heads) for pair in zip(newest, keys, strict=True)]
+        mask = mask & torch.cat(each, 2).transpose(1, 2)  # [Hkv, b, G, S]
+    if how.slopes is not None:
+        bias = how.slopes[:, None, :, None] * -distance[None, :, None]  # [Hkv, b, G, S]
+        mask = bias.masked_fill_(~mask, -math.inf)
+    q = query.view(len(query), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
+    attended = _attend(q, key, value, mask, how, None if how.sinks is None else how.sinks[:, None, :, None])
+    return attended.transpose(0, 1).reshape(query.shape)
+
+
+def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: int, how: _Scores, out: Tensor) -> None:
+    """`paged_attention_prefill` for one sequence of `length` tokens: query, out [n, H, D], table [max_blocks]."""
     num_queries, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
+    num_kv_heads, block_size = context.key_cache.shape[1:3]
     group, window = num_heads // num_kv_heads, how.window
-    computed = context - num_queries  # the context before the first query
+    computed = length - num_queries  # the context before the first query
     first_block = max(computed + 1 - window, 0) // block_size if window else 0
     origin = first_block * block_size
-    blocks = table[first_block : -(-context // block_size)].unsqueeze(0)
-    kv = _gather(key_cache, value_cache, blocks, range(num_kv_heads), kv_scale, query.dtype)
-    key, value = (x[:, :, : context - origin].expand(-1, group, -1, -1) for x in kv)  # [Hkv, G, N, D]
+    blocks = table[first_block : -(-length // block_size)].unsqueeze(0)
+    kv = _gather(context, blocks, range(num_kv_heads), how.kv_scale, query.dtype)
+    key, value = (x[:, :, : length - origin].expand(-1, group, -1, -1) for x in kv)  # [Hkv, G, N, D]
     q = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    windowed = 0 < window < context
+    windowed = 0 < window < length
     if computed == 0 and not windowed and how.plain:
         attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=how.scale)
         out[:] = attended.permute(2, 0, 1, 3).reshape(out.shape)
@@ -265,20 +238,10 @@ def _prefill_one(
 
 def paged_attention_prefill(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
     query_start: Tensor,
-    context_lens: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sparse: BlockSparse | None = None,
-    kv_scale: Tensor | None = None,
     tiles: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -286,12 +249,11 @@ def paged_attention_prefill(
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype)
     starts = query_start.tolist()
-    how = _Scores.make(query, key_cache.shape[1], scale, window, soft_cap, sparse, alibi_slopes, sinks)
-    for row, start, end, context in zip(rows.tolist(), starts[:-1], starts[1:], context_lens.tolist(), strict=True):
-        if context == 0:
+    how = _Scores.make(query, context.key_cache.shape[1], args)
+    sequences = zip(context.rows.tolist(), starts[:-1], starts[1:], context.lens.tolist(), strict=True)
+    for row, start, end, length in sequences:
+        if length == 0:
             out[start:end] = 0
         elif start < end:
-            _prefill_one(
-                query[start:end], key_cache, value_cache, block_tables[row], context, how, kv_scale, out[start:end]
-            )
+            _prefill_one(query[start:end], context, context.block_tables[row], length, how, out[start:end])
     return out

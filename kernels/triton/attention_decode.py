@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.block_sparse import BlockSparse
+from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.plan import DecodePlan
-from kernels.data.quantized_rows import QuantizedRows
+from kernels.gpu.attention import Output
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.gpu.rounding import DTYPES, LARGEST, rounded
+from kernels.gpu.rounding import DTYPES, rounded
 from kernels.triton.paged_tile import (
     LOG2E,
     first_local_block,
@@ -34,11 +34,6 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
-
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.attention import decode as hopper
-else:
-    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -397,77 +392,28 @@ def _decode_kernel(
                     row = tl.load(rows + seq)
 
 
-def paged_attention_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sparse: BlockSparse | None = None,
-    kv_scale: Tensor | None = None,
-    plan: DecodePlan | None = None,
-    out: Tensor | QuantizedRows | None = None,
-) -> Tensor:
-    """Attention of B sequences' newest tokens. See `kernels.paged_attention_decode` for shapes.
-
-    `plan` must have been written by `plan_decode` for these `context_lens`, and its window must be this one, or 0: then programs
-    whose tiles lie before the window do nothing. Without a plan one is allocated and written here.
-    """
+def launch(
+    query: Tensor, context: PagedContext, args: AttentionArgs, plan: DecodePlan, output: Output, dependent: bool
+) -> None:
+    """Compute the attention of query [B, H, D] into `output`. `dependent`: the plan was written before the preceding kernel."""
     num_seqs, num_heads, head_dim = query.shape
-    _, num_kv_heads, page, _ = key_cache.shape
-    if out is None:
-        out = torch.empty_like(query)
-    if isinstance(out, QuantizedRows):
-        assert head_dim == next_power_of_2(head_dim) >= 16
-        assert out.group == head_dim
-        into, scales, largest = out.codes.unflatten(1, (num_heads, -1)), out.scale, LARGEST[out.codes.dtype].value
-    else:
-        into, scales, largest = out, out, 0
-    dependent = plan is not None
-    if plan is None:
-        plan = DecodePlan.allocate(
-            num_seqs,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            query.device,
-            kv_dtype=key_cache.dtype,
-            window=window,
-            sparse=sparse,
-        )
-        plan_decode(context_lens, rows, plan)
-    assert plan.window in (0, window)
-    assert plan.sparse == sparse
-    assert into.stride(1) == head_dim
-    assert key_cache.stride() == value_cache.stride()
-    assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
-    if hopper is not None and hopper.applies(query, key_cache, plan):
-        hopper.launch(
-            query, key_cache, value_cache, into, scales, block_tables, rows, context_lens, plan, scale, window=window,
-            soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, largest=largest, dependent=dependent,
-        )  # fmt: skip
-        return into[:num_seqs]
+    keys, lens = context.key_cache, context.lens
+    _, num_kv_heads, page, _ = keys.shape
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
-        query, key_cache, value_cache, into, scales, block_tables, rows, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
-        context_lens if kv_scale is None else kv_scale,
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
-        query.stride(0), query.stride(1), into.stride(0), *scales.stride()[:2], block_tables.stride(0),
-        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        query, keys, context.value_cache, output.values, output.scale, context.block_tables, context.rows, lens,
+        lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
+        lens if args.kv_scale is None else args.kv_scale,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale, num_seqs,
+        query.stride(0), query.stride(1), output.values.stride(0), *output.scale.stride()[:2],
+        context.block_tables.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, next_power_of_2(group)),
         HEAD_DIM=head_dim, D_PAD=max(16, next_power_of_2(head_dim)),
-        TILE=plan.tile, PAGE=page, WINDOW=window, PLAN_WINDOW=plan.window,
-        **_sparse_options(plan), SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=plan.num_stages, FAN_IN=plan.fan_in, LARGEST=largest, dtype=DTYPES[out.dtype], num_warps=plan.num_warps,
+        TILE=plan.tile, PAGE=page, WINDOW=args.window, PLAN_WINDOW=plan.window,
+        **_sparse_options(plan), SOFT_CAP=args.soft_cap,
+        ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=plan.num_stages, FAN_IN=plan.fan_in, LARGEST=output.largest, dtype=DTYPES[output.dtype],
+        num_warps=plan.num_warps,
         **(pdl_options(query.device) if dependent else {"PDL": False}),  # not after the kernel that makes the map
     )  # fmt: skip
-    return into[:num_seqs]

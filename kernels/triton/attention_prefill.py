@@ -1,10 +1,9 @@
 """Paged attention for sequences of several query tokens (prefill chunks), in Triton.
 
 One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
-that short chunks still fill the matrix unit and a KV tile is read once for all its heads. Keys wholly visible to every row
+that short chunks still fill the tensor core and a KV tile is read once for all its heads. Keys wholly visible to every row
 need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
-which the caller orders longest first, so that the last programs to start are short ones. On Hopper, calls without biases go to
-`kernels.gluon.attention.prefill` where it applies.
+which the caller orders longest first, so that the last programs to start are short ones.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -16,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.block_sparse import BlockSparse
-from kernels.data.plan import make_prefill_tiles, prefill_block_m, prefill_tile_queries
+from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.plan import prefill_block_m, prefill_tile_queries
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
     LOG2E,
@@ -30,11 +29,6 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
-
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.attention import prefill as hopper
-else:
-    hopper = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -165,73 +159,28 @@ def _prefill_kernel(
     )
 
 
-def paged_attention_prefill(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sparse: BlockSparse | None = None,
-    kv_scale: Tensor | None = None,
-    tiles: Tensor | None = None,
-    out: Tensor | None = None,
-    block_n: int = 0,
-    num_stages: int = 0,
-    num_warps: int = 0,
-) -> Tensor:
-    """Attention of ragged chunks over their paged contexts. See `kernels.paged_attention_prefill` for shapes.
-
-    `tiles` [N, 2] int32 comes from `make_prefill_tiles`; without it the lengths are read back from the device. block_n,
-    num_stages and num_warps are for tuning; if one is given, the Triton kernel runs on Hopper, too.
-    """
+def launch(
+    query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
+) -> None:
+    """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see `kernels.paged_attention_prefill`."""
     _, num_heads, head_dim = query.shape
-    _, num_kv_heads, page, _ = key_cache.shape
-    if out is None:
-        out = torch.empty_like(query)
+    keys, lens, sparse = context.key_cache, context.lens, args.sparse
+    _, num_kv_heads, page, _ = keys.shape
     packed = num_kv_heads if sparse is None else num_heads  # heads that see different blocks have tiles of their own
-    step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
-    if tiles is None:
-        lens = (query_start[1:] - query_start[:-1]).tolist()
-        grid = make_prefill_tiles(lens, context_lens.tolist(), step)
-        tiles = torch.tensor(grid, dtype=torch.int32, device=query.device).view(-1, 2)
-    if not len(tiles):
-        return out
-    assert out.stride(1) == head_dim
-    assert key_cache.stride() == value_cache.stride()
-    scaled = kv_scale is not None
-    assert scaled or key_cache.dtype != torch.float8_e4m3fn
-    tuned = block_n or num_stages or num_warps
-    plain = not tuned and alibi_slopes is None and hopper is not None
-    if plain and hopper.applies(query, key_cache, scale, sparse, scaled):
-        hopper.launch(
-            query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, scale, window, soft_cap,
-            sinks, sparse, kv_scale,
-        )  # fmt: skip
-        return out
     small = query.dtype == torch.float32 or head_dim > 128
-    block_m = prefill_block_m(head_dim, query.dtype)
-    tile_keys = block_n or (32 if small else 64)
+    block_m, tile_keys = prefill_block_m(head_dim, query.dtype), 32 if small else 64
     _prefill_kernel[(len(tiles) * packed,)](
-        query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
-        context_lens if kv_scale is None else kv_scale, tiles, scale,
-        query.stride(0), query.stride(1), out.stride(0), block_tables.stride(0),
-        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        query, keys, context.value_cache, out, context.block_tables, context.rows, query_start, lens,
+        lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
+        lens if args.kv_scale is None else args.kv_scale, tiles, args.scale,
+        query.stride(0), query.stride(1), out.stride(0), context.block_tables.stride(0),
+        keys.stride(0), keys.stride(1), keys.stride(2),
         NUM_HEADS=num_heads, KV_GROUP=num_heads // num_kv_heads, GROUP=num_heads // packed, HEAD_DIM=head_dim,
         D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=block_m,
-        TILE_Q=step, BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=window,
-        SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, SCALED=scaled,
+        TILE_Q=prefill_tile_queries(num_heads, packed, head_dim, query.dtype),
+        BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=args.window,
+        SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=args.soft_cap,
+        ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        STAGES=num_stages or (2 if small else 3), num_warps=num_warps or (8 if small and block_m == 128 else 4),
-        **pdl_options(query.device),
+        STAGES=2 if small else 3, num_warps=8 if small and block_m == 128 else 4, **pdl_options(query.device),
     )  # fmt: skip
-    return out

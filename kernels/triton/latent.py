@@ -9,21 +9,14 @@ the lengths; a second kernel joins their sums in fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.plan import DecodePlan, latent_decode_plan, latent_tile_queries, latent_tile_rows, make_prefill_tiles
+from kernels.data.plan import latent_tile_queries, latent_tile_rows
+from kernels.gpu.device import num_multiprocessors
 from kernels.gpu.launch import cdiv, next_power_of_2
-from kernels.triton.attention_decode import plan_decode
-
-if triton.__version__.startswith(("3.6.", "3.7.")):  # Gluon's interface is not stable: the versions it was checked on
-    from kernels.gluon.attention import latent_decode as hopper
-else:
-    hopper = None  # type: ignore[assignment]
 
 MAX_SPLITS = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -225,11 +218,6 @@ def _join_kernel(
     tl.store(out + b.to(tl.int64) * stride_out_t + h * stride_out_h + c, acc.to(out.dtype.element_ty), mask=c < L)
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _attend(
     query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, query_start: Tensor | None, context_lens: Tensor,
     tiles: Tensor | None, scale: float, out: Tensor, sums: Tensor | None, grid: tuple[int, int, int],
@@ -251,63 +239,30 @@ def _attend(
     )  # fmt: skip
 
 
-def latent_attention_decode(
-    query: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    out: Tensor,
-    plan: DecodePlan | None = None,
-) -> Tensor:
-    """See `kernels.reference.latent_attention_decode`. Without a plan one is allocated and written here where one is needed."""
+def latent_decode(
+    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor, scale: float, out: Tensor
+) -> None:
+    """Compute `latent_attention_decode` into `out`, with each context split among several programs."""
     num_seqs, num_heads, size = out.shape
-    if hopper is not None and hopper.applies(query, cache, out):
-        planned = plan is not None
-        if plan is None:
-            plan = latent_decode_plan(num_seqs, num_heads, size, query.device)
-            plan_decode(context_lens, rows, plan)
-        hopper.launch(query, cache, block_tables, rows, context_lens, scale, out, plan, planned)
-        return out
     groups = cdiv(num_heads, latent_tile_rows(query.dtype))
-    splits = max(min(2 * _num_multiprocessors(query.device) // (num_seqs * groups), MAX_SPLITS), 1)
+    splits = max(min(2 * num_multiprocessors(query.device) // (num_seqs * groups), MAX_SPLITS), 1)
+    grid = (num_seqs, groups, splits)
     if splits == 1:
-        _attend(query, cache, block_tables, rows, None, context_lens, None, scale, out, None, (num_seqs, groups, 1))
-        return out
+        _attend(query, cache, block_tables, rows, None, context_lens, None, scale, out, None, grid)
+        return
     parts = query.new_empty(num_seqs, splits, num_heads, size, dtype=torch.float32)
     sums = query.new_empty(num_seqs, splits, num_heads, dtype=torch.float32)
-    grid = (num_seqs, groups, splits)
     _attend(query, cache, block_tables, rows, None, context_lens, None, scale, parts, sums, grid)
     _join_kernel[(num_seqs, num_heads)](
         parts, sums, out, out.stride(0), out.stride(1), H=num_heads, L=size, L_PAD=next_power_of_2(size),
         SPLITS=splits, SPLITS_PAD=next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
-    return out
 
 
-def latent_attention_prefill(
-    query: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    out: Tensor,
-    tiles: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.reference.latent_attention_prefill`. `tiles` [N, 2] int32: by `make_prefill_tiles` of
-    `latent_tile_queries`; without it the lengths are read back from the device.
-    """
-    if tiles is None:
-        lens, step = (query_start[1:] - query_start[:-1]).tolist(), latent_tile_queries(query.shape[1], query.dtype)
-        made = make_prefill_tiles(lens, context_lens.tolist(), step)
-        tiles = torch.tensor(made, dtype=torch.int32, device=query.device).view(-1, 2)
-    if not len(tiles):
-        return out
+def latent_prefill(
+    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, query_start: Tensor, context_lens: Tensor,
+    tiles: Tensor, scale: float, out: Tensor,
+) -> None:  # fmt: skip
+    """Compute `latent_attention_prefill` into `out`."""
     grid = (len(tiles), cdiv(query.shape[1], latent_tile_rows(query.dtype)), 1)
     _attend(query, cache, block_tables, rows, query_start, context_lens, tiles, scale, out, None, grid)
-    return out

@@ -21,6 +21,7 @@ import kernels
 from engine.models.wide_pages import WidePages
 from tests.gpu.checks import BF16, E4M3, F16, F32, LIMITS, Checks, relative_error
 from tests.oracles.attention import NUM_KV_HEADS, Paged, exact_attention
+from tests.support.attention_calls import spread
 
 CONTEXTS = (1, 30_000, 17, 1, 4097, 640)
 QUERIES = (1, 600, 17, 1, 300, 640)  # of a prefill step on the same contexts
@@ -90,17 +91,17 @@ class Shape:
             elif cuts:
                 continue  # the reference implementation takes no plan
             out = torch.full_like(query, float("nan"))
-            decode = partial(kernels.paged_attention_decode, query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
+            decode = partial(spread(kernels.paged_attention_decode), query, *here, paged.context_lens, **options)  # type: ignore[arg-type]
             yield name, (partial(decode, plan=plan, out=out), want)
             if plan is not None and self.head_dim & (self.head_dim - 1) == 0 and self.dtype == BF16:
                 yield f"{name}, rounded", (partial(rounded, decode, plan), partial(rounded_after, decode, plan))
         start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=device)
         query = random(sum(queries))
         want = partial(exact_attention, query, paged, queries, scale, **kinds)
-        prefill = partial(kernels.paged_attention_prefill, query, *here, start, paged.context_lens, **options)  # type: ignore[arg-type]
+        prefill = partial(spread(kernels.paged_attention_prefill), query, *here, start, paged.context_lens, **options)  # type: ignore[arg-type]
         yield "prefill", (prefill, want)
-        if query.is_cuda and not kinds:  # what is named for tuning is the portable kernel's
-            yield "portable prefill", (partial(prefill, num_warps=4), want)  # type: ignore[call-arg]
+        if query.is_cuda and not kinds:
+            yield "portable prefill", (partial(portable_prefill, query, start, paged, queries, scale), want)
         if self.kv_dtype == E4M3 and not self.sparse:
             yield "prefill over wide pages", (partial(wide_prefill, query, paged, contexts, queries, **options), want)
 
@@ -120,6 +121,19 @@ def rounded_after(decode: Callable[..., Tensor], plan: kernels.DecodePlan) -> Te
     return (codes.double() * scale.double()).view(out.shape)
 
 
+def portable_prefill(query: Tensor, start: Tensor, paged: Paged, queries: Sequence[int], scale: float) -> Tensor:
+    """Prefill by Triton's kernel, also on Hopper."""
+    from kernels.triton import attention_prefill
+
+    step = kernels.prefill_tile_queries(query.shape[1], NUM_KV_HEADS, query.shape[2], query.dtype)
+    tiles = kernels.make_prefill_tiles(list(queries), paged.context_lens.tolist(), step)
+    context = kernels.PagedContext(paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens)
+    args, out = kernels.AttentionArgs(scale, kv_scale=paged.kv_scale), torch.empty_like(query)
+    grid = torch.tensor(tiles, dtype=torch.int32, device=query.device)
+    attention_prefill.launch(query, start, context, args, grid, out)
+    return out
+
+
 def wide_prefill(
     query: Tensor, paged: Paged, contexts: Sequence[int], queries: Sequence[int], window: int = 0, **options: Any
 ) -> Tensor:
@@ -129,7 +143,7 @@ def wide_prefill(
     keys, values = made = wide.allocate(paged.kv).pages
     wide.fill(made, paged.kv, paged.block_tables, paged.rows, paged.context_lens)
     here = keys, values, wide.block_tables, wide.rows
-    return kernels.paged_attention_prefill(
+    return spread(kernels.paged_attention_prefill)(
         query if query.dtype == F32 else query.half(), *here, start, paged.context_lens, window=int(window), **options
     )
 
@@ -217,11 +231,8 @@ def check_many(checks: Checks) -> None:
             **shape.options,
             **({"sinks": torch.randn(heads, device=device)} if shape.sinks else {}),
         }
-        decode = partial(
-            kernels.paged_attention_decode, query, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows,
-            paged.context_lens,
-            scale=scale, **kinds,
-        )  # fmt: skip
+        context = kernels.PagedContext(paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens)
+        decode = partial(kernels.paged_attention_decode, query, context, kernels.AttentionArgs(scale, **kinds))
         got, again = decode(), decode()
         here = paged.context_lens > 0
         part = replace(paged, rows=paged.rows[here], context_lens=paged.context_lens[here])
@@ -242,10 +253,10 @@ def check_rounding(checks: Checks, contexts: Sequence[int] = CONTEXTS, queries: 
     query = torch.randn(sum(queries), 4 * NUM_KV_HEADS, 128, dtype=BF16, device=device)
     start = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=device)
     here, options = (kv[0], kv[1], wide.block_tables, wide.rows), {"scale": 128**-0.5, "kv_scale": scale}
-    got = kernels.paged_attention_prefill(query, *here, start, wide.context_lens, **options)  # type: ignore[arg-type]
+    got = spread(kernels.paged_attention_prefill)(query, *here, start, wide.context_lens, **options)  # type: ignore[arg-type]
     error = relative_error(got, exact_attention(query, wide, queries, 128**-0.5))
     checks.add("prefill: fp8 cache against bfloat16", error, ROUNDING_LIMIT)
     query = query[start[1:].long() - 1]
-    got = kernels.paged_attention_decode(query, *here, wide.context_lens, **options)  # type: ignore[arg-type]
+    got = spread(kernels.paged_attention_decode)(query, *here, wide.context_lens, **options)  # type: ignore[arg-type]
     error = relative_error(got, exact_attention(query, wide, [1] * len(contexts), 128**-0.5))
     checks.add("decode: fp8 cache against bfloat16", error, ROUNDING_LIMIT)

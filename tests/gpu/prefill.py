@@ -137,10 +137,9 @@ class Step:
         return out
 
     def attend(self, query: Tensor, kv: Tensor, block_tables: Tensor, rows: Tensor) -> Tensor:
-        return kernels.paged_attention_prefill(
-            query, kv[0], kv[1], block_tables, rows, self.start, self.paged.context_lens,
-            scale=self.query.shape[2] ** -0.5, kv_scale=self.paged.kv_scale, tiles=self.tiles,
-        )  # fmt: skip
+        context = kernels.PagedContext(kv[0], kv[1], block_tables, rows, self.paged.context_lens)
+        args = kernels.AttentionArgs(self.query.shape[2] ** -0.5, kv_scale=self.paged.kv_scale)
+        return kernels.paged_attention_prefill(query, self.start, context, args, tiles=self.tiles)
 
     def error(self, got: Tensor) -> float:
         """Of each sequence's newest queries."""

@@ -3,6 +3,7 @@ right.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,12 +55,12 @@ def test_the_checks_fail_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch
     """Wrong scales, a key too few, and a kernel that does not even run."""
     right = kernels.paged_attention_decode
 
-    def unscaled(*args: Any, kv_scale: Any = None, **options: Any) -> Any:
-        return right(*args, kv_scale=None if kv_scale is None else 2 * kv_scale, **options)
+    def unscaled(query: Any, context: Any, args: Any, **options: Any) -> Any:
+        scale = args.kv_scale
+        return right(query, context, replace(args, kv_scale=None if scale is None else 2 * scale), **options)
 
-    def short(*args: Any, **options: Any) -> Any:
-        query, key_cache, value_cache, tables, rows, lens = args
-        return right(query, key_cache, value_cache, tables, rows, lens - 1, **options)
+    def short(query: Any, context: Any, args: Any, **options: Any) -> Any:
+        return right(query, replace(context, lens=context.lens - 1), args, **options)
 
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("out of resource")

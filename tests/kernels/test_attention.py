@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import BlockSparse, reference
 from kernels.cpu import attention as cpu
 from kernels.cpu import native_attention as native
+from tests.support.attention_calls import spread
 from tests.support.paged import as_a_layer_of_one_tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -136,7 +137,7 @@ def test_decode_attends_as_a_loop_does(decode_module: Any, options: dict[str, An
     lens = [1, 37, 0, 8, 33, 38, 40, 3, 4, 17]
     paged = Paged(lens)
     query = torch.randn(len(lens), 6, 20, dtype=torch.float64)
-    got = decode_module.paged_attention_decode(
+    got = spread(decode_module.paged_attention_decode)(
         query, *paged.caches, paged.block_tables, paged.rows, paged.context_lens, scale=0.3, **options
     )
     used = [i for i, n in enumerate(lens) if n]
@@ -151,7 +152,7 @@ def test_prefill_attends_as_a_loop_does(prefill_module: Any, options: dict[str, 
     starts = torch.tensor([2, *counts]).cumsum(0)
     query = torch.randn(int(starts[-1]) + 3, 6, 20, dtype=torch.float64)
     out = torch.full_like(query, 7.0)
-    got = prefill_module.paged_attention_prefill(
+    got = spread(prefill_module.paged_attention_prefill)(
         query, *paged.caches, paged.block_tables, paged.rows, starts.int(), paged.context_lens,
         scale=0.3, out=out, **options,
     )  # fmt: skip
@@ -195,8 +196,8 @@ def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any)
     paged = Paged(lens, block_size=16, head_dim=64, dtype=dtype)
     query = torch.randn(3, 6, 64).to(dtype)
     tables = (*paged.caches, paged.block_tables, paged.rows)
-    decoded = module.paged_attention_decode(query, *tables, paged.context_lens, scale=0.3, **options)
-    prefilled = module.paged_attention_prefill(
+    decoded = spread(module.paged_attention_decode)(query, *tables, paged.context_lens, scale=0.3, **options)
+    prefilled = spread(module.paged_attention_prefill)(
         query, *tables, torch.arange(4, dtype=torch.int32), paged.context_lens, scale=0.3, **options
     )
     want = slow(paged, [(i, n - 1, query[i]) for i, n in enumerate(lens)], options)
@@ -219,12 +220,14 @@ def test_native_attention_is_the_reference_implementations(
     tables, tolerance = (paged.block_tables, paged.rows), 1e-5 if dtype == torch.float32 else 0.02
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
     for module, out in zip((reference, native), outs, strict=True):
-        module.paged_attention_prefill(
+        spread(module.paged_attention_prefill)(
             query, *paged.caches, *tables, starts, paged.context_lens, scale=0.3, out=out, **options
         )
     torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
     got, want = (
-        module.paged_attention_decode(query[:5], *paged.caches, *tables, paged.context_lens, scale=0.3, **options)
+        spread(module.paged_attention_decode)(
+            query[:5], *paged.caches, *tables, paged.context_lens, scale=0.3, **options
+        )
         for module in (native, reference)
     )
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
@@ -241,8 +244,8 @@ def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(
     held = caches.float() * scale.view(2, 1, 2, 1, 1)
     query, start = torch.randn(5, 6, 20), torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
     for attend, lengths in (
-        (decode_module.paged_attention_decode, (paged.context_lens,)),
-        (decode_module.paged_attention_prefill, (start, paged.context_lens)),
+        (spread(decode_module.paged_attention_decode), (paged.context_lens,)),
+        (spread(decode_module.paged_attention_prefill), (start, paged.context_lens)),
     ):
         got = attend(query, *caches, *whole, *lengths, scale=0.3, kv_scale=scale, **options)
         assert got.equal(attend(query, *held, *whole, *lengths, scale=0.3, **options))
@@ -255,8 +258,8 @@ def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:
     paged, query = Paged([num_keys], head_dim=64, dtype=torch.float32), torch.randn(1, 8, 64)
     whole, scale = (paged.block_tables, paged.rows, paged.context_lens), torch.ones(2, 2)
     caches = paged.caches.to(torch.float8_e4m3fn)
-    want = module.paged_attention_decode(query, *paged.caches, *whole, scale=0.125)
-    got = module.paged_attention_decode(query, *caches, *whole, scale=0.125, kv_scale=scale)
+    want = spread(module.paged_attention_decode)(query, *paged.caches, *whole, scale=0.125)
+    got = spread(module.paged_attention_decode)(query, *caches, *whole, scale=0.125, kv_scale=scale)
     assert 0.005 < (got - want).norm() / want.norm() < 0.06
 
 
@@ -271,8 +274,8 @@ def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, kv_dtype: torch.dtype
     strided = as_a_layer_of_one_tensor(contiguous)
     assert not strided[0].is_contiguous()
     for attend, lengths in (
-        (module.paged_attention_decode, (paged.context_lens,)),
-        (module.paged_attention_prefill, (start, paged.context_lens)),
+        (spread(module.paged_attention_decode), (paged.context_lens,)),
+        (spread(module.paged_attention_prefill), (start, paged.context_lens)),
     ):
         whole = (paged.block_tables, paged.rows, *lengths)
         want = attend(query, *contiguous, *whole, scale=0.3, kv_scale=scale)
@@ -287,13 +290,13 @@ def test_blocks_before_the_window_are_not_read(module: Any) -> None:
     query, decodes = torch.randn(33, 6, 20, dtype=torch.float64), torch.arange(4) * 8
     start = torch.tensor([0, *query_lens]).cumsum(0).int()
     whole = (paged.block_tables, paged.rows)
-    want = module.paged_attention_prefill(query, *paged.caches, *whole, start, paged.context_lens, **options)
-    wanted = module.paged_attention_decode(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
+    want = spread(module.paged_attention_prefill)(query, *paged.caches, *whole, start, paged.context_lens, **options)
+    wanted = spread(module.paged_attention_decode)(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
     for row, n, count in zip(paged.rows.tolist(), lens, query_lens, strict=True):
         paged.block_tables[row, : max(n - count + 1 - window, 0) // 4] = 2**30
-    got = module.paged_attention_prefill(query, *paged.caches, *whole, start, paged.context_lens, **options)
+    got = spread(module.paged_attention_prefill)(query, *paged.caches, *whole, start, paged.context_lens, **options)
     assert got.equal(want)
     for row, n in zip(paged.rows.tolist(), lens, strict=True):
         paged.block_tables[row, : max(n - window, 0) // 4] = 2**30
-    got = module.paged_attention_decode(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
+    got = spread(module.paged_attention_decode)(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
     assert got.equal(wanted)

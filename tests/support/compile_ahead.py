@@ -112,8 +112,8 @@ def attention(
     sparse: kernels.BlockSparse | None = None,
     **options: float,
 ) -> None:
-    from kernels.triton.attention_decode import paged_attention_decode, plan_decode
-    from kernels.triton.attention_prefill import paged_attention_prefill
+    from kernels.cuda.attention import paged_attention_decode, paged_attention_prefill
+    from kernels.triton.attention_decode import plan_decode
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
     out, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
@@ -124,20 +124,16 @@ def attention(
     window = int(options.get("window", 0))
     plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse)
     plan_decode(lens, rows, plan)
-    paged_attention_decode(
-        query, cache, cache, tables, rows, lens, scale=0.1, kv_scale=scale, plan=plan, out=out,
-        sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
-    paged_attention_prefill(
-        query, cache, cache, tables, rows, tensor(4, dtype=I32), lens, scale=0.1, kv_scale=scale,
-        tiles=tensor(5, 2, dtype=I32), out=out, sparse=sparse, **by_head, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+    args = kernels.AttentionArgs(0.1, kv_scale=scale, sparse=sparse, **by_head, **options)  # type: ignore[arg-type]
+    context = kernels.PagedContext(cache, cache, tables, rows, lens)
+    paged_attention_decode(query, context, args, plan=plan, out=out)
+    paged_attention_prefill(query, tensor(4, dtype=I32), context, args, tiles=tensor(5, 2, dtype=I32), out=out)
 
 
 def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, **options: float) -> None:
     """Prefill over wide copies of an e4m3 cache's pages."""
     from engine.models.wide_pages import WidePages
-    from kernels.triton.attention_prefill import paged_attention_prefill
+    from kernels.cuda.attention import paged_attention_prefill
     from kernels.triton.wide_pages import widen_pages
 
     query, cache = tensor(3, 2 * group, head_dim, dtype=WIDE_DTYPE), tensor(10, 2, page, head_dim, dtype=E4M3)
@@ -145,20 +141,15 @@ def wide_pages(head_dim: int, group: int, page: int, dtype: torch.dtype = BF16, 
     wide = WidePages.of_step([1, 1, 1], [300, 20, 1], 0, lambda tensor: tensor.to(META))
     pages = wide.allocate(cache.expand(2, *cache.shape)).pages
     widen_pages(cache, cache, tables, rows, lens, wide.pages, pages)
-    paged_attention_prefill(
-        query, pages[0], pages[1], wide.block_tables, wide.rows, tensor(4, dtype=I32), lens, scale=0.1,
-        kv_scale=kv_scale(2, cache), tiles=tensor(5, 2, dtype=I32), out=tensor(*query.shape, dtype=dtype),
-        **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+    context = kernels.PagedContext(pages[0], pages[1], wide.block_tables, wide.rows, lens)
+    args = kernels.AttentionArgs(0.1, kv_scale=kv_scale(2, cache), **options)  # type: ignore[arg-type]
+    out, tiles = tensor(*query.shape, dtype=dtype), tensor(5, 2, dtype=I32)
+    paged_attention_prefill(query, tensor(4, dtype=I32), context, args, tiles=tiles, out=out)
 
 
 def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bool = True) -> None:
-    from kernels.triton.latent import (
-        absorb_and_store,
-        latent_attention_decode,
-        latent_attention_prefill,
-        rotate_and_store,
-    )
+    from kernels.cuda.attention import latent_attention_decode, latent_attention_prefill
+    from kernels.triton.latent import absorb_and_store, rotate_and_store
 
     cache, rows = tensor(10, 1, 16, 576, dtype=dtype), tensor(seqs, dtype=I32)
     query, key_up = tensor(seqs, num_heads, 192, dtype=dtype), tensor(num_heads, 128, 512, dtype=dtype)
@@ -454,8 +445,6 @@ def main(capability: int) -> int:
             module.is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
         if hasattr(module, "num_multiprocessors"):
             module.num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
-        if hasattr(module, "_num_multiprocessors") and (hopper or module.__name__ not in HOPPER):
-            module._num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     with kernels.compiling_only():

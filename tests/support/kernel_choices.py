@@ -167,10 +167,8 @@ def attention(
     given: dict[str, Any] = {
         name: tensor(num_heads, dtype=F32) for name in ("alibi_slopes", "sinks") if options.pop(name, False)
     }
-    given |= options
-    sparse, window = options.get("sparse"), options.get("window", 0)
-    if kv_dtype == E4M3:
-        given["kv_scale"] = tensor(2, 2, dtype=F32)
+    kv_scale = tensor(2, 2, dtype=F32) if kv_dtype == E4M3 else None
+    args = kernels.AttentionArgs(0.1, kv_scale=kv_scale, **given, **options)
 
     def query(m: int) -> Tensor:
         return tensor(m, num_heads, head_dim, dtype=F16 if kv_dtype == E4M3 and dtype == BF16 else dtype)
@@ -178,19 +176,17 @@ def attention(
     def decode(m: int) -> None:
         lens, out = tensor(m, dtype=I32), tensor(m, num_heads, head_dim, dtype=dtype)
         plan = kernels.DecodePlan.allocate(
-            m, num_heads, 2, head_dim, lens.device, kv_dtype=kv_dtype, window=window, sparse=sparse
+            m, num_heads, 2, head_dim, lens.device, kv_dtype=kv_dtype, window=args.window, sparse=args.sparse
         )
         kernels.plan_decode(lens, lens, plan)
-        kernels.paged_attention_decode(
-            query(m), cache, cache, tensor(m, 64, dtype=I32), lens, lens, scale=0.1, plan=plan, out=out, **given
-        )
+        context = kernels.PagedContext(cache, cache, tensor(m, 64, dtype=I32), lens, lens)
+        kernels.paged_attention_decode(query(m), context, args, plan=plan, out=out)
 
     def prefill(m: int) -> None:
         lens, out = tensor(1, dtype=I32), tensor(m, num_heads, head_dim, dtype=dtype)
-        kernels.paged_attention_prefill(
-            query(m), cache, cache, tensor(1, 64, dtype=I32), lens, tensor(2, dtype=I32), lens, scale=0.1,
-            tiles=tensor(5, 2, dtype=I32), out=out, **given,
-        )  # fmt: skip
+        context = kernels.PagedContext(cache, cache, tensor(1, 64, dtype=I32), lens, lens)
+        tiles = tensor(5, 2, dtype=I32)
+        kernels.paged_attention_prefill(query(m), tensor(2, dtype=I32), context, args, tiles=tiles, out=out)
 
     yield "decode", decode
     yield "prefill", prefill

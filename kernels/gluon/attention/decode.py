@@ -25,9 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.plan import DecodePlan
 from kernels.gluon.attention.loads import ask_boxes, blocks_of_boxes
 from kernels.gluon.common.layouts import barrier, box_descriptor
+from kernels.gpu.attention import Output
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -493,8 +495,8 @@ def _hopper_decode_kernel(
     )  # fmt: skip
 
 
-def applies(query: Tensor, key_cache: Tensor, plan: DecodePlan) -> bool:
-    """Whether this kernel computes the call: a plan for it, queries of the cache's dtype, blocks of at least 8 slots."""
+def supports(query: Tensor, key_cache: Tensor, plan: DecodePlan) -> bool:
+    """Return whether `launch` computes the call: a plan for it, queries of the cache's dtype, blocks of at least 8 slots."""
     return (
         plan.streams
         and query.dtype == key_cache.dtype
@@ -506,43 +508,26 @@ def applies(query: Tensor, key_cache: Tensor, plan: DecodePlan) -> bool:
 
 
 def launch(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor,
-    out_scale: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    plan: DecodePlan,
-    scale: float,
-    *,
-    window: int,
-    soft_cap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    largest: float,
-    dependent: bool,
+    query: Tensor, context: PagedContext, args: AttentionArgs, plan: DecodePlan, output: Output, dependent: bool
 ) -> None:
-    """Writes out [B, H, D]; see `applies` and `kernels.triton.attention_decode`. `largest`: of the codes it is rounded to, or 0.
-
-    `dependent`: the plan was written before the preceding kernel.
-    """
+    """Compute as `kernels.triton.attention_decode.launch`; see `supports`."""
     num_seqs, num_heads, head_dim = query.shape
-    _, num_kv_heads, page, _ = key_cache.shape
+    lens, out = context.lens, output.values
+    _, num_kv_heads, page, _ = context.key_cache.shape
     group = num_heads // num_kv_heads
     columns, width = max(next_power_of_2(group), 8), cdiv(head_dim, 64) * 64
-    # Beside keys and values: queries, probabilities, and sums on their way to another layout.
+    # Beside keys and values: queries, probabilities, and accumulators on their way to another layout.
     others = columns * (4 * width + 2 * TILE + 4 * width)
-    caches = [box_descriptor(cache, 1, 1, min(page, TILE), 64) for cache in (key_cache, value_cache)]
+    caches = [box_descriptor(cache, 1, 1, min(page, TILE), 64) for cache in (context.key_cache, context.value_cache)]
     assert plan.tile == TILE
     _hopper_decode_kernel[(len(plan.work),)](
-        box_descriptor(query, 1, columns, 64), *caches, out, out_scale, block_tables, rows, context_lens,
-        context_lens if alibi_slopes is None else alibi_slopes, context_lens if sinks is None else sinks,
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, scale, num_seqs,
-        out.stride(0), *out_scale.stride()[:2], block_tables.stride(0),
+        box_descriptor(query, 1, columns, 64), *caches, out, output.scale, context.block_tables, context.rows, lens,
+        lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale, num_seqs,
+        out.stride(0), *output.scale.stride()[:2], context.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, N=columns, HEAD_DIM=head_dim, TILE=TILE, PAGE=page,
-        STAGES=(SHARED_BYTES - others) // (4 * TILE * width), WINDOW=window, PLAN_WINDOW=plan.window, SOFT_CAP=soft_cap,
-        ALIBI=alibi_slopes is not None, SINKS=sinks is not None, FAN_IN=plan.fan_in, LARGEST=largest,
-        num_warps=4, maxnreg=REGISTERS, **(pdl_options(query.device) if dependent else {"PDL": False}),
+        STAGES=(SHARED_BYTES - others) // (4 * TILE * width), WINDOW=args.window, PLAN_WINDOW=plan.window,
+        SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None, FAN_IN=plan.fan_in,
+        LARGEST=output.largest, num_warps=4, maxnreg=REGISTERS,
+        **(pdl_options(query.device) if dependent else {"PDL": False}),
     )  # fmt: skip

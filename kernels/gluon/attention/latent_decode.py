@@ -233,8 +233,8 @@ def _join_pieces_kernel(
         tl.store(target, (acc / total).to(out.dtype.element_ty))
 
 
-def applies(query: Tensor, cache: Tensor, out: Tensor) -> bool:
-    """Whether this kernel computes the call: a Hopper GPU, 16-bit latents of 512 + 64 channels."""
+def supports(query: Tensor, cache: Tensor, out: Tensor) -> bool:
+    """Return whether `launch` computes the call: a Hopper GPU, 16-bit latents of 512 + 64 channels."""
     return (
         is_hopper(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -248,7 +248,7 @@ def launch(
     query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor, scale: float, out: Tensor,
     plan: DecodePlan, dependent: bool = True,
 ) -> None:  # fmt: skip
-    """Writes `out`. Shapes as in `kernels.latent_attention_decode`; see `applies`. `plan`: of `latent_decode_plan`.
+    """Writes `out`. Shapes as in `kernels.latent_attention_decode`; see `supports`. `plan`: of `latent_decode_plan`.
 
     `dependent`: the plan was written before the preceding kernel.
     """

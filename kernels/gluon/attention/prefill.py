@@ -15,8 +15,6 @@ Sources: FlashAttention-3 (Shah et al., arXiv 2407.08608).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.data.block_sparse import BlockSparse
+from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.plan import prefill_query_rows
 from kernels.gluon.attention.loads import (
     bring_items,
@@ -41,6 +39,7 @@ from kernels.gluon.attention.loads import (
     vertical_blocks,
 )
 from kernels.gluon.common.layouts import box_descriptor, side_by_side
+from kernels.gpu.device import is_hopper, num_multiprocessors
 from kernels.gpu.launch import launch_dependents, pdl_options, wait_for_inputs
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -371,15 +370,18 @@ def _hopper_prefill_kernel(
         )  # fmt: skip
 
 
-def applies(query: Tensor, key_cache: Tensor, scale: float, sparse: BlockSparse | None, scaled: bool) -> bool:
-    """Whether this kernel computes the call: a Hopper GPU, 16-bit queries, a cache of the same dtype or e4m3,
-    64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n. scaled: with a kv_scale."""
+def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs) -> bool:
+    """Return whether `launch` computes the call: a Hopper GPU, no ALiBi, 16-bit queries, a cache of the same dtype or e4m3,
+    64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n.
+    """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
+    sparse = args.sparse
     rows = prefill_query_rows(num_heads // num_kv_heads if sparse is None else 1)
     fp8 = key_cache.dtype == torch.float8_e4m3fn
     return (
-        _num_multiprocessors(query.device) > 0
+        is_hopper(query.device)
+        and args.alibi_slopes is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and (fp8 or key_cache.dtype == query.dtype)
         and 64 <= head_dim <= 256
@@ -388,65 +390,40 @@ def applies(query: Tensor, key_cache: Tensor, scale: float, sparse: BlockSparse 
         and rows <= 64
         and page & (page - 1) == 0
         and page >= 8
-        and scale > 0
-        and (sparse is None or (sparse.block == 64 and not scaled))
+        and args.scale > 0
+        and (sparse is None or (sparse.block == 64 and args.kv_scale is None))
         and query.stride(0) % 8 == 0
         and query.data_ptr() % 16 == 0
     )
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Of a Hopper GPU; 0 for any other device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    tiles: Tensor,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    sparse: BlockSparse | None = None,
-    kv_scale: Tensor | None = None,
-    block_n: int = 0,
-    stages: int = 2,
-    registers: int = 0,
+    query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
 ) -> None:
-    """Writes the attention of `tiles`' queries to `out`. Shapes as in `kernels.paged_attention_prefill`; see `applies`.
+    """Compute as `kernels.triton.attention_prefill.launch`; see `supports`.
 
-    Over an e4m3 cache, queries are multiplied as float16: other ones are copied first.
-
-    block_n, stages and registers are for tuning.
+    Over an e4m3 cache, queries are multiplied as float16: others are copied first.
     """
     _, num_heads, head_dim = query.shape
-    _, num_kv_heads, page, _ = key_cache.shape
-    fp8, packed = key_cache.dtype == torch.float8_e4m3fn, num_kv_heads if sparse is None else num_heads
+    keys, lens, sparse, window = context.key_cache, context.lens, args.sparse, args.window
+    _, num_kv_heads, page, _ = keys.shape
+    fp8, packed = keys.dtype == torch.float8_e4m3fn, num_kv_heads if sparse is None else num_heads
     group, num_items = num_heads // packed, len(tiles) * packed
     rows_of_query = prefill_query_rows(group)
     # Two stages of keys and of values, and the queries, fit; and small windows have few keys beside their edges.
-    block_n = block_n or (128 if head_dim <= 128 and not 0 < window <= 1024 and sparse is None else 64)
-    registers = registers or (240 if not fp8 else 200 if head_dim <= 128 else 208)  # what converts needs some, too
+    block_n = 128 if head_dim <= 128 and not 0 < window <= 1024 and sparse is None else 64
+    registers = 240 if not fp8 else 200 if head_dim <= 128 else 208  # the conversion of e4m3 needs some, too
     queries = box_descriptor(query.half() if fp8 else query, 64 // rows_of_query, rows_of_query, 64)
     channels = 64 if not fp8 or head_dim <= 64 else 128
-    caches = [box_descriptor(cache, 1, 1, min(page, block_n), channels) for cache in (key_cache, value_cache)]
-    _hopper_prefill_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
-        queries, *caches, out, block_tables, rows, query_start, context_lens, tiles, context_lens if sinks is None else sinks,
-        context_lens if kv_scale is None else kv_scale, num_items, scale * LOG2E.value, out.stride(0),
-        block_tables.stride(0),
+    caches = [box_descriptor(cache, 1, 1, min(page, block_n), channels) for cache in (keys, context.value_cache)]
+    _hopper_prefill_kernel[(min(num_items, num_multiprocessors(query.device)),)](
+        queries, *caches, out, context.block_tables, context.rows, query_start, lens, tiles,
+        lens if args.sinks is None else args.sinks, lens if args.kv_scale is None else args.kv_scale, num_items,
+        args.scale * LOG2E.value, out.stride(0), context.block_tables.stride(0),
         NUM_KV_HEADS=packed, KV_GROUP=packed // num_kv_heads, GROUP=group, GROUP_ROWS=rows_of_query,
-        HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page, STAGES=stages,
+        HEAD_DIM=head_dim, BLOCK_N=block_n, PAGE=page, STAGES=2,
         Q_STAGES=2 if head_dim <= 128 else 1, REGISTERS=registers, WINDOW=window,
-        SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=soft_cap,
-        SINKS=sinks is not None, FP8=fp8, SCALED=kv_scale is not None, num_warps=4, **pdl_options(query.device),
+        SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=args.soft_cap,
+        SINKS=args.sinks is not None, FP8=fp8, SCALED=args.kv_scale is not None, num_warps=4,
+        **pdl_options(query.device),
     )  # fmt: skip

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels import BlockSparse, QuantizedRows, reference
+from kernels.cuda import attention
 from kernels.data.plan import DecodePlan, make_prefill_tiles
-from kernels.triton import attention_decode, attention_prefill
+from kernels.triton import attention_decode
 from kernels.triton.scaled import quantize_rows
+from tests.support.attention_calls import spread
 from tests.support.paged import as_a_layer_of_one_tensor
 
 NAN = float("nan")
@@ -84,7 +86,7 @@ class Case:
         assert plan.work[busy].equal(expected.work[busy])
         out = torch.full_like(query, NAN)
         for _ in range(2):  # the second run finds the workspace as the first left it
-            attention_decode.paged_attention_decode(
+            spread(attention.paged_attention_decode)(
                 query,
                 self.kv[0],
                 self.kv[1],
@@ -100,7 +102,7 @@ class Case:
         assert not plan.group_arrivals.any()
         if self.kv_scale is None and (query.shape[2] & (query.shape[2] - 1)) == 0:
             self._decode_rounded(query, plan, out, **options)
-        return out, reference.paged_attention_decode(
+        return out, spread(reference.paged_attention_decode)(
             query.double(), *self.exact(), self.block_tables, self.rows, self.context_lens, **options
         )
 
@@ -108,7 +110,7 @@ class Case:
         """The same as codes: those of the result."""
         for by_group in (False, True):
             into = QuantizedRows.empty(query.flatten(1), torch.int8, query.shape[2], by_group)
-            got = attention_decode.paged_attention_decode(
+            got = spread(attention.paged_attention_decode)(
                 query,
                 self.kv[0],
                 self.kv[1],
@@ -126,11 +128,11 @@ class Case:
     def prefill(self, query: Any, query_start: Any, **options: Any) -> Any:
         out = torch.full_like(query, 7.0)
         args = (self.block_tables, self.rows, query_start, self.context_lens)
-        attention_prefill.paged_attention_prefill(
+        spread(attention.paged_attention_prefill)(
             query, self.kv[0], self.kv[1], *args, kv_scale=self.kv_scale, out=out, **options
         )
         expected = torch.full_like(query, 7.0).double()
-        reference.paged_attention_prefill(query.double(), *self.exact(), *args, out=expected, **options)
+        spread(reference.paged_attention_prefill)(query.double(), *self.exact(), *args, out=expected, **options)
         return out, expected
 
 
@@ -362,7 +364,7 @@ def test_blocks_that_no_head_sees_are_not_read(group: int) -> None:
         for kv_head in range(2):
             case.kv[:, case.block_tables[row, blocks[~seen[kv_head]]].long(), kv_head] = NAN
     assert case.kv.isnan().sum() > kv.isnan().sum()
-    out = attention_decode.paged_attention_decode(
+    out = spread(attention.paged_attention_decode)(
         query, case.kv[0], case.kv[1], case.block_tables, case.rows, case.context_lens, scale=0.2, sparse=sparse,
         plan=_written_plan(case, sparse, heads),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.cuda import attention
 from kernels.data.plan import latent_tile_queries, make_prefill_tiles
 from kernels.triton import latent
 
@@ -35,12 +36,12 @@ def paged(lens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 def test_decode(monkeypatch: Any, num_heads: int, processors: int) -> None:
     """Parts may be empty, and so may a padding row's context be."""
     torch.manual_seed(0)
-    monkeypatch.setattr(latent, "_num_multiprocessors", lambda device: processors)
+    monkeypatch.setattr(latent, "num_multiprocessors", lambda device: processors)
     lens = [1, 100, 0, 41]
     cache, tables, rows = paged(lens)
     query, lengths = torch.randn(len(lens), num_heads, L + R), torch.tensor(lens, dtype=torch.int32)
     out = torch.full((len(lens), num_heads, L), NAN)
-    got = latent.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.2, out=out)
+    got = attention.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.2, out=out)
     want = reference.latent_attention_decode(
         query.double(), cache.double(), tables, rows, lengths, scale=0.2, out=torch.empty(out.shape).double()
     )
@@ -60,7 +61,7 @@ def test_prefill(num_heads: int, has_tiles: bool) -> None:
         make_prefill_tiles(new, lens, latent_tile_queries(num_heads, torch.float32)), dtype=torch.int32
     )
     outs = torch.full((2, 26, num_heads, L), 7.0).unbind()
-    got = latent.latent_attention_prefill(
+    got = attention.latent_attention_prefill(
         query, cache, tables, rows, starts, lengths, scale=0.2, out=outs[0], tiles=tiles if has_tiles else None
     )
     want = reference.latent_attention_prefill(

@@ -10,9 +10,11 @@ pytest.importorskip("triton")
 
 from engine.models.wide_pages import WidePages
 from kernels import reference
+from kernels.cuda import attention
 from kernels.data.widening import WIDE_PAGE
-from kernels.triton import attention_prefill, wide_pages
+from kernels.triton import wide_pages
 from tests.oracles.attention import Paged, exact_attention
+from tests.support.attention_calls import spread
 from tests.support.paged import as_a_layer_of_one_tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -75,10 +77,10 @@ def test_prefill_is_that_over_the_cache(dtype: torch.dtype, options: dict[str, A
     query = torch.randn(sum(QUERY_LENS), 8, 32).to(dtype)
     key_pages, value_pages = wide_through_triton(wide, paged, dtype)
     more: dict[str, Any] = {"scale": 0.2, "kv_scale": paged.kv_scale, **options}
-    got = attention_prefill.paged_attention_prefill(
+    got = spread(attention.paged_attention_prefill)(
         query, key_pages, value_pages, wide.block_tables, wide.rows, starts, paged.context_lens, **more
     )
-    direct = attention_prefill.paged_attention_prefill(
+    direct = spread(attention.paged_attention_prefill)(
         query, paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, starts, paged.context_lens, **more
     )
     want = exact_attention(query, paged, QUERY_LENS, 0.2, **options)

@@ -13,11 +13,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernels import QuantizedRows, reference
+from kernels.cuda import attention
 from kernels.data.plan import DecodePlan
 from kernels.gluon.attention import decode as attention_decode
 from kernels.gluon.attention import loads as attention_loads
 from kernels.triton import attention_decode as triton_decode
 from tests.oracles.attention import Paged
+from tests.support.attention_calls import spread
 from tests.support.gluon_on_tensors import Barriers, Descriptor, Pointers, Shared, Stages, run_on_tensors
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -174,13 +176,13 @@ def plan_of(paged: Paged, num_heads: int, head_dim: int, programs: int, window: 
 
 def decode(query: Tensor, paged: Paged, plan: DecodePlan, out: Tensor | QuantizedRows, **options: Any) -> Tensor:
     here = paged.kv[0], paged.kv[1], paged.block_tables, paged.rows, paged.context_lens
-    return triton_decode.paged_attention_decode(query, *here, scale=0.1, plan=plan, out=out, **options)
+    return spread(attention.paged_attention_decode)(query, *here, scale=0.1, plan=plan, out=out, **options)
 
 
 def exact(query: Tensor, paged: Paged, **options: Any) -> Tensor:
     here = paged.block_tables, paged.rows, paged.context_lens
     keys, values = paged.kv.double()
-    return reference.paged_attention_decode(query.double(), keys, values, *here, scale=0.1, **options)
+    return spread(reference.paged_attention_decode)(query.double(), keys, values, *here, scale=0.1, **options)
 
 
 CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {  # head_dim, group, page, programs
@@ -248,9 +250,9 @@ def test_which_calls_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan(kv_dtype=torch.float8_e4m3fn).streams
     assert not plan(kv_dtype=torch.float32).streams
     query, cache = torch.zeros(17, 16, 128, dtype=BF16), torch.zeros(3, 2, 8, 128, dtype=BF16)
-    assert attention_decode.applies(query, cache, plan())
-    assert not attention_decode.applies(query, cache, plan(seqs=16))
-    assert not attention_decode.applies(query.half(), cache, plan())
-    assert not attention_decode.applies(query, cache[:, :, :4], plan())
+    assert attention_decode.supports(query, cache, plan())
+    assert not attention_decode.supports(query, cache, plan(seqs=16))
+    assert not attention_decode.supports(query.half(), cache, plan())
+    assert not attention_decode.supports(query, cache[:, :, :4], plan())
     monkeypatch.setattr("kernels.data.plan._on_hopper", lambda: False)
     assert not plan().streams

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import reference
+from kernels.cuda import attention
 from kernels.data.plan import latent_decode_plan
 from kernels.gluon.attention import latent_decode
-from kernels.triton import latent
 from kernels.triton.attention_decode import plan_decode
 from tests.support.gluon_on_tensors import run_on_tensors
 
@@ -57,8 +57,8 @@ def test_against_the_reference(monkeypatch: pytest.MonkeyPatch, num_heads: int, 
     plan.partial_out.fill_(NAN)
     plan.partial_stats.fill_(NAN)
     plan_decode(lengths, rows, plan)
-    assert latent_decode.applies(query, cache, out)
-    got = latent.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.05, out=out, plan=plan)
+    assert latent_decode.supports(query, cache, out)
+    got = attention.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.05, out=out, plan=plan)
     want = reference.latent_attention_decode(
         query.double(), cache.double(), tables, rows, lengths, scale=0.05, out=out.double()
     )

@@ -10,18 +10,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import reference
-from kernels.data.plan import make_prefill_tiles
-from kernels.triton import attention_prefill
+from kernels import AttentionArgs, reference
+from kernels.cuda import attention
+from kernels.cuda.choice import GLUON
+from kernels.data.plan import make_prefill_tiles, prefill_tile_queries
+from kernels.gluon.attention import prefill
+from tests.support.attention_calls import spread
 from tests.support.paged import as_a_layer_of_one_tensor
 
-hopper = attention_prefill.hopper  # type: ignore[attr-defined]
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon"),
-    pytest.mark.skipif(hopper is None, reason="this Triton's Gluon is not known"),
+    pytest.mark.skipif(not GLUON, reason="this Triton's Gluon is not known"),
 ]
 
 SHAPES = [  # query heads for each KV head, KV heads, head_dim, page, dtype
@@ -75,19 +77,19 @@ def test_prefill_on_hopper(
     if "sinks" in options:
         options = options | {"sinks": 2 * torch.randn(group * num_kv_heads)}
     expected = torch.full_like(query, 7.0).double()
-    reference.paged_attention_prefill(
+    spread(reference.paged_attention_prefill)(
         query.double(), *kv.double(), tables, rows, starts, context_lens, scale=scale, out=expected, **options
     )
-    step = attention_prefill.prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)  # type: ignore[attr-defined]
+    step = prefill_tile_queries(group * num_kv_heads, num_kv_heads, head_dim, dtype)
     tiles = torch.tensor(make_prefill_tiles(query_lens, lens, step), dtype=torch.int32)
     on_gpu = as_a_layer_of_one_tensor(kv.cuda()) if layer else kv.cuda()
     cuda = [query.cuda(), *on_gpu, *(x.cuda() for x in (tables, rows, starts, context_lens))]
-    assert hopper.applies(cuda[0], cuda[1], scale, None, False)
+    assert prefill.supports(cuda[0], cuda[1], AttentionArgs(scale))
     options = {name: value.cuda() if torch.is_tensor(value) else value for name, value in options.items()}
     first = None
     for _ in range(3):
         out = torch.full_like(cuda[0], 7.0)
-        attention_prefill.paged_attention_prefill(*cuda, scale=scale, tiles=tiles.cuda(), out=out, **options)
+        spread(attention.paged_attention_prefill)(*cuda, scale=scale, tiles=tiles.cuda(), out=out, **options)
         first = out if first is None else first
         assert out.equal(first)
     got = first.double().cpu()  # type: ignore[union-attr]

@@ -1,0 +1,35 @@
+"""Arguments of attention: what a layer's attention is, and what a step's sequences attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.data.block_sparse import BlockSparse
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArgs:
+    """A layer's attention: the same for all of its steps. H query heads, Hkv KV heads."""
+
+    scale: float  # of scores
+    window: int = 0  # a query sees keys at a distance below it; 0: all
+    soft_cap: float = 0.0  # c > 0: scores become c · tanh(score / c)
+    alibi_slopes: Tensor | None = None  # [H] float32: slope · -distance is added to scores
+    sinks: Tensor | None = None  # [H] float32: a score per head that takes part in the softmax without a value
+    sparse: BlockSparse | None = None  # the blocks of keys that are attended to; None: all
+    kv_scale: Tensor | None = None  # [2, Hkv] float32: factors of cached keys and values; for e4m3 caches
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """The cached keys and values of B sequences."""
+
+    key_cache: Tensor  # [num_blocks, Hkv, block_size, D]
+    value_cache: Tensor  # [num_blocks, Hkv, block_size, D]
+    block_tables: Tensor  # [R, max_blocks] int32
+    rows: Tensor  # [B] int32: sequence i uses block_tables[rows[i]]
+    lens: (
+        Tensor  # [B] int32: context lengths with the queries' own tokens, whose K and V are already stored; 0: padding
+    )
