@@ -16,12 +16,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kernels import reference
+from kernels.data.activation import ExpertActivation as ExpertActivation
+from kernels.data.activation import Gate as Gate
 from kernels.data.attention import AttentionArgs as AttentionArgs
 from kernels.data.attention import PagedContext as PagedContext
 from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
-from kernels.data.moe import ExpertActivation as ExpertActivation
+from kernels.data.kv_cache import KV_SCALES as KV_SCALES
+from kernels.data.kv_cache import WideCopy as WideCopy
 from kernels.data.moe import Experts as Experts
 from kernels.data.moe import Router as Router
 from kernels.data.plan import FEW_SEQS as FEW_SEQS
@@ -36,12 +39,9 @@ from kernels.data.quantized_weight import Kind as Kind
 from kernels.data.quantized_weight import QuantizedWeight as QuantizedWeight
 from kernels.data.quantized_weight import Weight as Weight
 from kernels.data.quantized_weight import by_groups as by_groups
-from kernels.reference import KV_SCALES as KV_SCALES
-from kernels.reference import NOT_FINITE as NOT_FINITE
-from kernels.reference import NOTHING_ALLOWED as NOTHING_ALLOWED
-from kernels.reference import Gate as Gate
-from kernels.reference import Part as Part
-from kernels.reference import WideCopy as WideCopy
+from kernels.data.sampling import NOT_FINITE as NOT_FINITE
+from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
+from kernels.data.sampling import Part as Part
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
 

@@ -42,10 +42,18 @@ ENGINE = {f"engine{below}" for below in ("", ".core", ".worker", ".models", ".te
 }
 ALLOWED = {
     "quire": {"engine", "server.cli.main"},
-    "kernels": {"kernels"},
+    "kernels": {"kernels", "kernels.data", "kernels.reference", "kernels.cpu", "kernels.cuda"},
+    "kernels.data": {"kernels.data"},
+    "kernels.reference": {"kernels.reference", "kernels.data"},
+    "kernels.cpu": {"kernels.cpu", "kernels.reference", "kernels.data"},
+    "kernels.cuda": {"kernels", "kernels.cuda", "kernels.triton", "kernels.gluon", "kernels.gpu", "kernels.data"},
+    "kernels.triton": {"kernels.triton", "kernels.gpu", "kernels.data"},
+    "kernels.gluon": {"kernels.gluon", "kernels.gpu", "kernels.data"},
+    "kernels.gpu": {"kernels.gpu", "kernels.data"},
     "engine.utils": {"engine.utils", "engine.errors", "engine.models.files"},  # the type of progress callbacks
-    "engine.models": {"engine.models", "engine.utils.one_line", "kernels"},
-    "engine.worker": {"engine.worker", "engine.models", "kernels"} | CONTRACT,
+    "engine.models": {"engine.models", "engine.utils.one_line", "kernels", "kernels.data"},
+    "engine.worker": {"engine.worker", "engine.models", "kernels", "kernels.data", "kernels.triton.collectives"}
+    | CONTRACT,
     "engine.core": {"engine.core"},
     "engine.text": {"engine.text", "engine.utils.one_line"},
     "engine.structured": {
@@ -100,7 +108,8 @@ ALLOWED = {
     "server.deploy_ray": SERVER | {"server.deploy_ray", "engine.replicas.routing"},
     "server.cli.main": SERVER | {"server.cli", "benchmarks"},
     "server.cli.bench": SERVER | {"server.cli", "benchmarks"},
-    "benchmarks": {"benchmarks", "server", "server.cli", "server.cli.main", "kernels"} | ENGINE,
+    "benchmarks": {"benchmarks", "server", "server.cli", "server.cli.main", "kernels", "kernels.data", "kernels.triton"}
+    | ENGINE,
 }
 # What they may not import of others' (a layer below `engine` without a line here: as `engine`).
 WEB = {"fastapi", "starlette", "uvicorn"}
@@ -175,8 +184,13 @@ def test_every_folder_of_the_engine_has_its_line() -> None:
 
 LEGAL = {
     "kernels/__init__.py": "from kernels import reference",
-    "kernels/triton/norm.py": "import torch, triton\nfrom kernels.triton import launch\nfrom .launch import run",
-    "kernels/triton/launch.py": "",
+    "kernels/cuda/linear.py": "from kernels.gluon import scaled\nfrom kernels.triton import norm",
+    "kernels/data/layout.py": "",
+    "kernels/gluon/scaled.py": "from kernels.gpu.launch import run",
+    "kernels/gpu/launch.py": "import torch, triton",
+    "kernels/reference/__init__.py": "from kernels.data import layout",
+    "kernels/triton/norm.py": "from kernels.gpu import launch\nfrom . import codes",
+    "kernels/triton/codes.py": "",
     "engine/__init__.py": "from engine.offline.llm import LLM",
     "engine/offline/llm.py": "from engine.core.scheduler import Scheduler\n"
     "from engine.worker import runner\nimport torch",
@@ -215,6 +229,10 @@ def test_the_checker_accepts_what_is_legal(tmp_path: Path) -> None:
     [
         ("kernels/triton/norm.py", "from engine.models import spec", "engine.models.spec"),
         ("kernels/triton/norm.py", "from engine import LLM", "engine"),
+        ("kernels/triton/norm.py", "from kernels.gluon import scaled", "kernels.gluon.scaled"),
+        ("kernels/gluon/scaled.py", "from kernels.triton.norm import rms_norm", "kernels.triton.norm"),
+        ("kernels/gpu/launch.py", "from kernels.triton import norm", "kernels.triton.norm"),
+        ("kernels/reference/__init__.py", "from kernels.cuda import linear", "kernels.cuda.linear"),
         ("engine/models/decoder.py", "import engine.core.batch", "engine.core.batch"),
         ("engine/models/decoder.py", "from ..worker import runner", "engine.worker.runner"),
         ("engine/worker/runner.py", "from engine.core.scheduler import Scheduler", "engine.core.scheduler"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu.library import library
 from kernels.cpu.rotary import rms_norm
-from kernels.reference import Gate
+from kernels.data.activation import Gate
 
 FLOATS = (torch.float32, torch.bfloat16)
 

@@ -13,9 +13,10 @@ from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.library import library, tile_rows
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
+from kernels.data.activation import Gate
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.reference import Gate, silu_and_mul
+from kernels.reference import silu_and_mul
 
 _onednn = torch.ops.mkldnn
 PACKED_FOR = 16  # tokens that oneDNN packs weights for: about the best blocks for fewer, and for many more

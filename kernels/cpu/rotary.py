@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import library
+from kernels.data.kv_cache import WideCopy
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -69,7 +70,7 @@ def rope_and_store(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
-    wide: reference.WideCopy | None = None,
+    wide: WideCopy | None = None,
 ) -> Tensor:
     """See `kernels.reference.rope_and_store`."""
     native, head_dim = library(), key_cache.shape[3]

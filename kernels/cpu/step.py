@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import reference
 from kernels.cpu.library import Recording, library
 from kernels.data.layout import RowState, StepTensors
-from kernels.reference import NOT_FINITE, NOTHING_ALLOWED
+from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED
 
 R = TypeVar("R")
 

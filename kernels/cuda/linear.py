@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from kernels.cuda import quantized_linear
 from kernels.cuda.choice import CHOICE, GLUON
+from kernels.data.activation import Gate
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.reference import Gate
 from kernels.triton import small_linear
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.norm import add_rms_norm, rms_norm

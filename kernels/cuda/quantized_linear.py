@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cuda.choice import CHOICE, GLUON
+from kernels.data.activation import Gate
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.device import is_hopper, multiplies_e4m3
 from kernels.gpu.launch import cdiv
 from kernels.gpu.parts import sum_parts, sum_parts_norm
-from kernels.reference import Gate
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.norm import rms_norm
 from kernels.triton.scaled import finish_norm, quantize_into, scaled_linear

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from torch import Tensor
 
+from kernels.data.activation import ExpertActivation
 from kernels.data.compressed_weight import ExpertWeight
-
-ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-CLAMP, SLOPE = 7.0, 1.702  # clamped_swiglu: (up + 1) · gate · sigmoid(SLOPE · gate), with |up| and gate at most CLAMP
 
 
 @dataclass(frozen=True, slots=True)

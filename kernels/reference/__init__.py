@@ -9,9 +9,9 @@ each KV head: kv_scale [2, Hkv] float32, which is None for caches of other dtype
 wide pages: those that `widen_pages` and `rope_and_store` made with such a cache hold the same numbers in another dtype.
 """
 
-from kernels.reference.activation import Gate, add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
+from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
-from kernels.reference.kv_cache import KV_SCALES, WideCopy, store_kv, to_e4m3, widen_pages
+from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
     latent_attention_decode,
@@ -42,9 +42,6 @@ from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
 from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
-    NOT_FINITE,
-    NOTHING_ALLOWED,
-    Part,
     best_keys,
     best_tokens,
     gumbel,
@@ -59,12 +56,6 @@ from kernels.reference.sampling import (
 from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
-    "KV_SCALES",
-    "NOTHING_ALLOWED",
-    "NOT_FINITE",
-    "Gate",
-    "Part",
-    "WideCopy",
     "absorb_and_store",
     "add_rms_norm",
     "add_scaled",

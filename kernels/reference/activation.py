@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch.nn.functional as F
 from torch import Tensor
 
-Gate: TypeAlias = Literal["silu", "gelu_tanh"]
+from kernels.data.activation import Gate
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

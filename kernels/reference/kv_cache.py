@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
-# The least and the largest scale of an e4m3 cache. Within them kernels may divide without regard to overflow.
-KV_SCALES = (1e-15, 1e15)
-
-
-class WideCopy(NamedTuple):
-    """Where the keys and values that are stored in an e4m3 cache go, too: pages as those of `widen_pages`."""
-
-    pages: Tensor  # [2, P, Hkv, page, D], contiguous, of a dtype that holds e4m3 exactly
-    slots: Tensor  # [T] int64: page * page size + offset; -1: of tokens that do not go there
 
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.data.activation import Gate
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.reference.activation import Gate, gate_and_mul
+from kernels.reference.activation import gate_and_mul
 from kernels.reference.norm import rms_norm
 from kernels.reference.quantized import dequantize
 

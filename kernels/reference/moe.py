@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.data.activation import CLAMP, SLOPE, ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
-from kernels.data.moe import CLAMP, SLOPE, ExpertActivation, Experts, Router
+from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul

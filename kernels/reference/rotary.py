@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.kv_cache import WideCopy, store_kv, to_e4m3
+from kernels.data.kv_cache import WideCopy
+from kernels.reference.kv_cache import store_kv, to_e4m3
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 

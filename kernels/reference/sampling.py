@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import math
 
 import torch
 from torch import Tensor
 
+from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED, Part
 from kernels.reference.precision import to_wide
 
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token: a logit is NaN or inf; every logit is -inf
 MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B  # odd multipliers of a 32-bit finaliser
 
 
@@ -100,14 +99,6 @@ def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = ((masks[mask_of[rows]].unsqueeze(2) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)
-
-
-class Part(enum.Enum):
-    """Which rows are sampled."""
-
-    ALL = 0
-    PLAIN = 1  # those without top_k, top_p and min_p
-    REST = 2  # the others, and those with a mask
 
 
 def sample(

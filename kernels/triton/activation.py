@@ -9,23 +9,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.activation import Gate
+from kernels.gpu.activation import CLAMP, GELU_CUBE, GELU_SCALE, SLOPE
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.reference import Gate
 
 
 @triton.jit
-def activate(gate, GELU: tl.constexpr):
-    """silu(gate), or gelu(gate) by tanh, in float32."""
-    if GELU:  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
+def activate(x, NAME: tl.constexpr):
+    """silu(x), or gelu(x) by tanh ("gelu_tanh"), in float32."""
+    if NAME == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1)
+        z = (x + x * GELU_CUBE * x * x) * GELU_SCALE
+        return x * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0))
     else:
-        return gate / (1.0 + tl.exp(-gate))
+        return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate_gated(gate, up, NAME: tl.constexpr):
+    """The activation of gate and up, in float32: an `ExpertActivation`."""
+    if NAME == "clamped_swiglu":
+        gate = tl.minimum(gate, CLAMP)
+        return gate / (1.0 + tl.exp(gate * -SLOPE)) * (tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1.0)
+    else:
+        return activate(gate, NAME) * up
 
 
 @triton.jit
 def _gated_kernel(
-    x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
+    x, out, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -35,7 +46,7 @@ def _gated_kernel(
     mask = offs < WIDTH
     gate = tl.load(x + row * stride_x + offs, mask=mask).to(tl.float32)
     up = tl.load(x + row * stride_x + WIDTH + offs, mask=mask).to(tl.float32)
-    active = activate(gate, GELU)
+    active = activate(gate, GATE)
     tl.store(out + row * WIDTH + offs, active.to(x.dtype.element_ty).to(tl.float32) * up, mask=mask)
 
 
@@ -49,6 +60,6 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
         block = min(next_power_of_2(width), 1024)
         grid = (len(x), cdiv(width, block))
         _gated_kernel[grid](
-            x, out, x.stride(0), WIDTH=width, BLOCK=block, GELU=gate == "gelu_tanh", num_warps=4, **pdl_options(x.device)
+            x, out, x.stride(0), WIDTH=width, BLOCK=block, GATE=gate, num_warps=4, **pdl_options(x.device)
         )  # fmt: skip
     return out

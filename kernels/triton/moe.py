@@ -29,22 +29,12 @@ from kernels.gpu.launch import (
     wait_for_inputs,
 )
 from kernels.gpu.rounding import norm_arguments, store_norm
+from kernels.triton.activation import activate_gated
 from kernels.triton.pairs import Tiles
 from kernels.triton.weight_only import FOUR_BITS, _bytes, _or, _scales, _words
 
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor
 PROGRAM_BYTES = 112_000  # of shared memory, so that there are two
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "clamped_swiglu":
-        gate = tl.minimum(gate, 7.0)
-        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
-    if ACTIVATION == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (gate + 0.044715 gate^3)
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)) * up
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -161,7 +151,7 @@ def _tile(
     acc = _of_rows(acc, rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
     if GATED:
         up_acc = _of_rows(up_acc, N + rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
-        acc = _activate(acc, up_acc, ACTIVATION)
+        acc = activate_gated(acc, up_acc, ACTIVATION)
         row = position.to(tl.int64)
     else:
         acc *= tl.load(weights + pair)[None, :]

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.kv_cache import WideCopy
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.reference import WideCopy
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 
 MANY = 1024  # tokens from which on a program takes more heads

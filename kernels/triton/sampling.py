@@ -22,16 +22,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels import reference
+from kernels.data import sampling as data
+from kernels.data.sampling import Part
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.reference import Part
 from kernels.triton.thresholds import is_filtered, sampling_thresholds, to_key
 
 NEG_INF, INF = tl.constexpr(float("-inf")), tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(3.4028234e38)  # float32 below inf
 ORDER_OF_INF, ORDER_OF_NEG_INF = tl.constexpr(0x7F800000), tl.constexpr(-0x7F800001)  # by `to_key`
 LOWEST_KEY = tl.constexpr(-0x7F800001 << 32)
-NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(reference.NOT_FINITE), tl.constexpr(reference.NOTHING_ALLOWED)
+NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(data.NOT_FINITE), tl.constexpr(data.NOTHING_ALLOWED)
 PIECE = 4096  # tokens for each program
 PLAIN, REST = tl.constexpr(Part.PLAIN.value), tl.constexpr(Part.REST.value)
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.activation import Gate
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
-from kernels.reference import Gate
 from kernels.triton.activation import activate
 
 
@@ -84,7 +84,7 @@ def _small_linear_kernel(
         if GATED:
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = activate(acc, GATE == "gelu_tanh") * up
+        acc = activate(acc, GATE) * up
     mask = (m < num_tokens)[None, :] & (n < N)[:, None]
     if RESIDUAL:
         acc += tl.load(residual + m[None, :] * stride_out + n[:, None], mask=mask, other=0.0).to(tl.float32)

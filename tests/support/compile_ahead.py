@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import kernels
+from kernels.data.activation import ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.layout import RowState, StepTensors
-from kernels.data.moe import ExpertActivation
 from kernels.data.plan import DecodePlan
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE
@@ -68,7 +68,7 @@ def rotary(
     interleaved: bool = False,
     wide: bool = False,
 ) -> None:
-    from kernels.reference import WideCopy
+    from kernels.data.kv_cache import WideCopy
     from kernels.triton.rotary import rope_and_store
 
     cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
@@ -90,7 +90,7 @@ def kv_cache(kv_dtype: torch.dtype) -> None:
 
 
 def sampling(dtype: torch.dtype) -> None:
-    from kernels.reference import Part
+    from kernels.data.sampling import Part
     from kernels.triton.sampling import best_keys, best_tokens, mask_logits, sample
 
     row, logits = tensor(3, dtype=F32), tensor(3, 151936, dtype=dtype)

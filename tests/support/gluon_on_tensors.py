@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+
+from kernels.gluon.common import activation
 
 
 class Pointers:
@@ -236,11 +239,25 @@ def run_on_tensors(
         monkeypatch.setattr(module, name, body)
         monkeypatch.setitem(body.__globals__, "gl", gluon)
     monkeypatch.setattr(module, "gl", gluon)
+    _activations(monkeypatch, module, gluon)
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
         monkeypatch.setattr(module, "has_tensor_cores", lambda device: True, raising=False)
     if hasattr(module, "warpgroup_mma"):
         _on_hopper(monkeypatch, [module, shared], gluon)
+
+
+def _activations(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gluon: SimpleNamespace) -> None:
+    """The activations that the module shares with others."""
+    monkeypatch.setattr(activation, "gl", gluon)
+    for name, value in list(vars(activation).items()):
+        if isinstance(value, tl.constexpr):
+            monkeypatch.setattr(activation, name, value.value)
+        elif name.startswith("activate"):
+            body = getattr(value, "fn", value)
+            monkeypatch.setattr(activation, name, body)
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, body)
 
 
 def _on_hopper(monkeypatch: pytest.MonkeyPatch, modules: list[ModuleType | None], gluon: SimpleNamespace) -> None:

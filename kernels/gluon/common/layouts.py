@@ -43,3 +43,21 @@ def box_descriptor(tensor: Tensor, *box: int) -> TensorDescriptor:
     size = tensor.element_size()
     layout = _box_layout(box[-1] * size, 8 * size, len(box))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
+
+
+@gluon.jit
+def warps(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    """Indices [NUM, 1, 1] of the first dimension, in the layout of a tensor of three."""
+    return gl.arange(0, NUM, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+
+
+@gluon.jit
+def middle(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    """Indices [1, NUM, 1] of the second dimension."""
+    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+
+
+@gluon.jit
+def last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
+    """Indices [1, 1, NUM] of the last dimension."""
+    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]

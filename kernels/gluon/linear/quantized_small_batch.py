@@ -21,8 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.quantized_weight import QuantizedWeight
+from kernels.gluon.common.activation import activate
 from kernels.gluon.common.code_bits import decode_words, scale_of
-from kernels.gluon.linear.small_batch import _last, _middle, _warps
+from kernels.gluon.common.layouts import last, middle, warps
 from kernels.gpu.device import has_tensor_cores, num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -130,8 +131,8 @@ def _code_pointers(
 ):  # fmt: skip
     """Of a tile's words of four bytes, in layout WORDS."""
     first = tile * BLOCK_N
-    rows = gl.minimum(_middle(WORDS, BLOCK_N), N - 1 - first)
-    columns = _warps(WORDS, WARPS) * (CHUNK // 4) + _last(WORDS, CHUNK // 4)
+    rows = gl.minimum(middle(WORDS, BLOCK_N), N - 1 - first)
+    columns = warps(WORDS, WARPS) * (CHUNK // 4) + last(WORDS, CHUNK // 4)
     return codes + first.to(gl.int64) * (BYTES // 4) + rows * (BYTES // 4) + columns
 
 
@@ -182,8 +183,8 @@ def _few_quantized_kernel(
         launch_dependents()
     s_warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, S))[:, None]
     z_warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, Z))[:, None]
-    x_channels = _warps(PIECES, WARPS) * CHUNK + _middle(PIECES, CHUNK)
-    x_pointers = x + gl.minimum(_last(PIECES, M), num_tokens - 1) * stride_x + x_channels
+    x_channels = warps(PIECES, WARPS) * CHUNK + middle(PIECES, CHUNK)
+    x_pointers = x + gl.minimum(last(PIECES, M), num_tokens - 1) * stride_x + x_channels
     g_pointers = norm_weight + x_channels
     rows_of_sum = gl.arange(0, BLOCK_N, layout=ROWS_OF_SUM)[:, None]
     m = gl.arange(0, M, layout=TOKENS)[None, :]
@@ -314,7 +315,7 @@ def _few_quantized_kernel(
             if SWIGLU:
                 up += b_up
         if SWIGLU:
-            result = result / (1.0 + gl.exp(-result)) * up
+            result = activate(result, "silu") * up
         if RESIDUAL:
             result += before.to(gl.float32)
         gl.store(out + at_out, result.to(out.dtype.element_ty), mask=mask)

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.data.quantized_rows import QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.layouts import box_descriptor
 from kernels.gluon.moe.scaled import GROUP, SHARED_BYTES, _quarters, _sums_of_groups
-from kernels.gluon.moe.small_batch import _activate
 from kernels.gpu.device import is_hopper
 from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
 
@@ -111,8 +111,8 @@ def _multiply(
     mask = (tokens < num_tokens)[:, None]
     at = out + tokens.to(gl.int64)[:, None] * N + n + columns[None, :]
     if SWIGLU:
-        gl.store(at, _activate(q0, q1, "silu").to(out.dtype.element_ty), mask=mask)
-        gl.store(at + 64, _activate(q2, q3, "silu").to(out.dtype.element_ty), mask=mask)
+        gl.store(at, activate_gated(q0, q1, "silu").to(out.dtype.element_ty), mask=mask)
+        gl.store(at + 64, activate_gated(q2, q3, "silu").to(out.dtype.element_ty), mask=mask)
     else:
         gl.store(at, q0.to(out.dtype.element_ty), mask=mask)
         gl.store(at + 64, q1.to(out.dtype.element_ty), mask=mask)

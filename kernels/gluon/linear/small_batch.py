@@ -19,34 +19,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.data.activation import Gate
+from kernels.gluon.common.activation import activate
+from kernels.gluon.common.layouts import last, middle, warps
 from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.reference import Gate
-
-
-@gluon.jit
-def _warps(LAYOUT: gl.constexpr, NUM: gl.constexpr):
-    return gl.arange(0, NUM, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-
-
-@gluon.jit
-def _middle(LAYOUT: gl.constexpr, NUM: gl.constexpr):
-    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-
-
-@gluon.jit
-def _last(LAYOUT: gl.constexpr, NUM: gl.constexpr):
-    return gl.arange(0, NUM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-
-
-@gluon.jit
-def activate(x, NAME: gl.constexpr):
-    """silu(x), or gelu(x) by tanh ("gelu_tanh")."""
-    if NAME == "gelu_tanh":  # tanh(z) = 1 - 2 / (exp(2z) + 1); z = sqrt(2 / pi) (x + 0.044715 x^3)
-        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0))
-    else:
-        return x / (1.0 + gl.exp(-x))
 
 
 @gluon.jit
@@ -96,12 +73,12 @@ def _few_linear_kernel(
         SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
         ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
         TOKENS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
-        w_rows = _last(W, BLOCK_N)
-        w_chunks = _warps(W, WARPS)
-        w_channels = w_chunks * CHUNK + _middle(W, CHUNK)
-        x_rows = _middle(X, M)
-        x_chunks = _warps(X, WARPS)
-        x_channels = x_chunks * CHUNK + _last(X, CHUNK)
+        w_rows = last(W, BLOCK_N)
+        w_chunks = warps(W, WARPS)
+        w_channels = w_chunks * CHUNK + middle(W, CHUNK)
+        x_rows = middle(X, M)
+        x_chunks = warps(X, WARPS)
+        x_channels = x_chunks * CHUNK + last(X, CHUNK)
         n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[None, :]
         m = gl.arange(0, M, layout=TOKENS)[:, None]
     else:
@@ -112,12 +89,12 @@ def _few_linear_kernel(
         SUM: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0])
         ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
         TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
-        w_rows = _middle(W, BLOCK_N)
-        w_chunks = _warps(W, WARPS)
-        w_channels = w_chunks * CHUNK + _last(W, CHUNK)
-        x_rows = _last(X, M)
-        x_chunks = _warps(X, WARPS)
-        x_channels = x_chunks * CHUNK + _middle(X, CHUNK)
+        w_rows = middle(W, BLOCK_N)
+        w_chunks = warps(W, WARPS)
+        w_channels = w_chunks * CHUNK + last(W, CHUNK)
+        x_rows = last(X, M)
+        x_chunks = warps(X, WARPS)
+        x_channels = x_chunks * CHUNK + middle(X, CHUNK)
         n = (first + gl.arange(0, BLOCK_N, layout=ROWS))[:, None]
         m = gl.arange(0, M, layout=TOKENS)[None, :]
     if N % BLOCK_N != 0:

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.data.quantized_weight import QuantizedWeight
+from kernels.gluon.common.activation import activate
 from kernels.gluon.common.layouts import box_descriptor
 from kernels.gluon.common.weight_only import (
     _finished,
@@ -239,7 +240,7 @@ def _store(
     top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     if SWIGLU:
-        result = top / (1.0 + gl.exp(-top)) * bottom
+        result = activate(top, "silu") * bottom
         _store_rows(result, residual, out, upper, token, num_tokens, N, RESIDUAL, OUT)
     else:
         _store_rows(top, residual, out, upper, token, num_tokens, N, RESIDUAL, OUT)

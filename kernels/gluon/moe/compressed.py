@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.data.compressed_weight import CompressedWeight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.compressed_bits import (
     DOWN,
     UP,
@@ -36,7 +37,6 @@ from kernels.gluon.common.compressed_bits import (
 )
 from kernels.gluon.common.layouts import box_descriptor
 from kernels.gluon.common.weight_only import half_sums, halves_of_sums
-from kernels.gluon.moe.small_batch import _activate
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
@@ -158,7 +158,7 @@ def _multiply(
     outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
     if GATED:
         gate, up = halves_of_sums(acc, OUT)
-        result = _activate(gate, up, ACTIVATION) * UP
+        result = activate_gated(gate, up, ACTIVATION) * UP
         at = position.to(gl.int64)[None, :] * N + outputs[:, None]
     else:
         pair = gl.load(order + gl.minimum(position, stop - 1))

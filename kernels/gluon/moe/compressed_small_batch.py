@@ -18,9 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.compressed_weight import CompressedWeight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.compressed_bits import DOWN, UP, decode_fragments, listed_channel, listed_row, listed_value
-from kernels.gluon.linear.small_batch import _last, _middle
-from kernels.gluon.moe.small_batch import NO_PAIR, _activate, _chunks, _load_x
+from kernels.gluon.common.layouts import last, middle
+from kernels.gluon.moe.small_batch import NO_PAIR, _chunks, _load_x
 from kernels.gpu.launch import EARLY, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
@@ -39,7 +40,7 @@ def _load_words(
         gl.SliceLayout(1, gl.SliceLayout(2, WORDS)), ids, first, i, E, WARPS, PER_EXPERT, EXPERTS
     )
     at = (strip // 8 * PER_EXPERT + chunk) * 3072 + (strip // 4 % 2 * 1536 + strip % 4 * 128)
-    at = at[:, None, None] + _middle(WORDS, 32) * 4 + _last(WORDS, 4)
+    at = at[:, None, None] + middle(WORDS, 32) * 4 + last(WORDS, 4)
     if EXPERTS > 1:
         at = at + (local.to(gl.int64) * (ROWS * K // 8 * 3))[:, None, None]
     words = ()
@@ -91,7 +92,7 @@ def _add_small(
     S: gl.constexpr = gl.SliceLayout(2, MMA)
     for j in gl.static_range((EXPERTS * ROOM // 16 + WARPS - 1) // WARPS):
         listed, _, _, _ = _listed(gl.SliceLayout(1, W), small, ids, strip, first, j, E, ROWS, ROOM, WARPS, EXPERTS)
-        own = listed_row(listed)[:, None, :] == strip % 4 * 16 + _middle(W, 16)
+        own = listed_row(listed)[:, None, :] == strip % 4 * 16 + middle(W, 16)
         w = gl.where(own, listed_value(listed)[:, None, :], 0.0)
         listed, _, choice, real = _listed(
             gl.SliceLayout(2, X), small, ids, strip, first, j, E, ROWS, ROOM, WARPS, EXPERTS
@@ -207,7 +208,7 @@ def _compressed_few_kernel(
         n = strip * OWN + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
         stored = pair >= 0
         if GATED:
-            result = _activate(result, gl.sum(totals.slice(OWN, OWN, 1).load(SUM), 0), ACTIVATION)
+            result = activate_gated(result, gl.sum(totals.slice(OWN, OWN, 1).load(SUM), 0), ACTIVATION)
         if EXPERTS > 1:
             if RESIDUAL:
                 result += gl.load(residual + n).to(gl.float32)[:, None]

@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.layouts import box_descriptor, side_by_side
-from kernels.gluon.moe.small_batch import _activate
 from kernels.gpu.device import is_hopper
 from kernels.gpu.launch import EARLY, launch_dependents, pdl_options, wait_for_inputs
 
@@ -276,8 +276,8 @@ def _store_few(
 @gluon.jit
 def _activated(sums, ACTIVATION: gl.constexpr, AXIS: gl.constexpr):
     """Activations of 128 channels, in two halves, and what each pair's must be divided by to become codes. AXIS: channels'."""
-    low = _activate(sums[0], sums[1], ACTIVATION)
-    high = _activate(sums[2], sums[3], ACTIVATION)
+    low = activate_gated(sums[0], sums[1], ACTIVATION)
+    high = activate_gated(sums[2], sums[3], ACTIVATION)
     largest = gl.max(gl.maximum(gl.maximum(low, -low), gl.maximum(high, -high)), AXIS)
     return low, high, gl.maximum(largest, 1e-12) / 448.0
 

@@ -23,8 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.code_bits import decode_bytes, decode_small, scale_of
-from kernels.gluon.linear.small_batch import _last, _middle, activate
+from kernels.gluon.common.layouts import last, middle
 from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import EARLY, cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -85,7 +86,7 @@ def _load_step(
     start = chunk * CHUNK
     if PANEL < BYTES:
         start = start // PANEL * (STORED * PANEL) + start % PANEL
-    at = start[:, None, None] + (row + _middle(W, BLOCK_N)) * PANEL + _last(W, CHUNK)
+    at = start[:, None, None] + (row + middle(W, BLOCK_N)) * PANEL + last(W, CHUNK)
     if EXPERTS > 1:
         at = at + (local.to(gl.int64) * (STORED * BYTES))[:, None, None]
     stored = _load(codes + at, real[:, None, None], MASKED)
@@ -121,7 +122,7 @@ def _load_x(
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, X))
     _, choice, chunk, real = _chunks(LAYOUT, ids, first, i, E, WARPS, BYTES // CHUNK, EXPERTS)
     rows = choice[:, None, None] + x_row[None, None, :]
-    at = rows * stride_x + chunk[:, None, None] * CHUNK + _middle(X, CHUNK)
+    at = rows * stride_x + chunk[:, None, None] * CHUNK + middle(X, CHUNK)
     mask = real[:, None, None] & x_real[None, None, :]
     xs = ()
     for half in gl.static_range(HALVES):
@@ -192,15 +193,6 @@ def _add_step(
                 s = s[:, :, None]
             total += mma_v2(w, xs[half], gl.zeros(SHAPE, gl.float32, MMA)) * s
         return total
-
-
-@gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "clamped_swiglu":
-        gate = gl.minimum(gate, 7.0)
-        return gate / (1.0 + gl.exp(-1.702 * gate)) * (gl.minimum(gl.maximum(up, -7.0), 7.0) + 1.0)
-    else:
-        return activate(gate, ACTIVATION) * up
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "first"])
@@ -389,7 +381,7 @@ def _few_experts_kernel(
                 if BIAS:
                     result += b
                     up += gl.load(bias + expert * STORED + N + n).to(gl.float32)[:, None]
-                result = _activate(result, up, ACTIVATION) * weight
+                result = activate_gated(result, up, ACTIVATION) * weight
             elif BIAS:
                 result += b * weight
         gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
 from kernels.gluon.common.layouts import box_descriptor
 from kernels.gluon.common.weight_only import (
@@ -43,7 +44,6 @@ from kernels.gluon.common.weight_only import (
     width,
     words_of_halves,
 )
-from kernels.gluon.moe.small_batch import _activate
 from kernels.gpu.device import is_hopper
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -244,7 +244,7 @@ def _multiply(
     outputs = n + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
     if GATED:
         gate, up = halves_of_sums(acc, OUT)
-        result = _activate(gate, up, ACTIVATION)
+        result = activate_gated(gate, up, ACTIVATION)
         NEXT_WIDTH: gl.constexpr = (NEXT_BYTES + 63) // 64 * 64 * (N // NEXT_BYTES)
         at = position.to(gl.int64)[None, :] * NEXT_WIDTH + place_of(outputs, NEXT_BYTES)[:, None]
     else:

@@ -24,3 +24,10 @@ def test_the_choices_are_those_of_the_table() -> None:
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.splitlines() == TABLE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_version_of_triton_is_asked_in_one_place() -> None:
+    asking = [
+        path.name for path in (ROOT / "kernels").rglob("*.py") if "__version__" in path.read_text(encoding="utf-8")
+    ]
+    assert asking == ["choice.py"]

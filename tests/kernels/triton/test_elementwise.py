@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import NextNorm, reference
+from kernels import KV_SCALES, NextNorm, WideCopy, reference
 from kernels.cuda import linear
 from kernels.triton import activation, kv_cache, norm, rotary
 from tests.support.paged import as_a_layer_of_one_tensor
@@ -225,7 +225,7 @@ def test_every_number_is_divided_as_by_division(dtype: torch.dtype, scale: float
     """All of a dtype, by scales of eight heads. Of NaN there is one, which is not that of unwritten memory."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 8, 128)
     x = torch.where(x.isnan(), NAN, x)
-    scales = (scale * torch.rand(2, 8).add_(0.5)).clamp_(*reference.KV_SCALES)
+    scales = (scale * torch.rand(2, 8).add_(0.5)).clamp_(*KV_SCALES)
     caches, want = (torch.zeros(2, 4, 8, 16, 128, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "ab")
     kv_cache.store_kv(x, x, caches[0], caches[1], torch.arange(64), scales)
     reference.store_kv(x, x, want[0], want[1], torch.arange(64), scales)
@@ -274,7 +274,7 @@ def test_what_goes_into_an_e4m3_cache_goes_into_wide_pages(module: Any, rotary_d
     pages = torch.full((2, 2, 3, 32, 80), NAN, dtype=torch.float16)
     module.rope_and_store(
         step.qkv.contiguous(), step.positions, table, *caches, step.slots, num_heads=4, num_kv_heads=3, kv_scale=scale,
-        wide=reference.WideCopy(pages, slots),
+        wide=WideCopy(pages, slots),
     )  # fmt: skip
     size, both = caches.shape[3], (slots >= 0) & (step.slots >= 0)
     want = caches.half()[:, step.slots[both] // size, :, step.slots[both] % size]

@@ -12,7 +12,6 @@ from kernels.cuda import linear, quantized_linear
 from kernels.gluon.linear import scaled as scaled_dense
 from kernels.gluon.linear.scaled import Config
 from kernels.gluon.moe import scaled as scaled_experts
-from kernels.gluon.moe import small_batch as experts_few
 from tests.oracles.random_weights import random_weight
 from tests.support.gluon_on_tensors import run_on_tensors
 
@@ -27,9 +26,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None
     monkeypatch.setattr(scaled_experts, "gl", vars(scaled_dense)["gl"])
     for name in ("_quarters", "_sums_of_groups"):
         monkeypatch.setattr(scaled_dense, name, getattr(scaled_experts, name))
-    monkeypatch.setattr(scaled_dense, "_activate", experts_few._activate.fn)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
-    run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
     monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
 
 

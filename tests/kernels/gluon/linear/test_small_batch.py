@@ -24,7 +24,7 @@ if not GLUON:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("_warps", "_middle", "_last", "_load_step", "activate"))
+    run_on_tensors(monkeypatch, few, "_few_linear_kernel", ("warps", "middle", "last", "_load_step"))
 
 
 CONFIGS = [

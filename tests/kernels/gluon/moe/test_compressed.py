@@ -51,22 +51,19 @@ def listed_value(listed: Tensor) -> Tensor:
     return (listed & 0xFFFF).to(torch.int16).view(torch.bfloat16)
 
 
-OF_EXPERTS_FEW = "_of_chunk", "_chunks", "_load_x", "_last", "_middle", "activate"
-
-
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_ask", "_decoded", "_small_weights", "_multiply", "_step", "_tile", "_activate")
+    helpers = ("_bring", "_ask", "_decoded", "_small_weights", "_multiply", "_step", "_tile")
     steps_on_tensors(monkeypatch, compressed_experts, "_compressed_experts_kernel", helpers)
     few_helpers = (
-        "_load_words", "_add_step", "_listed", "_add_small", "_activate", "_chunks", "_load_x", "_last", "_middle",
+        "_load_words", "_add_step", "_listed", "_add_small", "_chunks", "_load_x", "last", "middle",
     )  # fmt: skip
     run_on_tensors(monkeypatch, compressed_few, "_compressed_few_kernel", few_helpers)
     run_on_tensors(
         monkeypatch,
         experts_few,
         "_few_experts_kernel",
-        ("_of_chunk", "_chunks", "_load_x", "_last", "_middle", "activate"),
+        ("_of_chunk", "_chunks", "_load_x", "last", "middle"),
     )
     for module in (compressed_experts, compressed_few):
         monkeypatch.setattr(module, "decode_fragments", decode)

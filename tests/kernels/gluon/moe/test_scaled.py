@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 from kernels import Experts, QuantizedWeight
 from kernels.cuda import moe
 from kernels.gluon.moe import scaled as scaled_experts
-from kernels.gluon.moe import small_batch as experts_few
 from tests.oracles.random_weights import random_experts
 from tests.oracles.rounded_experts import rounded_experts
 from tests.support.gluon_on_tensors import run_on_tensors
@@ -28,12 +27,10 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch, exact_float8: None) -> None
         "_quarters",
         "_store",
         "_store_few",
-        "_activate",
         "_activated",
     )
     run_on_tensors(monkeypatch, scaled_experts, "_scaled_experts_kernel", helpers)
     monkeypatch.setattr(scaled_experts, "_computed", lambda values: values)
-    run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
 
 
 def packed(gate_up: QuantizedWeight, down: QuantizedWeight) -> Any:

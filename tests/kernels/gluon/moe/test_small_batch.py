@@ -19,8 +19,8 @@ from tests.support.gluon_on_tensors import run_on_tensors
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (
-        "_middle", "_last", "_chunks", "_of_chunk", "_load", "_load_step", "_load_x", "_stage_scales", "_enlarge",
-        "_add_step", "_activate", "activate",
+        "middle", "last", "_chunks", "_of_chunk", "_load", "_load_step", "_load_x", "_stage_scales", "_enlarge",
+        "_add_step",
     )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)

@@ -1,6 +1,5 @@
 """Experts of few bits of more than a few tokens in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,22 +9,18 @@ pytest.importorskip("triton")
 
 from kernels import Experts, reference
 from kernels.cuda import moe
-from kernels.cuda.choice import CHOICE
-from kernels.gluon.moe import small_batch as experts_few
 from kernels.gluon.moe import weight_only as quantized_experts
 from tests.kernels.triton.test_moe import exact, random_stack
-from tests.support.gluon_on_tensors import run_on_tensors
 from tests.support.steps_on_tensors import steps_on_tensors
 
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (
-        "_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_words", "_tile", "_activate",
+        "_bring", "_ask_codes", "_multiply", "_step", "_ask_scales", "_half", "_rows", "_words", "_tile",
         "place_of",
     )  # fmt: skip
     steps_on_tensors(monkeypatch, quantized_experts, "_quantized_experts_kernel", helpers)
-    run_on_tensors(monkeypatch, experts_few, "_few_experts_kernel", ("activate",))
     monkeypatch.setattr(quantized_experts, "_prefetch_scales", lambda *arguments: None)
 
 
@@ -86,7 +81,6 @@ def test_tiles_at_most_half_full(without_layouts: Any, monkeypatch: pytest.Monke
 
 def test_up_to_8_tokens(without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check("mxfp4", 192, 320, "clamped_swiglu", biased=True, num_tokens=7)
-    monkeypatch.setattr(moe, "CHOICE", replace(CHOICE, experts_small_batch_tokens=0))
     check("fp8 blocks", 256, 128, num_tokens=2)
 
 
