@@ -1,8 +1,9 @@
 """Quire's kernels: the operations that a decoder consists of, tensors in, tensors out.
 
-`kernels.reference` has their docstrings and reference implementations. The device of the first argument selects the backend.
-Operations that a backend does not implement use the reference implementation. To support another kind of device, add it to
-`BACKENDS`. A backend is imported on the first call for its device, so a machine without a GPU does not need Triton.
+`kernels.reference` has their docstrings and reference implementations. The device of the first argument selects the
+backend. Operations that a backend does not implement use the reference implementation. To support another kind of
+device, add it to `BACKENDS`. A backend is imported on the first call for its device, so a machine without a GPU does
+not need Triton.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, 
 
 
 def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that calls `operation`, a reference implementation, on the backend of its first argument's device.
+    """Return a function that calls `operation`, a reference implementation, on the backend of its first argument's
+    device.
 
     A process uses the CPU and at most one other type of device, so one attribute of the argument decides.
     """

@@ -39,12 +39,12 @@ class _Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether PyTorch's fused attention computes it, but for the window."""
+        """Return whether PyTorch's fused attention computes it, but for the window."""
         return not self.soft_cap and self.slopes is None and self.sinks is None and self.sparse is None
 
 
 def _seen(sparse: BlockSparse, newest: Tensor, keys: Tensor, num_kv_heads: int, num_heads: int) -> Tensor:
-    """Which keys at positions [N] are in blocks that queries at positions [n] see: bool [Hkv, G, n, N]."""
+    """Return which keys at positions [N] are in blocks that queries at positions [n] see: bool [Hkv, G, n, N]."""
     return sparse.seen(newest, keys, torch.arange(num_heads)).unflatten(0, (num_kv_heads, -1))
 
 
@@ -75,8 +75,8 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Copies of some KV heads of blocks [B, n] of the caches -> keys, values [len(heads), B, n * block_size, D].
 
-    A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those with scales are made
-    `dtype`, times their scales.
+    A head's piece of a block must be contiguous, and blocks and heads multiples of that apart. Those with scales are
+    made `dtype`, times their scales.
     """
     key_cache, value_cache = context.key_cache, context.value_cache
     fp8 = key_cache.dtype == torch.float8_e4m3fn

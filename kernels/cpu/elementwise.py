@@ -1,4 +1,6 @@
-"""What stands between the products of some families, by the CPU's own kernels, so that their steps can be recorded, too."""
+"""Elementwise operations between the GEMMs of some families, by the CPU's own kernels, so that steps can be
+captured.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The CPU's own kernels, in C++: compiled for this machine's CPU when they are first wanted, and kept for later starts.
 
-They are the sources in `native/`. Without a compiler, or where one does not understand them, there are none, and PyTorch computes
-instead.
+They are the sources in `native/`. Without a compiler, or where one does not understand them, there are none, and
+PyTorch computes instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Recording:
         self._kept += (struct, *tensors)
 
     def replayed_by(self, native: Native) -> Callable[[], None]:
-        """What makes all calls again."""
+        """Return a function that makes all calls again."""
         calls = (_Call * len(self._calls))(*self._calls)
         kept, replay = (calls, *self._kept), native.functions.quire_replay
 
@@ -107,7 +107,7 @@ class Native:
             self.recording.add(function, struct, tensors)
 
     def set_threads(self, num_threads: int) -> None:
-        """How many threads work together on one call."""
+        """Set the number of threads that work together on one call."""
         self.num_threads = num_threads
         self.functions.quire_set_threads(num_threads)
 
@@ -162,7 +162,8 @@ def cache_folder() -> Path:
 
 
 def load(compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
-    """The compiled library: the one kept in `folder`, else it is made now, and kept there unless others may write to it.
+    """The compiled library: the one kept in `folder`, else it is made now, and kept there unless others may write to
+    it.
 
     Its name stands for sources, options and CPU. OSError or SubprocessError when it cannot be made or loaded.
     """
@@ -198,7 +199,7 @@ def build(compiler: Sequence[str], sources: Sequence[Path], made: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether only this user and root can change a file or folder: loading a library runs what it holds."""
+    """Return whether only this user and root can change a file or folder: loading a library runs what it holds."""
     try:
         status = path.lstat()
     except OSError:
@@ -212,7 +213,7 @@ def _fingerprint(sources: Sequence[Path]) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on."""
+    """Return the CPU's features, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -53,7 +53,9 @@ def pack_weight(weight: Weight) -> Weight:
 
 
 def _onednn_multiplies(dtype: torch.dtype) -> bool:
-    """On x86 CPUs its products of packed weights are an eighth faster than PyTorch's for one token, twice as fast for 16."""
+    """On x86 CPUs its products of packed weights are an eighth faster than PyTorch's for one token, twice as fast for
+    16.
+    """
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn._is_mkldnn_bf16_supported())

@@ -92,6 +92,7 @@ def _attend(query: Tensor, query_start: Tensor | None, context: PagedContext, ar
     struct = _Struct(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         query.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1), rows.shape[0], query.shape[1],
-        keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap, query.dtype == torch.bfloat16,
+        keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
+        query.dtype == torch.bfloat16,
     )  # fmt: skip
     native.call("quire_attention", struct, pointers)

@@ -36,7 +36,9 @@ class _Struct(ctypes.Structure):
 
 
 class NativeWeight(Tensor):
-    """A matrix [N, K], or a stack of them, for the CPU's own products, which alone can read it: as a tensor, its blocks."""
+    """A matrix [N, K], or a stack of them, for the CPU's own products, which alone can read it: as a tensor, its
+    blocks.
+    """
 
     num_rows: int
     num_channels: int

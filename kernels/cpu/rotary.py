@@ -84,8 +84,8 @@ def rope_and_store(
     ):
         return reference.rope_and_store(
             qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_heads=num_heads,
-            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale, interleaved=interleaved,
-            wide=wide,
+            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale,
+            interleaved=interleaved, wide=wide,
         )  # fmt: skip
     assert qkv.stride(1) == slot_mapping.stride(0) == positions.stride(0) == 1
     assert slot_mapping.dtype == torch.int64
@@ -95,8 +95,8 @@ def rope_and_store(
     struct = _Rope(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         qkv.stride(0), key_cache.stride(0), key_cache.stride(1), num_tokens, num_heads, num_kv_heads, head_dim,
-        key_cache.shape[2], 0 if cos_sin is None else cos_sin.shape[1], interleaved, positions.dtype == torch.int64, eps,
-        qkv.dtype == torch.bfloat16, bool(norms) and norms[0].dtype == torch.float32,
+        key_cache.shape[2], 0 if cos_sin is None else cos_sin.shape[1], interleaved, positions.dtype == torch.int64,
+        eps, qkv.dtype == torch.bfloat16, bool(norms) and norms[0].dtype == torch.float32,
     )  # fmt: skip
     native.call("quire_rope_and_store", struct, tensors)
     return query

@@ -1,4 +1,6 @@
-"""What surrounds the layers of a step, by the CPU's own kernels where they are there; and whole steps, recorded."""
+"""Operations before and after a step's layers, by the CPU's own kernels where these exist; and whole steps,
+captured.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ def latent_attention_decode(
     out: Tensor,
     plan: DecodePlan | None = None,
 ) -> Tensor:
-    """See `kernels.reference.latent_attention_decode`. Without a plan one is allocated and written where one is needed."""
+    """See `kernels.reference.latent_attention_decode`. Without a plan one is allocated and written where one is
+    needed.
+    """
     if not GLUON or not latent_decode.supports(query, cache, out):
         latent.latent_decode(query, cache, block_tables, rows, context_lens, scale, out)
         return out

@@ -1,7 +1,7 @@
 """When an operation changes its kernel: the one version gate, and every limit on sizes by which the operations choose.
 
-A kernel says what it can compute (`supports`) and how it cuts a shape into tiles (`config`); the modules beside this one say
-which kernel computes what. Limits were measured on an H200 in CUDA graphs of whole layers.
+A kernel says what it can compute (`supports`) and how it cuts a shape into tiles (`config`); the modules beside this
+one say which kernel computes what. Limits were measured on an H200 in CUDA graphs of whole layers.
 """
 
 from __future__ import annotations

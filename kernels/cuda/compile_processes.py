@@ -1,8 +1,8 @@
 """Compilation of kernels in processes beside this one, into Triton's cache, from which this process then loads them.
 
-Generating a kernel's first IR is work in Python, at which threads of one process take turns. The processes never use a GPU:
-what they are sent says what to compile for. They start as forks of one process that has imported the kernels, and end when
-this process closes its ends of their sockets, or itself ends.
+Generating a kernel's first IR is work in Python, at which threads of one process take turns. The processes never use a
+GPU: what they are sent says what to compile for. They start as forks of one process that has imported the kernels, and
+end when this process closes its ends of their sockets, or itself ends.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class CompileProcesses:
             self._changed.notify_all()
 
     def _take(self, size: int) -> socket.socket | None:
-        """Wait until a process is free and no larger kernel waits. Return the process, or None for one that has died."""
+        """Wait until a process is free and no larger kernel waits. Return the process, or None for one that has
+        died.
+        """
         with self._changed:
             ticket = (-size, threading.get_ident())
             heapq.heappush(self._waiting, ticket)
@@ -135,7 +137,9 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         return super().submit(key, compile_elsewhere, finalize_fn)
 
     def _build_launcher(self, kernel: Any) -> None:
-        """Triton 3.6 builds one in C for each signature, when the first such kernel is launched, unless it finds it built."""
+        """Triton 3.6 builds one in C for each signature, when the first such kernel is launched, unless it finds it
+        built.
+        """
         signature = str(kernel.src.signature.values())
         with self._lock:
             if signature in self._signatures:
@@ -151,8 +155,8 @@ def compiling_only(processes: CompileProcesses | None = None) -> Iterator[None]:
 
     `processes`: compile them, as far as they can, instead of threads of this one.
 
-    Their outputs stay unwritten. A kernel that fails to compile raises its error when it is next launched. For the start of a
-    program: no other thread may launch a kernel meanwhile.
+    Their outputs stay unwritten. A kernel that fails to compile raises its error when it is next launched. For the
+    start of a program: no other thread may launch a kernel meanwhile.
     """
     run = JITFunction.run
 
@@ -170,16 +174,16 @@ def compiling_only(processes: CompileProcesses | None = None) -> Iterator[None]:
 
 
 def _is_cached(key: str, name: str) -> bool:
-    """Whether `triton.compile` will find a kernel, by the names that it gives its files."""
+    """Return whether `triton.compile` will find a kernel, by the names that it gives its files."""
     return bool(get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{name[:150]}.json"))
 
 
 class _Pickler(pickle.Pickler):
     """Writes a jitted function as the name by which its module has it, and its key in Triton's cache.
 
-    Triton (`DependenciesFinder._update_hash`) includes the globals of a called function in the caller's key only if the called
-    function's key was computed before. So keys depend on the order of their computation, and a process that compiles must use
-    the key of the process that loads.
+    Triton (`DependenciesFinder._update_hash`) includes the globals of a called function in the caller's key only if the
+    called function's key was computed before. So keys depend on the order of their computation, and a process that
+    compiles must use the key of the process that loads.
     """
 
     def reducer_override(self, value: Any) -> Any:

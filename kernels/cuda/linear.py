@@ -1,8 +1,8 @@
 """Linear layers on CUDA devices: chooses the kernel for float weights, and leaves quantised ones to `quantized_linear`.
 
 A linear layer of a few tokens is bound by reading its weight, and a decode step by its number of kernels. So up to
-`CHOICE.small_batch_tokens` tokens, one kernel computes the GEMM with its norm, activation or residual sum fused. Beyond,
-cuBLAS is faster, with kernels of their own before and after it.
+`CHOICE.small_batch_tokens` tokens, one kernel computes the GEMM with its norm, activation or residual sum fused.
+Beyond, cuBLAS is faster, with kernels of their own before and after it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _fused(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Compute x [M, K] -> [M, N] in one kernel, into `residual` or `out` where that is given; None where cuBLAS is faster."""
+    """Compute x [M, K] -> [M, N] in one kernel, into `residual` or `out` where that is given; None where cuBLAS is
+    faster.
+    """
     num_tokens = x.shape[0]
     n = len(weight) // 2 if gate else len(weight)
     config = small_batch_config(x, n, gate != "")

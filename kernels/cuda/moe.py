@@ -156,7 +156,9 @@ def _small_batch(
     x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, inner: Tensor,
     configs: tuple[small_batch.Config, small_batch.Config], out: Tensor, add: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Compute `_outputs`. For a single token, the GEMMs with its experts' down matrices are one, which writes the sum."""
+    """Compute `_outputs`. For a single token, the GEMMs with its experts' down matrices are one, which writes the
+    sum.
+    """
     gate_up, down, first = _weight(stack.gate_up), _weight(stack.down), stack.first
     small_batch.launch(
         x, gate_up, stack.gate_up_bias, ids, weights, inner, configs[0], activation=stack.activation, first=first

@@ -1,8 +1,9 @@
 """Linear layers with quantised weights on CUDA devices: chooses the kernel.
 
-A few tokens are bound by reading the weight, which is dequantised in registers. Beyond `CHOICE.small_batch_tokens` tokens,
-activations are quantised too where the checkpoint allows it, and tensor cores multiply codes by codes. Else a weight-only
-GEMM dequantises tiles on their way to the tensor cores; most tokens dequantise the whole weight, for cuBLAS.
+A few tokens are bound by reading the weight, which is dequantised in registers. Beyond `CHOICE.small_batch_tokens`
+tokens, activations are quantised too where the checkpoint allows it, and tensor cores multiply codes by codes. Else a
+weight-only GEMM dequantises tiles on their way to the tensor cores; most tokens dequantise the whole weight, for
+cuBLAS.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def norm_gated(
 
 
 def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:
-    """See `kernels.reference.norms_apart`. A kernel that quantises x, or permutes its channels, also computes the norm."""
+    """See `kernels.reference.norms_apart`. A kernel that quantises x, or permutes its channels, also computes the
+    norm.
+    """
     weight, swiglu = dataclasses.replace(weight, order=None), gate == "silu"
     return (
         small_batch_config(x, weight, swiglu) is None
@@ -131,7 +134,9 @@ def _linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in `out`."""
+    """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in
+    `out`.
+    """
     if isinstance(x, QuantizedRows):
         assert norm_weight is None
         assert out is None
@@ -274,10 +279,11 @@ def scaled_config(
 
 @functools.cache
 def _scaled_config(num_tokens: int, n: int, k: int, blocks: bool, swiglu: bool) -> scaled.Config | None:
-    """Return tiles for at most one program on each of some 132 multiprocessors; None where cuBLAS is faster, as measured.
+    """Return tiles for at most one program on each of some 132 multiprocessors; None where cuBLAS is faster, as
+    measured.
 
-    The 128 × 128 tiles of cuBLAS are too few for so many multiprocessors where the weight has few rows. A GEMM with more
-    outputs than channels is taken for one without a residual sum: without split-K, no other kernel follows it.
+    The 128 × 128 tiles of cuBLAS are too few for so many multiprocessors where the weight has few rows. A GEMM with
+    more outputs than channels is taken for one without a residual sum: without split-K, no other kernel follows it.
     blocks: scales are those of blocks.
     """
     rows, steps, halves = n // 256, k // 128, 2

@@ -12,7 +12,8 @@ from torch import Tensor
 class BlockSparse:
     """The past in blocks: a query sees the newest `local` ones, its own included, and of the others each `stride`-th.
 
-    Which these are depends on the head: block b where (b + (first_head + head) * head_step + 1) is a multiple of `stride`.
+    Which these are depends on the head: block b where (b + (first_head + head) * head_step + 1) is a multiple of
+    `stride`.
     """
 
     block: int  # tokens in a block, 2^n of at least 16; none that the KV cache is made of
@@ -22,7 +23,9 @@ class BlockSparse:
     first_head: int = 0  # of those that this rank holds
 
     def seen(self, query_positions: Tensor, key_positions: Tensor, heads: Tensor) -> Tensor:
-        """Of positions [n] and [N], for heads [H]: bool [H, n, N]. That keys are not newer than queries is not its matter."""
+        """Return which positions [N] are seen from positions [n] by heads [H]: bool [H, n, N]. Causality is left to
+        the caller.
+        """
         own, key = query_positions.unsqueeze(1) // self.block, key_positions // self.block
         offset = ((self.first_head + heads) * self.head_step + 1).view(-1, 1, 1)
         return (own - key < self.local) | ((key + offset) % self.stride == 0)
@@ -33,7 +36,9 @@ class BlockSparse:
         return position + 1 - local * self.block + local * self.block // self.stride
 
     def residues(self, group: int) -> int:
-        """How many blocks of `stride` consecutive ones a KV head's `group` query heads see between them."""
+        """Return the number of blocks of `stride` consecutive ones that a KV head's `group` query heads see between
+        them.
+        """
         return min(group, self.stride // math.gcd(self.stride, self.head_step))
 
     @property

@@ -1,8 +1,8 @@
 """Stacks of bfloat16 matrices in 12 bits a weight, without loss.
 
-Nearly all weights of a row have one of 15 exponents: its largest and the 14 below. So a weight's code is its sign, the 7 bits
-of its significand and 4 bits for its exponent: 3/4 of the memory, and of what a product reads. The few smaller weights have
-code zero; they stand in a list for each block of rows, which a product treats as additional columns.
+Nearly all weights of a row have one of 15 exponents: its largest and the 14 below. So a weight's code is its sign, the
+7 bits of its significand and 4 bits for its exponent: 3/4 of the memory, and of what a product reads. The few smaller
+weights have code zero; they stand in a list for each block of rows, which a product treats as additional columns.
 (DFloat11, arXiv 2504.11651, has exponents in a code of variable length instead.)
 """
 
@@ -27,18 +27,19 @@ LARGEST = 142  # the largest exponent of a row: that of 2^15, so that its scale 
 class CompressedWeight:
     """W [E, N, K] bfloat16, of which N is a multiple of 128, or with `gated` of 256, and K of 64.
 
-    A code of exponent c > 0, sign s and significand m stands for (-1)^s (1 + m / 128) 2^(c - 127) times its row's scale.
+    A code of exponent c > 0, sign s and significand m stands for (-1)^s (1 + m / 128) 2^(c - 127) times its row's
+    scale.
 
-    A block is 64 rows: with `gated`, of each sixteen eight of the first half of N (gate) and eight of the other one (up).
-    A block's 64 x 64 weights of some channels are 12 x 128 words: in the order of the matrix unit's fragments, each thread of
-    four warps, which have sixteen rows each, has three pieces of four words, one word for each sixteen channels. In the
-    first two are signs and significands, in the third exponents. See `_words`.
+    A block is 64 rows: with `gated`, of each sixteen eight of the first half of N (gate) and eight of the other one
+    (up). A block's 64 x 64 weights of some channels are 12 x 128 words: in the order of the tensor core's fragments,
+    each thread of four warps, which have sixteen rows each, has three pieces of four words, one word for each sixteen
+    channels. In the first two are signs and significands, in the third exponents. See `_words`.
     """
 
     codes: Tensor  # [E, N / 128, K / 64, 2, 3, 512] int32
     scale: Tensor  # [E, N] float32: powers of two; rows in the order of blocks
-    # [E, N / 64, R] int64: a block's small weights: in the lowest 16 bits bfloat16, which stands for 2^-128 times its value
-    # times its row's scale; in the next ones the channel; from bit 32 on the row
+    # [E, N / 64, R] int64: a block's small weights: in the lowest 16 bits bfloat16, which stands for 2^-128 times its
+    # value times its row's scale; in the next ones the channel; from bit 32 on the row
     small: Tensor
     gated: bool
 
@@ -66,7 +67,9 @@ class CompressedWeight:
 
 
 def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
-    """weight [E, N, K] bfloat16 → the same in 12 bits; None: it does not lie in this form, or has too many small weights."""
+    """weight [E, N, K] bfloat16 → the same in 12 bits; None: it does not lie in this form, or has too many small
+    weights.
+    """
     count, n, k = weight.shape
     if n % (4 * BLOCK if gated else 2 * BLOCK) or k % BLOCK or k > 1 << 16 or weight.dtype != torch.bfloat16:
         return None
@@ -87,7 +90,9 @@ def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
 
 
 def _compress(weight: Tensor, gated: bool, codes: Tensor, scale: Tensor, small: Tensor) -> int | None:
-    """Write some matrices' parts of a `CompressedWeight`; the largest number of small weights in a block, None: not possible."""
+    """Write some matrices' parts of a `CompressedWeight`; the largest number of small weights in a block, None: not
+    possible.
+    """
     blocks = _blocks(weight, gated).view(torch.int16)
     exponent = (blocks >> 7).bitwise_and_(255)
     largest = exponent.amax((4, 5)).clamp_(min=16)
@@ -126,9 +131,9 @@ def _blocks(weight: Tensor, gated: bool) -> Tensor:
 def _words(bits: Tensor, code: Tensor) -> Tensor:
     """Signs and significands (bits 15 and 0 to 6), and exponents' codes, of `_blocks` → words as in `CompressedWeight`.
 
-    A thread of the matrix unit has of sixteen channels two pairs of each of two rows. A word of its first piece has a pair of
-    the upper row in place and one of the lower row eight bits to the left, rotated; the second piece is that eight channels
-    on. A word of the third has the codes of these four pairs, of a pair four bits in each half.
+    A thread of the tensor core has of sixteen channels two pairs of each of two rows. A word of its first piece has a
+    pair of the upper row in place and one of the lower row eight bits to the left, rotated; the second piece is that
+    eight channels on. A word of the third has the codes of these four pairs, of a pair four bits in each half.
     """
     pairs = [_fragment(part) for part in (bits, code)]
     both = (pairs[0][..., 0].int() & 0xFFFF) | pairs[0][..., 1].int() << 16
@@ -140,7 +145,9 @@ def _words(bits: Tensor, code: Tensor) -> Tensor:
 
 
 def _fragment(x: Tensor) -> Tensor:
-    """`_blocks` → [E, N / 128, K / 64, 2, warps, rows mod 8, pairs, steps, halves of channels, halves of rows, pair]."""
+    """`_blocks` → [E, N / 128, K / 64, 2, warps, rows mod 8, pairs, steps, halves of channels, halves of rows,
+    pair].
+    """
     count, num_blocks, _, _, steps, _ = x.shape
     x = x.reshape(count, num_blocks // 2, 2, 4, 2, 8, steps // 4, 4, 2, 4, 2)
     return x.permute(0, 1, 6, 2, 3, 5, 9, 7, 8, 4, 10)

@@ -11,7 +11,9 @@ KV_SCALES = (1e-15, 1e15)
 
 
 class WideCopy(NamedTuple):
-    """Where the keys and values that are stored in an e4m3 cache go, too: pages as those of `widen_pages`."""
+    """The upcast copy that also receives the keys and values stored in an e4m3 cache: pages as those of
+    `widen_pages`.
+    """
 
     pages: Tensor  # [2, P, Hkv, page, D], contiguous, of a dtype that holds e4m3 exactly
     slots: Tensor  # [T] int64: page * page size + offset; -1: of tokens that do not go there

@@ -1,7 +1,7 @@
 """Memory layout of a step: device rows, the packed buffer that a step sends, and the tensors computed from both.
 
-The packed buffer is int32. S is the length of a segment (at least the number of sequences + 1), G the number of cache groups,
-T the number of tokens:
+The packed buffer is int32. S is the length of a segment (at least the number of sequences + 1), G the number of cache
+groups, T the number of tokens:
 
     [0, S)      rows            device row of each sequence; the last row is for padding
     [S, 2S)     query_start     first token of each sequence in the step, and the end of the last sequence
@@ -60,8 +60,8 @@ class RowState:
 class Samples:
     """Tokens to sample, each after a token of the step: after the last `per_seq` tokens of each sequence.
 
-    S = B * per_seq. Sample s belongs to sequence s // per_seq. The first samples of a shorter sequence repeat that after
-    its first token.
+    S = B * per_seq. Sample s belongs to sequence s // per_seq. The first samples of a shorter sequence repeat that
+    after its first token.
     """
 
     per_seq: int

@@ -15,9 +15,9 @@ from kernels.data.compressed_weight import ExpertWeight
 class Router:
     """A rule that chooses a token's experts by their logits: score each, choose the top k, weigh the chosen ones.
 
-    scoring: softmax over all experts, softmax over the chosen ones alone, or a sigmoid of each. Experts lie in `num_groups`
-    groups of neighbours; only those of the `num_chosen_groups` best groups can be chosen. Among equal experts (or groups)
-    the lower index is chosen.
+    scoring: softmax over all experts, softmax over the chosen ones alone, or a sigmoid of each. Experts lie in
+    `num_groups` groups of neighbours; only those of the `num_chosen_groups` best groups can be chosen. Among equal
+    experts (or groups) the lower index is chosen.
     """
 
     num_chosen: int

@@ -18,9 +18,8 @@ FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of thei
 class DecodePlan:
     """The work map of a step and the workspace of its layers. `P` programs, `G` query heads for each KV head.
 
-    The work is a line of tiles of `tile` keys: for each sequence, for each KV head, those that the context or, with a window,
-    its newest `window` keys touch. A layer without that window, or
-    of another sparsity, must not use the plan.
+    The work is a line of tiles of `tile` keys: for each sequence, for each KV head, those that the context or, with a
+    window, its newest `window` keys touch. A layer without that window, or of another sparsity, must not use the plan.
     """
 
     tile: int  # keys in a tile
@@ -36,7 +35,7 @@ class DecodePlan:
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
     # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them.
     group_arrivals: Tensor
-    min_tiles: int = 2  # of a program: below, merging costs more than it spreads
+    min_tiles: int = 2  # of a program: fewer cost more in merging than they gain
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
     fan_in: int = 8
     sparse: BlockSparse | None = None  # only the tiles that its heads see are counted
@@ -121,7 +120,9 @@ def prefill_query_rows(group: int) -> int:
 
 
 def padded_query_rows(group: int) -> int:
-    """The number of heads padded to 2^n, which Hopper's kernel needs, if that adds at most a third; else the number itself."""
+    """The number of heads padded to 2^n, which Hopper's kernel needs, if that adds at most a third; else the number
+    itself.
+    """
     filled = 1 << (group - 1).bit_length()
     return filled if 4 * group >= 3 * filled else group
 
@@ -158,7 +159,7 @@ def latent_decode_plan(
 
 
 def latent_tile_queries(num_heads: int, dtype: torch.dtype) -> int:
-    """As `prefill_tile_queries`, of latent attention."""
+    """Return the queries of one sequence in a tile of latent attention; see `prefill_tile_queries`."""
     return max(latent_tile_rows(dtype) // num_heads, 1)
 
 

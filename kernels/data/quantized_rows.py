@@ -20,7 +20,8 @@ class QuantizedRows:
 
     @classmethod
     def empty(cls, x: Tensor, dtype: torch.dtype, group: int = 0, by_group: bool = False) -> QuantizedRows:
-        """Unwritten memory for x [M, K] rounded to `dtype`, with a scale for each group of channels; group 0: of all channels.
+        """Unwritten memory for x [M, K] rounded to `dtype`, with a scale for each group of channels; group 0: of all
+        channels.
 
         by_group: a group's scales lie side by side in memory, and the number of rows is rounded up to a multiple of 4.
         """

@@ -16,10 +16,11 @@ Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1"]
 class QuantizedWeight:
     """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n].
 
-    `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5, 2, 3, 4
-    or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four bytes share the
-    bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A stack of E matrices (experts) is one object whose
-    tensors all have E as their first dimension; `stack[e]` is a matrix whose tensors are views.
+    `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5,
+    2, 3, 4 or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four
+    bytes share the bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A stack of E matrices
+    (experts) is one object whose tensors all have E as their first dimension; `stack[e]` is a matrix whose tensors are
+    views.
 
     With a `panel`, a matrix's codes lie in memory as [K / panel, N, panel], see `in_panels`.
     """
@@ -67,7 +68,10 @@ class QuantizedWeight:
         return replace(matrices[0], **stacks)
 
     def lies_by_groups(self) -> bool:
-        """Whether a stack's scales and zero points lie as `by_groups` puts them; scales of several rows lie row by row."""
+        """Return whether a stack's scales and zero points lie as `by_groups` puts them.
+
+        Scales of several rows lie row by row.
+        """
         tensors = [self.scale] if self.zero is None else [self.scale, self.zero]
         return all((each if self.rows > 1 else each.transpose(1, 2)).is_contiguous() for each in tensors)
 
@@ -79,7 +83,8 @@ class QuantizedWeight:
 
 
 def in_panels(stack: QuantizedWeight, panel: int) -> QuantizedWeight:
-    """The stack with codes of e4m3 or int8 in panels, in the same memory: of `panel` channels, rows one after the other.
+    """The stack with codes of e4m3 or int8 in panels, in the same memory: of `panel` channels, rows one after the
+    other.
 
     What a product reads of many rows at once then lies side by side, and memory sends it faster.
     """
@@ -96,7 +101,9 @@ def by_rows(codes: Tensor, panel: int) -> Tensor:
 
 
 def by_groups(scale: Tensor) -> Tensor:
-    """Scales [E, N, G], or zero points, as they are, but in memory [E, G, N]: threads read those of many rows at once."""
+    """Scales [E, N, G], or zero points, as they are, but in memory [E, G, N]: threads read those of many rows at
+    once.
+    """
     return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 

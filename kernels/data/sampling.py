@@ -8,7 +8,7 @@ NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token: a logit is NaN or i
 
 
 class Part(enum.Enum):
-    """Which rows are sampled."""
+    """The rows that a call samples."""
 
     ALL = 0
     PLAIN = 1  # those without top_k, top_p and min_p

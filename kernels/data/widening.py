@@ -1,9 +1,10 @@
-"""Which prefill attention over an e4m3 cache is faster over wide copies of its pages, made once a layer. Needs no Triton.
+"""When prefill attention over an e4m3 cache gains from upcast copies of its pages, made once a layer. Needs no Triton.
 
-On Hopper, a warpgroup makes float16 numbers of the codes of an e4m3 cache before the matrix unit reads them: again for each
-tile of queries, and slower than the memory accelerator brings wide pages. A wide copy takes time for each key, and saves it for
-each pair of a query and a key that it sees. New keys and values are only written once more when they are stored; older ones are
-read, too.
+On Hopper, a warpgroup converts the codes of an e4m3 cache to float16 before the tensor core reads them: again for each
+tile of
+queries, and more slowly than TMA loads upcast pages. An upcast copy costs time for each key, and saves it for each
+query that sees
+the key. New keys and values are only written once more when they are stored; older ones are read, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kernels.data.plan import padded_query_rows
 WIDE_DTYPE = torch.float16  # holds every e4m3 number, and is that of the queries (see `rope_and_store`)
 WIDE_PAGE = 128  # slots of a wide page: all keys of a tile of the Hopper kernel, which then loads few boxes
 
-# Seconds for each operation, by the channels to which Hopper's kernel pads a head. As measured on an H200 with 8,192 new
-# tokens in prompts of 512 to 8,192 (`python -m tests.gpu prefill`): 7e-16 to 1.4e-15 with 64 channels, else 5e-16 to 8e-16.
+# Seconds for each operation, by the channels to which Hopper's kernel pads a head. As measured on an H200 with 8,192
+# new tokens in prompts of 512 to 8,192 (`python -m tests.gpu prefill`): 7e-16 to 1.4e-15 with 64 channels, else 5e-16
+# to 8e-16.
 SAVED = {64: 8e-16, 128: 6e-16, 256: 6e-16}
 COPIED = 2.4e12  # bytes that `widen_pages` reads and writes a second
 LAUNCH = 5e-6  # seconds of one more kernel, or of a layer's part of preparing the step on the CPU: an estimate
@@ -27,7 +29,10 @@ LAUNCH = 5e-6  # seconds of one more kernel, or of a layer's part of preparing t
 def can_gain(
     capability: tuple[int, int] | None, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> bool:
-    """Whether Hopper's kernel computes such heads (see its `applies`) and gains from wide pages. `dtype`: the model's."""
+    """Return whether Hopper's prefill kernel computes such heads (see its `supports`) and gains from upcast copies.
+
+    `dtype`: the model's.
+    """
     rows = padded_query_rows(num_heads // num_kv_heads)
     return (
         capability is not None
@@ -71,7 +76,7 @@ def seconds_saved(
     num_kv_heads: int,
     head_dim: int,
 ) -> float:
-    """What a layer gains from wide pages, an estimate; below 0: it loses. Heads must be those of `can_gain`."""
+    """Estimate what a layer gains from upcast copies; below 0: it loses. Heads must be those of `can_gain`."""
     padded = min(channels for channels in SAVED if channels >= head_dim)
     num_flops = num_pairs(query_lens, context_lens, window) * num_heads * 4 * padded
     num_new = sum(query_lens)

@@ -1,1 +1,1 @@
-"""What Triton and Gluon kernels share: launch, dequantisation, quantised rows, split-K sums."""
+"""Launch, device properties and device functions for both Triton and Gluon kernels."""

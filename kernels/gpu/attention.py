@@ -1,4 +1,4 @@
-"""What launchers of attention kernels share."""
+"""Arguments of attention launchers."""
 
 from __future__ import annotations
 

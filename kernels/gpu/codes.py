@@ -1,4 +1,4 @@
-"""Codes of few bits to bfloat16 by arithmetic on bits, two at a time."""
+"""Low-bit codes to bfloat16 by arithmetic on bits, two at a time."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
@@ -11,9 +11,9 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# From a register w of four bytes to registers a and b of two bfloat16 each, and of codes of four bits c and d with the high
-# ones. First each byte gets 16 bits of its own: as the high byte for e4m3, whose sign is then where it belongs, and 4 bits to
-# the right the rest; as the low byte for integers.
+# From a register w of four bytes to registers a and b of two bfloat16 each, and of codes of four bits c and d with the
+# high ones. First each byte gets 16 bits of its own: as the high byte for e4m3, whose sign is then where it belongs,
+# and 4 bits to the right the rest; as the low byte for integers.
 E4M3 = """
     .reg .b32 s, t;
     prmt.b32 a, 0, w, 0x5040;
@@ -134,7 +134,8 @@ def decode(codes, KIND: tl.constexpr):
 def values(codes, KIND: tl.constexpr):
     """uint8 codes, or of e2m1 int32 words of four bytes → float32 of the low (or only) codes, and of the high ones.
 
-    Words [..., n] become [..., 4 · n]. The bits of e4m3 and e2m1 are those of a float32 of a far smaller exponent, if shifted.
+    Words [..., n] become [..., 4 · n]. The bits of e4m3 and e2m1 are those of a float32 of a far smaller exponent, if
+    shifted.
     """
     bits = codes.to(tl.uint32, bitcast=KIND == "e2m1")
     if KIND == "int8":

@@ -1,9 +1,9 @@
 """Kernel launch with programmatic dependent launch, and arithmetic of grids.
 
-With programmatic dependent launch (Hopper and later) a kernel starts while the one before it still runs. A kernel launched
-with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start on free multiprocessors, and
-`wait_for_inputs` before it first touches memory that an earlier kernel writes or reads: the wait ends when all earlier kernels
-are done. In a kernel launched without it both do nothing.
+With programmatic dependent launch (Hopper and later) a kernel starts while the one before it still runs. A kernel
+launched with `launch_pdl=True` calls `launch_dependents` as soon as the next kernel may start on free multiprocessors,
+and `wait_for_inputs` before it first touches memory that an earlier kernel writes or reads: the wait ends when all
+earlier kernels are done. In a kernel launched without it both do nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "prefer_shared_memory", "prefetch", "wait_for_inputs",
 ]  # fmt: skip
 
-# For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2, since
-# a multiprocessor's own cache may still hold what was there in the layer before.
+# For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2,
+# since a multiprocessor's own cache may still hold what was there in the layer before.
 EARLY = tl.constexpr(".cg")
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
@@ -43,7 +43,9 @@ def next_power_of_2(n: int) -> int:
 
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Options to add to each launch on this device: the kernel's constant PDL, and `launch_pdl` where it is supported."""
+    """Options to add to each launch on this device: the kernel's constant PDL, and `launch_pdl` where it is
+    supported.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -55,9 +57,9 @@ _preferring: set[int] = set()  # functions whose carveout is set
 def prefer_shared_memory(launched: CompiledKernel | None) -> None:
     """Let a kernel run with the largest carveout of shared memory from its next launch on, though it needs little.
 
-    A multiprocessor changes its carveout only when it is idle. So while a kernel with a small one runs, the next kernel could not
-    start if it needs more, which is what dependent launch is for. The L1 cache becomes small, which slows kernels with many loads
-    in flight down. `launched`: what a launch returned.
+    A multiprocessor changes its carveout only when it is idle. So while a kernel with a small one runs, the next kernel
+    could not start if it needs more, which is what dependent launch is for. The L1 cache becomes small, which slows
+    kernels with many loads in flight down. `launched`: what a launch returned.
     """
     function = launched.function if isinstance(launched, CompiledKernel) else None
     if function is not None and function not in _preferring:

@@ -18,7 +18,8 @@ from kernels.gpu.rounding import norm_arguments, store_norm
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _sum_parts_kernel(
     parts, bias, residual, out, num_tokens, num_rows,
-    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = the sum of parts [PARTS, num_rows, N], bias [N] and residual [M, N]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +39,9 @@ def _sum_parts_kernel(
 
 
 def sum_parts(parts: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Write the sum of parts [P, at least M, N], bias [N] and residual [M, N] to out [M, N], which may be the residual."""
+    """Write the sum of parts [P, at least M, N], bias [N] and residual [M, N] to out [M, N], which may be the
+    residual.
+    """
     num_parts, num_rows, n = parts.shape
     assert parts.is_contiguous()
     assert out.is_contiguous()
@@ -57,7 +60,9 @@ def _sum_norm_kernel(
     N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual [M, N] += the sum of parts [PARTS, num_rows, N] and bias [N]; out: the norm of that. One program for a row."""
+    """residual [M, N] += the sum of parts [PARTS, num_rows, N] and bias [N]; out: the norm of that. One program for a
+    row.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK // GROUP)[:, None]
     channels = group * GROUP + tl.arange(0, GROUP)[None, :]
@@ -74,8 +79,8 @@ def _sum_norm_kernel(
     values = total.to(residual.dtype.element_ty)
     tl.store(residual + row * N + channels, values, mask=inside)
     store_norm(
-        values.to(tl.float32), weight, eps, out, scale, row, group, channels, stride_row, stride_group, N, GROUP, LARGEST,
-        residual.dtype.element_ty,
+        values.to(tl.float32), weight, eps, out, scale, row, group, channels, stride_row, stride_group, N, GROUP,
+        LARGEST, residual.dtype.element_ty,
     )  # fmt: skip
 
 
@@ -89,6 +94,7 @@ def sum_parts_norm(
     normed, arguments, options = norm_arguments(residual, norm)
     _sum_norm_kernel[(len(residual),)](
         parts, residual if bias is None else bias, residual, *arguments, num_rows, N=n, PARTS=num_parts,
-        BIAS=bias is not None, num_warps=min(max(options["BLOCK"] // 256, 1), 16), **options, **pdl_options(residual.device),
+        BIAS=bias is not None, num_warps=min(max(options["BLOCK"] // 256, 1), 16), **options,
+        **pdl_options(residual.device),
     )  # fmt: skip
     return normed

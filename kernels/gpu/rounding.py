@@ -51,7 +51,9 @@ def store_norm(
     values, weight, eps, out, scale, row, group, channels, stride_row, stride_group,
     K: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Store the norm of a row's values [GROUPS, GROUP] in out [M, K]; rounded unless LARGEST is 0, see `store_rounded`."""
+    """Store the norm of a row's values [GROUPS, GROUP] in out [M, K]; rounded unless LARGEST is 0, see
+    `store_rounded`.
+    """
     w = tl.load(weight + channels, mask=channels < K, other=0.0).to(tl.float32)
     normed = normed_row(values, w, eps, K, dtype)
     if LARGEST == 0:
@@ -67,8 +69,8 @@ def group_of(out: QuantizedRows) -> tuple[int, int]:
 
 
 def norm_arguments(total: Tensor, norm: NextNorm) -> tuple[Tensor | QuantizedRows, tuple[Any, ...], dict[str, Any]]:
-    """For a kernel that computes the norm of its sum [M, n] by `store_norm`: the result, then weight, out, scale, eps and
-    strides, and the constants BLOCK, GROUP and LARGEST."""
+    """For a kernel that computes the norm of its sum [M, n] by `store_norm`: the result, then weight, out, scale, eps
+    and strides, and the constants BLOCK, GROUP and LARGEST."""
     if norm.rounded is None:
         out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
         block = next_power_of_2(total.shape[1])

@@ -1,12 +1,14 @@
 """Every operation in plain PyTorch: its specification, and the oracle for the tests of all backends.
 
-Values are computed in float32 (float64 for float64 inputs) and rounded where Hugging Face's models round. A layer's KV cache
-is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and `value_cache`. A slot is
-block_id * block_size + offset; slot -1 means "do not write". Unwritten slots may hold anything, including NaN.
+Values are computed in float32 (float64 for float64 inputs) and rounded where Hugging Face's models round. A layer's KV
+cache is one tensor [2, num_blocks, num_kv_heads, block_size, head_dim]; its two halves are `key_cache` and
+`value_cache`. A slot is block_id * block_size + offset; slot -1 means "do not write". Unwritten slots may hold
+anything, including NaN.
 
-A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale within KV_SCALES for
-each KV head: kv_scale [2, Hkv] float32, which is None for caches of other dtypes. `paged_attention_prefill` also takes it with
-wide pages: those that `widen_pages` and `rope_and_store` made with such a cache hold the same numbers in another dtype.
+A cache of torch.float8_e4m3fn holds K / kv_scale[0] and V / kv_scale[1], saturated at ±448, with a scale within
+KV_SCALES for each KV head: kv_scale [2, Hkv] float32, which is None for caches of other dtypes.
+`paged_attention_prefill` also takes it with wide pages: those that `widen_pages` and `rope_and_store` made with such a
+cache hold the same numbers in another dtype.
 """
 
 from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul

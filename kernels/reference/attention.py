@@ -57,9 +57,9 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Compute causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` if given.
 
-    query [T, H, D]; query_start [B + 1] int32. Sequence i has the tokens query[query_start[i]:query_start[i + 1]], the last
-    ones of its context, whose K and V are all stored. Rows of `out` outside all sequences are not written. tiles: the GPU
-    kernel's grid.
+    query [T, H, D]; query_start [B + 1] int32. Sequence i has the tokens query[query_start[i]:query_start[i + 1]], the
+    last ones of its context, whose K and V are all stored. Rows of `out` outside all sequences are not written. tiles:
+    the GPU kernel's grid.
     """
     if out is None:
         out = torch.zeros_like(query)

@@ -11,7 +11,9 @@ E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn
 
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """x [..., Hkv, D], scale [Hkv] float32 -> x / scale as float8_e4m3fn, saturated at ±448; what is not finite is NaN."""
+    """x [..., Hkv, D], scale [Hkv] float32 -> x / scale as float8_e4m3fn, saturated at ±448; what is not finite is
+    NaN.
+    """
     scaled = (x.float() / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.masked_fill_(~x.isfinite(), math.nan).to(torch.float8_e4m3fn)
 
@@ -24,7 +26,9 @@ def store_kv(
     slot_mapping: Tensor,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size, D]."""
+    """Write key, value [T, Hkv, D] to the slots slot_mapping [T] int64 of the caches [num_blocks, Hkv, block_size,
+    D].
+    """
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     if kv_scale is not None:  # bytes, since PyTorch indexes no float8
         key, value = to_e4m3(key, kv_scale[0]).view(torch.uint8), to_e4m3(value, kv_scale[1]).view(torch.uint8)
@@ -47,12 +51,13 @@ def widen_pages(
     pages: Tensor,
     out: Tensor,
 ) -> None:
-    """Copy pieces of contexts in e4m3 caches [num_blocks, Hkv, block_size, D] to out [2, P, Hkv, page, D], which has any dtype
-    that holds e4m3 exactly. Scales are not applied.
+    """Copy pieces of contexts in e4m3 caches [num_blocks, Hkv, block_size, D] to out [2, P, Hkv, page, D], which has
+    any dtype that holds e4m3 exactly. Scales are not applied.
 
-    pages [N, 3] int32: a sequence, the first position that is needed, and which of the P pages to write. That holds the `page`
-    positions of which the first is a multiple of `page`. Slots before the needed one become 0; those from position
-    lens[sequence] on are not written. lens [S] int32; block_tables and rows [S] as in `paged_attention_prefill`.
+    pages [N, 3] int32: a sequence, the first position that is needed, and which of the P pages to write. That holds the
+    `page` positions of which the first is a multiple of `page`. Slots before the needed one become 0; those from
+    position lens[sequence] on are not written. lens [S] int32; block_tables and rows [S] as in
+    `paged_attention_prefill`.
     """
     page, block_size = out.shape[3], key_cache.shape[2]
     for sequence, first, index in pages.tolist():

@@ -1,8 +1,9 @@
 """Attention over latents: one short vector of each token, of which the keys and values of all heads are projections.
 
-A head's key is key_up · latent, so its score with a query is the latent's with queryᵀ · key_up. Attention therefore compares
-queries that are projected so ("absorbed") with the cached latents, and gives weighted sums of latents, which each head then
-projects to its values. Behind the latent's L channels stand R that carry the position, the same for all heads.
+A head's key is key_up · latent, so its score with a query is the latent's with queryᵀ · key_up. Attention therefore
+compares queries that are projected so ("absorbed") with the cached latents, and gives weighted sums of latents, which
+each head then projects to its values. Behind the latent's L channels stand R that carry the position, the same for all
+heads.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def absorb_and_store(
     slot_mapping: Tensor,
     interleaved: bool = False,
 ) -> Tensor:
-    """query [T, H, N + R] -> [T, H, L + R], its first N channels absorbed by key_up [H, N, L], the others rotated; and the
-    latents [T, L + R], their first L channels normed, the others rotated, go to their slots.
+    """query [T, H, N + R] -> [T, H, L + R], its first N channels absorbed by key_up [H, N, L], the others rotated; and
+    the latents [T, L + R], their first L channels normed, the others rotated, go to their slots.
 
-    norm_weight [L]; cache [num_blocks, 1, block_size, L + R]; slot_mapping [T] int64, -1: nowhere; positions [T] int32 or
-    int64, cos_sin [max_position, R] float32 and `interleaved` as in `rope`.
+    norm_weight [L]; cache [num_blocks, 1, block_size, L + R]; slot_mapping [T] int64, -1: nowhere; positions [T] int32
+    or int64, cos_sin [max_position, R] float32 and `interleaved` as in `rope`.
     """
     plain = key_up.shape[1]
     _store(latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved)

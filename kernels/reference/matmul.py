@@ -19,7 +19,7 @@ def pack_weight(weight: Weight) -> Weight:
 
 
 def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] (packed, or of few bits), bias [N] -> x weightᵀ + bias [T, N].
+    """x [T, K], weight [N, K] (packed, or quantised), bias [N] -> x weightᵀ + bias [T, N].
 
     x may have been quantised before, see `quantized_input`.
     """
@@ -52,9 +52,9 @@ def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None 
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
-    """Whether norm_linear(x, …, weight), or norm_gated, has a kernel for the norm alone.
+    """Return whether norm_linear(x, …, weight), or norm_gated, runs the norm in a kernel of its own (unfused).
 
-    Then it is faster to compute the norm with what comes before, by `add_rms_norm`, and to multiply that.
+    Then it is faster to fuse the norm into the operation before, by `add_rms_norm`, and to call `linear`.
     """
     return True
 
@@ -62,7 +62,8 @@ def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
 def quantized_input(
     x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None
 ) -> QuantizedRows | None:
-    """Memory for the norm of x [T, K] as `linear`, or with a gate `linear_gated`, takes it rounded; None: it takes it as it is.
+    """Memory for the norm of x [T, K] as `linear`, or with a gate `linear_gated`, takes it rounded; None: it takes it
+    as it is.
 
     Then it is faster to round the norm with what comes before: by `linear_add_norm` or `experts_add_norm`.
     """
@@ -72,7 +73,9 @@ def quantized_input(
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N], in `out` where that is given."""
+    """linear(rms_norm(x [T, K], norm_weight [K], eps), weight [N, K], bias [N]) -> [T, N], in `out` where that is
+    given.
+    """
     result = linear(rms_norm(x, norm_weight, eps), weight, bias)
     return result if out is None else out.copy_(result)
 
@@ -80,5 +83,7 @@ def norm_linear(
 def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
-    """silu(g) * u [T, N], or gelu(g) by tanh; g and u are the halves of norm_linear(x [T, K], weight [2N, K], bias [2N])."""
+    """silu(g) * u [T, N], or gelu(g) by tanh; g and u are the halves of norm_linear(x [T, K], weight [2N, K], bias
+    [2N]).
+    """
     return gate_and_mul(norm_linear(x, norm_weight, eps, weight, bias), gate)

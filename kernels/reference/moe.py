@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token's router, and the MLPs that it chooses."""
+"""MoE: each token's router, and the experts' MLPs that it chooses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts, the best first: ids [T, k] int32, and their weights [T, k] float32 (float64 for float64).
 
-    x [T, hidden], weight [E, hidden], bias [E]. Logits and scores are float32. correction [E] float32 is added to the scores
-    to choose by, not to the weights. slots [T] int64: where it is -1, the token is padding, and its ids are -1, its weights 0.
+    x [T, hidden], weight [E, hidden], bias [E]. Logits and scores are float32. correction [E] float32 is added to the
+    scores to choose by, not to the weights. slots [T] int64: where it is -1, the token is padding, and its ids are -1,
+    its weights 0.
     """
     logits = F.linear(to_wide(x), to_wide(weight), None if bias is None else to_wide(bias))
     scores = logits
@@ -70,13 +71,15 @@ def norm_route(
     rule: Router,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rms_norm(x [T, hidden], norm_weight [hidden], eps), and `route` of it: normed [T, hidden], ids and weights [T, k]."""
+    """rms_norm(x [T, hidden], norm_weight [hidden], eps), and `route` of it: normed [T, hidden], ids and weights [T,
+    k].
+    """
     normed = rms_norm(x, norm_weight, eps)
     return normed, *route(normed, weight, bias, correction, rule, slots)
 
 
 def route_norms_apart(x: Tensor) -> bool:
-    """Whether norm_route(x, …) has a kernel for the norm alone, see `norms_apart`."""
+    """Return whether norm_route(x, …) runs the norm in a kernel of its own, see `norms_apart`."""
     return True
 
 

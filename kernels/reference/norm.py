@@ -17,7 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
-    """residual [..., n] += factor · rms_norm(x [..., n], weight [n], eps), in place; the norm is rounded, then the sum."""
+    """residual [..., n] += factor · rms_norm(x [..., n], weight [n], eps), in place; the norm is rounded, then the
+    sum.
+    """
     return add_scaled(residual, rms_norm(x, weight, eps), factor)
 
 

@@ -1,4 +1,4 @@
-"""Matrices of few bits: what their codes stand for, and how floats become codes."""
+"""Low-bit weights: values of their codes, and quantisation of floats."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ PACKED_AT_ONCE = 1 << 24  # codes, each of which needs some four bytes meanwhile
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Codes [N, K] from 0 to 15, K a multiple of 8, as `QuantizedWeight` holds those of e2m1: [N, K / 2] uint8.
 
-    Of the 32 bits w of four bytes, in the order of memory, M = 0x81c081c0 selects those of two codes: a code's sign is bit 15
-    and its other bits 8 to 6 of a half. So decoding takes few instructions:
+    Of the 32 bits w of four bytes, in the order of memory, M = 0x81c081c0 selects those of two codes: a code's sign is
+    bit 15 and its other bits 8 to 6 of a half. So decoding takes few instructions:
 
         low codes of bytes 0 and 1:   w & M                        high:  (w << 6 ^ w << 2) & M
         low codes of bytes 2 and 3:   w << 3 & M                   high:  (w >> 3 ^ w << 1) & M
@@ -114,7 +114,9 @@ def _quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> codes [M, K] of `dtype` (float8_e4m3fn or int8) and the scale of each row [M, 1] float32; x ≈ codes · scale."""
+    """x [M, K] -> codes [M, K] of `dtype` (float8_e4m3fn or int8) and the scale of each row [M, 1] float32; x ≈ codes ·
+    scale.
+    """
     wide, largest = x.float(), LARGEST[dtype]
     scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
     codes = wide / scale

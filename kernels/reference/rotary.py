@@ -78,9 +78,9 @@ def rope_and_store(
 ) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
-    The query has qkv's dtype, or, for an e4m3 cache, that in which a backend multiplies with it. positions [T] int32 or int64,
-    slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`. `wide`: where the numbers that an e4m3
-    cache now holds go, too.
+    The query has qkv's dtype, or, for an e4m3 cache, that in which a backend multiplies with it. positions [T] int32 or
+    int64, slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`. `wide`: where the numbers
+    that an e4m3 cache now holds go, too.
     """
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)

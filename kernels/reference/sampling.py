@@ -91,8 +91,8 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
     """Set the logits [B, V] of the tokens that a row's mask forbids to -inf, in place.
 
-    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned CPU memory: a bit for each token, the lowest first, set
-    if it is allowed. mask_of [B] int32: the index of the row's mask; -1: none, every token is allowed.
+    masks [n, (V + 31) // 32] int32, on the logits' device or in pinned CPU memory: a bit for each token, the lowest
+    first, set if it is allowed. mask_of [B] int32: the index of the row's mask; -1: none, every token is allowed.
     """
     rows = (mask_of >= 0).nonzero().squeeze(1)
     masks = masks.to(logits.device)
@@ -120,8 +120,8 @@ def sample(
     tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
     A row with a NaN or an inf gets NOT_FINITE, a row of nothing but -inf NOTHING_ALLOWED.
 
-    With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B] int32
-    is not -1 for rows with a mask, which `mask_logits` has applied.
+    With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B]
+    int32 is not -1 for rows with a mask, which `mask_logits` has applied.
     """
     filtered = _is_filtered(temperature, top_k, top_p, min_p, logits.shape[1])
     rows = torch.ones_like(filtered)
@@ -189,12 +189,14 @@ def best_keys(
 ) -> Tensor:
     """The first half of `sample` with `Part.PLAIN`, on a rank with a part of the logits: [B, n] -> keys [B, K] int64.
 
-    The columns are the tokens from `first_id` on. Those at or beyond `vocab_size`, the size of the whole vocabulary, are ignored;
-    they may be all. The other arguments are as in `sample`. K depends on n alone. `best_tokens` takes the keys of all ranks.
+    The columns are the tokens from `first_id` on. Those at or beyond `vocab_size`, the size of the whole vocabulary,
+    are ignored; they may be all. The other arguments are as in `sample`. K depends on n alone. `best_tokens` takes the
+    keys of all ranks.
 
-    A key stands for the best token of some columns: of its value, the argument of `sample`'s argmax, and of its id. The value's
-    float32 as an integer of the same order is the high half, and the id is subtracted from the whole, so the best token has the
-    highest key, and of equal values the lowest id. The value inf stands for NaN, too. Keys of rows that are not plain are 0.
+    A key stands for the best token of some columns: of its value, the argument of `sample`'s argmax, and of its id. The
+    value's float32 as an integer of the same order is the high half, and the id is subtracted from the whole, so the
+    best token has the highest key, and of equal values the lowest id. The value inf stands for NaN, too. Keys of rows
+    that are not plain are 0.
     """
     token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     wide = to_wide(logits).masked_fill(token_ids >= vocab_size, -math.inf)
@@ -217,7 +219,10 @@ def best_tokens(keys: Tensor) -> Tensor:
 
 
 def mark_faults(token_ids: Tensor, highest: Tensor) -> Tensor:
-    """token_ids [B], with NOT_FINITE or NOTHING_ALLOWED in place of those whose row's highest logit [B], NaN if one is, is so."""
+    """Replace a row's token by NOT_FINITE if its maximum is NaN or +inf, by NOTHING_ALLOWED if it is -inf.
+
+    token_ids [B] int64; highest [B]: the row's maximum logit, NaN if any logit is.
+    """
     token_ids = token_ids.masked_fill(~(highest < math.inf), NOT_FINITE)
     return token_ids.masked_fill_(highest == -math.inf, NOTHING_ALLOWED)
 
@@ -231,8 +236,8 @@ def likeliest(logits: Tensor) -> Tensor:
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 
-    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are returned first. The top tokens come in
-    order, the likeliest first. Logprobs are float32, ranks and ids int64.
+    token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are returned first. The top tokens come
+    in order, the likeliest first. Logprobs are float32, ranks and ids int64.
     """
     wide = logits.float()
     total = wide.logsumexp(-1, keepdim=True)

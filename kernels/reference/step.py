@@ -1,4 +1,4 @@
-"""What a step computes from, unpacked from its packed buffer, and the work map of decode attention."""
+"""Step tensors, unpacked from a step's packed buffer, and the work map of decode attention."""
 
 from __future__ import annotations
 

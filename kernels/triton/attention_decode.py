@@ -1,11 +1,12 @@
-"""Paged attention for sequences of one query token (decode), in Triton: GQA-packed, split over the KV by a balanced work map.
+"""Paged attention for sequences of one query token (decode), in Triton: GQA-packed, split over the KV by a balanced
+work map.
 
-The work is a line of tiles: for each sequence, for each KV head, the tiles of TILE keys that the context, or its window,
-touches. A fixed number of programs cut that line into equal pieces (stream-K), whatever the lengths are, so one long context
-does not hold up the rest. A (sequence, head) pair that lies inside one piece is written at once; one that is cut leaves
-partial results, and the last program to arrive merges them. Which program starts where is computed on the device once per step
-and serves every layer.
-Nothing here depends on the longest context and every buffer is static, so a CUDA graph can hold it.
+The work is a line of tiles: for each sequence, for each KV head, the tiles of TILE keys that the context, or its
+window, touches. A fixed number of programs cut that line into equal pieces (stream-K), whatever the lengths are, so one
+long context does not hold up the rest. A (sequence, head) pair that lies inside one piece is written at once; one that
+is cut leaves partial results, and the last program to arrive merges them. Which program starts where is computed on the
+device once per step and serves every layer. Nothing here depends on the longest context and every buffer is static, so
+a CUDA graph can hold it.
 
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
 arXiv 2309.06180).
@@ -86,15 +87,16 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
         context_lens, rows, plan.work, len(context_lens),
-        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan), MIN_TILES=plan.min_tiles,
-        BLOCK_B=max(16, next_power_of_2(plan.max_seqs)), num_warps=4, **pdl_options(context_lens.device),
+        NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan),
+        MIN_TILES=plan.min_tiles, BLOCK_B=max(16, next_power_of_2(plan.max_seqs)), num_warps=4,
+        **pdl_options(context_lens.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
-    start, q, acc, m, l, key_base, value_base, table, oldest, end, seen, context_len, slopes, scale, stride_block, stride_token,
-    TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    start, q, acc, m, l, key_base, value_base, table, oldest, end, seen, context_len, slopes, scale, stride_block,
+    stride_token, TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
     BY_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -166,8 +168,8 @@ def _store_heads(
     values, out, scale, stride_group,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a group's heads [at least GROUP, D_PAD] in out [GROUP, D], rounded to codes unless LARGEST is 0: with
-    a scale for each head."""
+    """Store the result of a group's heads [at least GROUP, D_PAD] in out [GROUP, D], rounded to codes unless LARGEST is
+    0: with a scale for each head."""
     g = tl.arange(0, values.shape[0])
     d = tl.arange(0, D_PAD)
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
@@ -180,11 +182,12 @@ def _store_heads(
 
 @triton.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, out, out_scale, stride_group, sinks, program, pair_start, num_tiles,
-    per_program, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+    partial_out, partial_stats, counter, group_counters, out, out_scale, stride_group, sinks, program, pair_start,
+    num_tiles, per_program, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
     FAN_IN: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out [GROUP, D].
+    """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out
+    [GROUP, D].
 
     With FAN_IN, the last of FAN_IN neighbours first merges their results into the part of the first of them.
     """
@@ -328,9 +331,9 @@ def _decode_kernel(
                     block = nth // RESIDUES * SPARSE[2] + first_vertical_block(head * GROUP + nth % RESIDUES, SPARSE)
                     seen = head_mask & ((block + (SPARSE[4] + heads) * SPARSE[3] + 1) % SPARSE[2] == 0)
                     acc, m, l = _attend_tile(
-                        block * SPARSE[0] + tile % (SPARSE[0] // TILE) * TILE, q, acc, m, l, key_base, value_base, table, 0,
-                        local * SPARSE[0], seen, context_len, slopes, score_scale, stride_block, stride_token, TILE, PAGE,
-                        HEAD_DIM, D_PAD, FP8, 0, SOFT_CAP, ALIBI, True, True, PRECISION,
+                        block * SPARSE[0] + tile % (SPARSE[0] // TILE) * TILE, q, acc, m, l, key_base, value_base,
+                        table, 0, local * SPARSE[0], seen, context_len, slopes, score_scale, stride_block, stride_token,
+                        TILE, PAGE, HEAD_DIM, D_PAD, FP8, 0, SOFT_CAP, ALIBI, True, True, PRECISION,
                     )  # fmt: skip
                 begin = tl.maximum(begin, vertical) + to_local
                 last += to_local
@@ -343,9 +346,9 @@ def _decode_kernel(
                 whole = tl.maximum(begin, tl.cdiv(oldest, TILE))
                 for tile in tl.range(tl.maximum(begin, oldest // TILE), tl.minimum(whole, last), num_stages=1):
                     acc, m, l = _attend_tile(
-                        tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
-                        slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
-                        ALIBI, True, False, PRECISION,
+                        tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask,
+                        context_len, slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8,
+                        WINDOW, SOFT_CAP, ALIBI, True, False, PRECISION,
                     )  # fmt: skip
             whole_end = tl.maximum(whole, tl.minimum(last, context_len // TILE))
             for tile in tl.range(whole, whole_end, num_stages=STAGES):
@@ -395,7 +398,9 @@ def _decode_kernel(
 def launch(
     query: Tensor, context: PagedContext, args: AttentionArgs, plan: DecodePlan, output: Output, dependent: bool
 ) -> None:
-    """Compute the attention of query [B, H, D] into `output`. `dependent`: the plan was written before the preceding kernel."""
+    """Compute the attention of query [B, H, D] into `output`. `dependent`: the plan was written before the preceding
+    kernel.
+    """
     num_seqs, num_heads, head_dim = query.shape
     keys, lens = context.key_cache, context.lens
     _, num_kv_heads, page, _ = keys.shape

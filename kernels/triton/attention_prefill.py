@@ -1,9 +1,9 @@
 """Paged attention for sequences of several query tokens (prefill chunks), in Triton.
 
-One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV head, so
-that short chunks still fill the tensor core and a KV tile is read once for all its heads. Keys wholly visible to every row
-need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is a list of tiles,
-which the caller orders longest first, so that the last programs to start are short ones.
+One program takes a tile of BLOCK_M rows, which are BLOCK_M // group queries times the `group` query heads of one KV
+head, so that short chunks still fill the tensor core and a KV tile is read once for all its heads. Keys wholly visible
+to every row need no mask; the diagonal, the window's edge and the context's end take a second, masked loop. The grid is
+a list of tiles, which the caller orders longest first, so that the last programs to start are short ones.
 
 Sources: FlashAttention-2 (Dao, arXiv 2307.08691), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
@@ -33,9 +33,10 @@ from kernels.triton.paged_tile import (
 
 @triton.jit
 def _attend_tile(
-    start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block, stride_token,
-    head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
-    SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
+    stride_token, head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
@@ -65,8 +66,8 @@ def _attend_tile(
     do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "alibi_slopes", "sinks", "kv_scale", "tiles"]
 )
 def _prefill_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, sinks, kv_scale, tiles,
-    scale,
+    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, alibi_slopes, sinks, kv_scale,
+    tiles, scale,
     stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
     NUM_HEADS: tl.constexpr, KV_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -135,8 +136,9 @@ def _prefill_kernel(
     if WINDOW > 0 or SPARSE is not None:
         for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
             acc, m, l = _attend_tile(
-                at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
-                stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
+                at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale,
+                stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True,
+                PRECISION,
             )  # fmt: skip
     for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
         acc, m, l = _attend_tile(
@@ -162,7 +164,9 @@ def _prefill_kernel(
 def launch(
     query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
 ) -> None:
-    """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see `kernels.paged_attention_prefill`."""
+    """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
+    `kernels.paged_attention_prefill`.
+    """
     _, num_heads, head_dim = query.shape
     keys, lens, sparse = context.key_cache, context.lens, args.sparse
     _, num_kv_heads, page, _ = keys.shape

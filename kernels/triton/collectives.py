@@ -1,11 +1,11 @@
 """Sums and gathers over the GPUs of one host: kernels that write into the peers' memory, which symmetric memory maps.
 
-Small tensors: every 32 bits travel together with the number of the call, which tells the reader of a word whether it has
-arrived. There are no barriers, and a sum takes little more than the way over NVLink, but sends twice the bytes. Larger
-tensors: each program writes its blocks, then a flag with the number of its call, and waits for the peers' flags.
+Small tensors: every 32 bits travel together with the number of the call, which tells the reader of a word whether it
+has arrived. There are no barriers, and a sum takes little more than the way over NVLink, but sends twice the bytes.
+Larger tensors: each program writes its blocks, then a flag with the number of its call, and waits for the peers' flags.
 
-Calls alternate between two halves of the buffer. A rank writes to a half again only after it has received the peers' data
-of the call in between, and the peers had read the half before they sent these.
+Calls alternate between two halves of the buffer. A rank writes to a half again only after it has received the peers'
+data of the call in between, and the peers had read the half before they sent these.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -33,8 +33,8 @@ NUM_WARPS = 8  # of a program for a larger tensor
 class Channel:
     """This rank's end of the buffers through which all ranks exchange tensors of one kind of size.
 
-    Without flags it is for small tensors, and a buffer is 2 · size · capacity int64. With flags it is for larger ones, and a
-    buffer is 2 · size · capacity bytes.
+    Without flags it is for small tensors, and a buffer is 2 · size · capacity int64. With flags it is for larger ones,
+    and a buffer is 2 · size · capacity bytes.
     """
 
     rank: int
@@ -121,7 +121,7 @@ def _wait_for_flag(flag, call):
 
 @triton.jit
 def _block(i, size, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the N elements of the i-th block are, and which of the BLOCK are any; BLOCK is a power of two."""
+    """Indices of the N elements of the i-th block, and a mask of the BLOCK that are any; BLOCK is a power of two."""
     offs = tl.arange(0, BLOCK)
     at = i * N + offs
     inside = at < size
@@ -162,9 +162,9 @@ def _all_reduce_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_all_reduce_small_kernel`, of num_vectors · VECTOR elements in blocks of N; CAPACITY, too, is in elements.
+    """All-reduce num_vectors · VECTOR elements in blocks of N; CAPACITY, too, is in elements.
 
-    With NORM, blocks are rows, and normed is the norm of out, as if it were read again.
+    See `_all_reduce_small_kernel`. With NORM, blocks are rows, and normed is the norm of out, as if it were read again.
     """
     program = tl.program_id(0)
     size = num_vectors * VECTOR
@@ -269,7 +269,7 @@ def _vectors(count: int, most: int) -> tuple[int, int]:
 
 
 def num_words(x: Tensor) -> int:
-    """Of 32 bits; 0 for a tensor that `all_reduce_small` does not sum."""
+    """Return the number of 32-bit words; 0 for a tensor that `all_reduce_small` does not sum."""
     fits = (
         x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous() and x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
     )
@@ -295,12 +295,12 @@ def all_reduce_small(x: Tensor, channel: Channel, residual: Tensor | None = None
 
 
 def can_normalise(x: Tensor) -> bool:
-    """Whether `all_reduce` and `add_arrived` can compute the norm of rows as wide as those of x [T, n]."""
+    """Return whether `all_reduce` and `add_arrived` can compute the norm of rows as wide as those of x [T, n]."""
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= MAX_ROW and x[:1].nbytes % 16 == 0
 
 
 def _blocks(x: Tensor, normalises: bool) -> dict[str, int | bool]:
-    """What a kernel must know of the blocks of x: rows if it `normalises` them."""
+    """Return a kernel's arguments for the blocks of x: rows if it `normalises` them."""
     n = x.shape[1] if normalises else BLOCK
     return {"NORM": normalises, "N": n, "BLOCK": next_power_of_2(n), "num_warps": NUM_WARPS}
 
@@ -308,10 +308,11 @@ def _blocks(x: Tensor, normalises: bool) -> dict[str, int | bool]:
 def all_reduce(
     x: Tensor, channel: Channel, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    """The sum of all ranks' contiguous x in x's memory, or added to `residual` there. All ranks call it with the same shapes.
+    """The sum of all ranks' contiguous x in x's memory, or added to `residual` there. All ranks call it with the same
+    shapes.
 
-    With `norm`, weight and eps, it returns the norm of that instead, in new memory (see `can_normalise`). For a channel with
-    flags.
+    With `norm`, weight and eps, it returns the norm of that instead, in new memory (see `can_normalise`). For a channel
+    with flags.
     """
     out = x if residual is None else residual
     assert x.is_contiguous()
@@ -345,9 +346,9 @@ def all_gather(x: Tensor, channel: Channel, out: Tensor) -> Tensor:
     for first in range(0, num_rows, at_once):
         rows = slice(first, first + at_once)
         _all_gather_kernel[(PROGRAMS,)](
-            x[rows], out[rows], channel.buffers, channel.flags, channel.calls, len(x[rows]), COLUMNS=n, WIDTH=out.shape[1],
-            RANK=channel.rank, SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize, BLOCK=BLOCK,
-            PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
+            x[rows], out[rows], channel.buffers, channel.flags, channel.calls, len(x[rows]), COLUMNS=n,
+            WIDTH=out.shape[1], RANK=channel.rank, SIZE=len(channel.buffers), CAPACITY=channel.capacity // x.itemsize,
+            BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=NUM_WARPS, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
@@ -363,8 +364,8 @@ def add_arrived(
 ) -> None:
     """Wait until `flag` [1] int32, which a peer writes, is `number`; then add own + arrived to residual in place.
 
-    All are contiguous and have residual's shape and dtype; the peer has written `arrived` before the flag. With `norm`, weight
-    and eps, the norm of the result goes to `out` (see `can_normalise`).
+    All are contiguous and have residual's shape and dtype; the peer has written `arrived` before the flag. With `norm`,
+    weight and eps, the norm of the result goes to `out` (see `can_normalise`).
     """
     assert residual.is_contiguous()
     assert own.is_contiguous()

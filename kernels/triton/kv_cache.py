@@ -24,8 +24,9 @@ def slot_offset(slot, stride_block, stride_offset, BLOCK_SIZE: tl.constexpr):
 def to_e4m3(x, scale):
     """x / scale in float8_e4m3fn, saturated at its largest number; what is not finite is NaN. scale: within KV_SCALES.
 
-    The quotient is rounded as `div_rn` rounds it: one step of Markstein's division corrects the product with the reciprocal.
-    `div_rn` does more, and has a subroutine for numbers out of range: a third of the instructions of such a kernel.
+    The quotient is rounded as `div_rn` rounds it: one step of Markstein's division corrects the product with the
+    reciprocal. `div_rn` does more, and has a subroutine for numbers out of range: a third of the instructions of such a
+    kernel.
     """
     x = x.to(tl.float32)
     reciprocal = tl.div_rn(1.0, scale)

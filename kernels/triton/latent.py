@@ -1,8 +1,8 @@
 """Attention over cached latents in Triton; see `kernels.reference.latent`.
 
-All heads read the same latents, so a tile's rows are (query, head) pairs and one load of a latent serves all of them, as key and
-as value. Decoding divides each context among several programs, as many as the batch leaves multiprocessors for, whatever
-the lengths; a second kernel joins their sums in fixed order.
+All heads read the same latents, so a tile's rows are (query, head) pairs and one load of a latent serves all of them,
+as key and as value. Decoding divides each context among several programs, as many as the batch leaves multiprocessors
+for, whatever the lengths; a second kernel joins their sums in fixed order.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -24,7 +24,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rotated(source, table, i, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second channels of the pairs i [..., R / 2] at `source`, rotated, in float32, and where they stand."""
+    """The first and the second channels of the pairs i [..., R / 2] at `source`, rotated, in float32, and where they
+    stand.
+    """
     HALF: tl.constexpr = R // 2
     a = 2 * i if INTERLEAVED else i
     b = a + (1 if INTERLEAVED else HALF)
@@ -140,8 +142,8 @@ def _latent_attention_kernel(
 ):  # fmt: skip
     """Program (tile, some HEADS heads, split): up to QUERIES queries of a sequence over a part of its context.
 
-    With several splits `out` is [B, SPLITS, H, L] float32, and `sums` [B, SPLITS, H] gets the logarithm, to base 2, of the sum
-    of the weights; -inf: the part is empty, and nothing is written to `out`.
+    With several splits `out` is [B, SPLITS, H, L] float32, and `sums` [B, SPLITS, H] gets the logarithm, to base 2, of
+    the sum of the weights; -inf: the part is empty, and nothing is written to `out`.
     """
     if PREFILL:
         sequence = tl.load(tiles + 2 * tl.program_id(0))

@@ -1,8 +1,8 @@
 """Grouped GEMMs of MoE, and the sum of each token's experts, in Triton.
 
-Routed tokens are sorted by expert on the device (`kernels.triton.pairs`), so nothing that the CPU sees depends on what was
-chosen. The rows of an expert's weight are the rows of the tensor core's tile and its tokens the columns, of which there may
-be few. The sum adds in the order of a token's ids, without atomics, so the same input gives the same bytes.
+Routed tokens are sorted by expert on the device (`kernels.triton.pairs`), so nothing that the CPU sees depends on what
+was chosen. The rows of an expert's weight are the rows of the tensor core's tile and its tokens the columns, of which
+there may be few. The sum adds in the order of a token's ids, without atomics, so the same input gives the same bytes.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking
@@ -50,10 +50,11 @@ def _load_block(pointers, at, k, ROW: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _add_product(
     acc, w, xk, rows, channel, scale, zero,
-    STORED: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr,
-    SCALED: tl.constexpr,
+    STORED: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    ZERO: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """acc [N, M] + weight [N, BLOCK_K] · xk [BLOCK_K, M], from `channel` on; a scale of whole rows is left to the caller.
+    """acc [N, M] + weight [N, BLOCK_K] · xk [BLOCK_K, M], from `channel` on; a scale of whole rows is left to the
+    caller.
 
     SCALED: the scale of a group is applied to the weight, as its checkpoint's users do, else to the products, exactly.
     """
@@ -105,7 +106,9 @@ def _tile(
     GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, ZERO: tl.constexpr,
     FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Outputs n of the first BLOCK_M pairs of [first, stop); pointers to weights are the expert's. See `_grouped_kernel`."""
+    """Outputs n of the first BLOCK_M routed tokens of [first, stop); pointers to weights are the expert's. See
+    `_grouped_kernel`.
+    """
     BYTES: tl.constexpr = K // HALVES
     WORD: tl.constexpr = 4 if KIND == "e2m1" else 1  # bytes that are loaded as one number
     ROW: tl.constexpr = BYTES // WORD
@@ -168,10 +171,12 @@ def _grouped_kernel(
     FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, SMALL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one tile of pairs; at most SMALL_M pairs, unless it is 0, are computed as such a tile.
+    """BLOCK_N outputs of one tile of routed tokens; at most SMALL_M routed tokens, unless it is 0, are computed as such
+    a tile.
 
-    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, out [pair in order, N]; the weight has 2N rows.
-    Without: from x [pair in order, K] to out [pair, N], times the pair's routing weight. A group has one or more BLOCK_K.
+    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, out [routed token in order, N]; the weight
+    has 2N rows. Without: from x [routed token in order, K] to out [routed token, N], times the routed token's routing
+    weight. A group has one or more BLOCK_K.
     """
     BYTES: tl.constexpr = K // HALVES
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -196,18 +201,18 @@ def _grouped_kernel(
         bias += expert * STORED
         if SMALL_M == 0:
             _tile(
-                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
-                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN,
+                ACTIVATION, BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         elif stop - first <= SMALL_M:
             _tile(
-                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
-                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, SMALL_M, BLOCK_N, BLOCK_K,
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN,
+                ACTIVATION, BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, SMALL_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _tile(
-                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN, ACTIVATION,
-                BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
+                x, codes, scale, zero, factor, bias, weights, order, out, stride_x, first, stop, n, N, K, CHOSEN,
+                ACTIVATION, BIAS, GROUP, ROWS, KIND, HALVES, ZERO, FACTOR, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -217,7 +222,8 @@ def _sum_kernel(
     N: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a token's sum over its experts, from parts [pair, N]; with NORM all of it, and its norm, see `store_norm`.
+    """A piece of a token's sum over its experts, from parts [routed token, N]; with NORM all of it, and its norm, see
+    `store_norm`.
 
     It reads all but the parts at once: the experts' first kernels waited for it before they let the next ones start.
     """
@@ -294,9 +300,11 @@ class Config(NamedTuple):
 
 
 def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) -> Config:
-    """How a product with rows of codes of `size` bytes is cut up: few tokens are bound by reading them, many by the matrix unit.
+    """Return tile sizes for rows of codes of `size` bytes.
 
-    A step's codes have one scale, where there are groups. Measured on an H200.
+    Few tokens are bound by reading the codes, many by the tensor cores. Codes of one load have one scale, where there
+    are
+    groups. Measured on an H200.
     """
     if size == 4:
         return Config(32, 32, 4, 2)
@@ -335,7 +343,7 @@ def sum_experts(
         return out
     normed, arguments, options = norm_arguments(out, norm)
     _sum_kernel[(len(ids), 1)](
-        parts, ids, out, out, *arguments, first, out.stride(0), NORM=True, num_warps=min(max(options["BLOCK"] // 256, 1), 16),
-        **constants, **options, **pdl_options(out.device),
+        parts, ids, out, out, *arguments, first, out.stride(0), NORM=True,
+        num_warps=min(max(options["BLOCK"] // 256, 1), 16), **constants, **options, **pdl_options(out.device),
     )  # fmt: skip
     return normed

@@ -103,7 +103,9 @@ def _add(
     norm: tuple[Tensor, float] | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Add x to residual in place; `x_norm`, `norm`: weight and eps of the norms of x and of the sum, which goes to `out`."""
+    """Add x to residual in place; `x_norm`, `norm`: weight and eps of the norms of x and of the sum, which goes to
+    `out`.
+    """
     hidden = x.shape[-1]
     assert hidden <= MAX_HIDDEN, f"a row of {hidden} does not fit, at most {MAX_HIDDEN} do"
     rows, total = x.reshape(x.numel() // hidden, hidden), residual.view(residual.numel() // hidden, hidden)
@@ -114,8 +116,8 @@ def _add(
     if len(rows):
         block = next_power_of_2(hidden)
         launched = _add_kernel[(len(rows),)](
-            total, rows, x_weight, weight, x if out is None else out, total.stride(0), rows.stride(0), x_eps, eps, factor,
-            HIDDEN=hidden, BLOCK=block, NORM_X=x_norm is not None, NORM=norm is not None,
+            total, rows, x_weight, weight, x if out is None else out, total.stride(0), rows.stride(0), x_eps, eps,
+            factor, HIDDEN=hidden, BLOCK=block, NORM_X=x_norm is not None, NORM=norm is not None,
             num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
         prefer_shared_memory(launched)  # see `rms_norm`

@@ -1,8 +1,8 @@
 """Device code shared by the attention kernels: one tile of keys and values, gathered through a block table.
 
-Values come in parts, and so do the sums over them: one part, or, where an e4m3 cache is read in PAIRS of channels, the even
-channels and the odd ones. Tensor cores want values transposed, and there is an instruction that transposes 16-bit numbers on
-the way from shared memory, but none for bytes.
+Values come in parts, and so do the sums over them: one part, or, where an e4m3 cache is read in PAIRS of channels, the
+even channels and the odd ones. Tensor cores want values transposed, and there is an instruction that transposes 16-bit
+numbers on the way from shared memory, but none for bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def load_kv_tile(
     TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """K transposed [D_PAD, TILE] and the parts of V [TILE, D_PAD], in DTYPE, of keys [start, start + TILE) of a sequence
-    and KV head, without the scales of an e4m3 cache.
+    """K transposed [D_PAD, TILE] and the parts of V [TILE, D_PAD], in DTYPE, of keys [start, start + TILE) of a
+    sequence and KV head, without the scales of an e4m3 cache.
 
-    Unmasked, every key must lie inside the context and, with a WINDOW, not before `oldest`. Masked, other keys are 0: neither
-    their slots nor their entries of the block table are read.
+    Unmasked, every key must lie inside the context and, with a WINDOW, not before `oldest`. Masked, other keys are 0:
+    neither their slots nor their entries of the block table are read.
     """
     positions = start + tl.arange(0, TILE)
     inside = positions < context_len
@@ -69,7 +69,7 @@ def _channels(pairs):
     if INTERPRETED:
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:  # a register holds the pairs of two keys, as it will hold one channel of both: three instructions for four channels
+    else:  # a register holds the pairs of two keys, later one channel of both: three instructions for four channels
         even, odd = tl.inline_asm_elementwise(
             "{ .reg .b32 sorted; .reg .b16 even, odd; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted; "
             "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
@@ -108,8 +108,8 @@ def no_sum(M: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def fold(scores, v, acc, m, l, PRECISION: tl.constexpr):
-    """One online-softmax update: base-2 scores [M, N] and the parts of values [N, D] into those of acc [M, D], and into the
-    running maximum m and sum l [M]."""
+    """One online-softmax update: base-2 scores [M, N] and the parts of values [N, D] into those of acc [M, D], and into
+    the running maximum m and sum l [M]."""
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == -float("inf"), 0.0, new_m)  # every key so far is masked
     p = tl.exp2(scores - base[:, None])
@@ -128,7 +128,8 @@ def fold(scores, v, acc, m, l, PRECISION: tl.constexpr):
 def normalised(acc, m, l, sinks, mask, SINKS: tl.constexpr):
     """The weighted mean of values from their sum acc [M, D] and the weights' maximum m (base 2) and sum l [M].
 
-    With SINKS the weights of the rows' sinks, whose scores are at pointers [M], join the sum: once, however it was split.
+    With SINKS the weights of the rows' sinks, whose scores are at pointers [M], join the sum: once, however it was
+    split.
     """
     if SINKS:
         l += tl.exp2(tl.load(sinks, mask=mask, other=0.0) * LOG2E - m)

@@ -1,7 +1,8 @@
-"""Pairs of a token and an expert in the order of their experts, and the tiles that they make, in Triton.
+"""Routed tokens in the order of their experts, and the tiles that they make, in Triton.
 
-Of few pairs, one kernel counts and sorts those of each expert. Of many, one kernel counts each chunk's pairs and another one
-sorts them: where a chunk's pairs of an expert begin follows from all counts. No atomics, so the order is always the same.
+Of few routed tokens, one kernel counts and sorts those of each expert. Of many, one kernel counts each chunk's routed
+tokens and another one sorts them: where a chunk's routed tokens of an expert begin follows from all counts. No atomics,
+so the order is always the same.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -17,13 +18,18 @@ from torch import Tensor
 
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
-MANY = 16384  # pairs, from which on chunks are faster
-MIN_CHUNK, MAX_CHUNKS = 512, 512  # pairs of a chunk, at least, and chunks, at most: each reads the counts of all chunks
+MANY = 16384  # routed tokens, from which on chunks are faster
+MIN_CHUNK, MAX_CHUNKS = (
+    512,
+    512,
+)  # routed tokens of a chunk, at least, and chunks, at most: each reads the counts of all chunks
 
 
 @triton.jit
 def _begin(POSITIONS: tl.constexpr):
-    """Wait for what is sorted. With POSITIONS the next kernel starts only then: it reads that before it waits itself."""
+    """Wait for what is sorted. With POSITIONS the next kernel starts only then: it reads that before it waits
+    itself.
+    """
     if not POSITIONS:
         launch_dependents()
     wait_for_inputs()
@@ -36,10 +42,10 @@ def _write_tiles(
     tiles, expert, start, stop, num_tiles,
     E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """An expert's part of the tiles, whose pairs are [start, stop) in order.
+    """An expert's part of the tiles, whose routed tokens are [start, stop) in order.
 
-    It begins, if ONE_EACH, where its pairs begin, else so that there are enough up to the next expert's whatever the experts'
-    pairs.
+    It begins, if ONE_EACH, where its routed tokens begin, else so that there are enough up to the next expert's
+    whatever the experts' routed tokens.
     """
     if ONE_EACH:
         tile, end = start, stop
@@ -62,15 +68,15 @@ def _sort_kernel(
     E: tl.constexpr, BLOCK_M: tl.constexpr, ONE_EACH: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """order: the pairs, those of local expert 0 first; at the end pair 0 for each that is not local. tiles [N, 3]: expert, first
-    and end in `order`; expert -1: no tile. With POSITIONS also where each local pair is in `order`; then the next
-    kernel quantises x. One program for each expert.
+    """order: the routed tokens, those of local expert 0 first; at the end routed token 0 for each that is not local.
+    tiles [N, 3]: expert, first and end in `order`; expert -1: no tile. With POSITIONS also where each local routed
+    token is in `order`; then the next kernel quantises x. One program for each expert.
     """
     expert = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     if PDL:
         _begin(POSITIONS)
-    counts = tl.zeros([BLOCK], tl.int64)  # of pairs before the expert's and, above, of its own: in one sum
+    counts = tl.zeros([BLOCK], tl.int64)  # of routed tokens before the expert's and, above, of its own: in one sum
     for at in range(0, num_pairs, BLOCK):
         local = tl.load(ids + at + offs, mask=at + offs < num_pairs, other=-1) - first
         counts += ((local >= 0) & (local < expert)).to(tl.int64) + ((local == expert).to(tl.int64) << 32)
@@ -96,7 +102,7 @@ def _sort_kernel(
 
 @triton.jit
 def _local_experts(ids, pair, num_pairs, first, E: tl.constexpr):
-    """Of pairs; E for those of other experts."""
+    """Local expert ids of routed tokens; E for those of other ranks' experts."""
     local = tl.load(ids + pair, mask=pair < num_pairs, other=0) - first
     return tl.where((pair < num_pairs) & (local >= 0) & (local < E), local, E)
 
@@ -105,7 +111,7 @@ def _local_experts(ids, pair, num_pairs, first, E: tl.constexpr):
 def _count_kernel(
     ids, counts, num_pairs, first, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """counts [chunks, BINS], BINS > E: a chunk's pairs of each local expert, and then those of all others."""
+    """counts [chunks, BINS], BINS > E: a chunk's routed tokens of each local expert, and then those of all others."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -120,7 +126,9 @@ def _sort_chunk_kernel(
     E: tl.constexpr, E_PAD: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_sort_kernel`, from the counts of all chunks: one program for each, which sorts PART pairs at a time."""
+    """Sort as `_sort_kernel` does, from the counts of all chunks: one program for each, PART routed tokens at a
+    time.
+    """
     if PDL:
         _begin(POSITIONS)
     chunk = tl.program_id(0)
@@ -155,17 +163,19 @@ def _sort_chunk_kernel(
 
 
 class Tiles(NamedTuple):
-    """Pairs in the order of their experts; see `_sort_kernel`."""
+    """Routed tokens in the order of their experts; see `_sort_kernel`."""
 
     order: Tensor  # [pairs] int32
     entries: Tensor  # [tiles, 3] int32
     block_m: int
-    # ids' shape, int32: where a pair is in `order`; unwritten for those that are not local
+    # ids' shape, int32: where a routed token is in `order`; unwritten for those that are not local
     positions: Tensor | None = None
 
 
 def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions: bool = False) -> Tiles:
-    """Sort the pairs of ids [T, chosen] int32 by expert, those of the `count` local ones from `first` on, in tiles of block_m."""
+    """Sort the routed tokens of ids [T, chosen] int32 by expert, those of the `count` local ones from `first` on, in
+    tiles of block_m.
+    """
     num_pairs = ids.numel()
     by_blocks = num_pairs // block_m + count
     num_tiles = min(num_pairs, by_blocks)
@@ -182,9 +192,9 @@ def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions
         )
         padded = next_power_of_2(count)
         _sort_chunk_kernel[(len(counts),)](
-            ids, counts, *out, num_pairs, num_tiles, first, len(counts), E=count, E_PAD=padded, BINS=bins, BLOCK_M=block_m,
-            POSITIONS=with_positions, CHUNK=chunk, PART=max(min(8192 // padded, 128), 16), ROWS=max(2048 // padded, 1),
-            num_warps=4, **pdl_options(ids.device),
+            ids, counts, *out, num_pairs, num_tiles, first, len(counts), E=count, E_PAD=padded, BINS=bins,
+            BLOCK_M=block_m, POSITIONS=with_positions, CHUNK=chunk, PART=max(min(8192 // padded, 128), 16),
+            ROWS=max(2048 // padded, 1), num_warps=4, **pdl_options(ids.device),
         )  # fmt: skip
         return Tiles(order, entries, block_m, positions)
     block = min(max(next_power_of_2(num_pairs), 128), 8192)

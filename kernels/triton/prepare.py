@@ -1,4 +1,6 @@
-"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in `kernels.data.layout`."""
+"""The packed step unpacked on the device, in Triton: one program for each sequence. The layout is in
+`kernels.data.layout`.
+"""
 
 from __future__ import annotations
 

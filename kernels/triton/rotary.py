@@ -29,8 +29,8 @@ def _rope_heads(
 ):  # fmt: skip
     """Norm and rotate the heads [first_head, first_head + HEADS) of one token, from `source` to `target`.
 
-    A head is read as the first and the second channels of the pairs among its ROTARY first ones, and the rest of them. An
-    e4m3 `target` has `scales`. With WIDE, what goes there also goes to `wide`, if `is_wide`.
+    A head is read as the first and the second channels of the pairs among its ROTARY first ones, and the rest of them.
+    An e4m3 `target` has `scales`. With WIDE, what goes there also goes to `wide`, if `is_wide`.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
@@ -92,7 +92,9 @@ def _rope_kernel(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE_PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WIDE_PAGE: slots of a page of `wide_keys` and `wide_values`, [P, NUM_KV_HEADS, WIDE_PAGE, HEAD_DIM]; 0: there are none."""
+    """WIDE_PAGE: slots of a page of `wide_keys` and `wide_values`, [P, NUM_KV_HEADS, WIDE_PAGE, HEAD_DIM]; 0: there are
+    none.
+    """
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -123,7 +125,8 @@ def _rope_kernel(
                 _rope_heads(
                     source + NUM_HEADS * HEAD_DIM, key_cache + at, k_norm, table, kv_scale, stride_table, stride_head,
                     position, eps, part * HEADS, wide_keys + wide_at, WIDE_PAGE * HEAD_DIM, wide_slot >= 0,
-                    NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE, INTERLEAVED, WIDE_PAGE > 0,
+                    NUM_KV_HEADS, HEAD_DIM, ROTARY, HALF_PAD, REST_PAD, HEADS, K_NORM, ROTATE, INTERLEAVED,
+                    WIDE_PAGE > 0,
                 )  # fmt: skip
             else:
                 heads = ((part - KEY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]

@@ -1,7 +1,7 @@
 """The routers of MoE layers, in Triton: the logits of all experts, then each token's top k.
 
-For a few tokens a program computes one token's logits for some experts on CUDA cores, with the RMSNorm in its prologue; for
-more, tensor cores do. A second kernel has one program for each token.
+For a few tokens a program computes one token's logits for some experts on CUDA cores, with the RMSNorm in its prologue;
+for more, tensor cores do. A second kernel has one program for each token.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -83,10 +83,10 @@ def _logits_kernel(
     E: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """logits [parts, M, E] by the matrix unit, each part of `num_channels`, a multiple of BLOCK_K.
+    """logits [parts, M, E] by the tensor core, each part of `num_channels`, a multiple of BLOCK_K.
 
-    WIDE: x or the weight is float32. SPLIT: the weight is, x is bfloat16, and each weight is the sum of three bfloat16. The
-    first weights are read while the kernel before still runs.
+    WIDE: x or the weight is float32. SPLIT: the weight is, x is bfloat16, and each weight is the sum of three bfloat16.
+    The first weights are read while the kernel before still runs.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -116,7 +116,9 @@ def _logits_kernel(
 
 @triton.jit
 def _ordered(values):
-    """float32 as int32 of the same order; a NaN is the largest. A warp finds an integer's maximum in one instruction."""
+    """float32 as int32 of the same order; a NaN is the largest. A warp finds an integer's maximum in one
+    instruction.
+    """
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # one zero
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -141,8 +143,8 @@ def _summed(logits, at, mask, num_parts, stride_part, MAX_PARTS: tl.constexpr):
 def _top_k_kernel(
     logits, correction, slots, ids, weights, scale, num_parts, stride_part,
     E: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr, MAX_PARTS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTION: tl.constexpr, SLOTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's experts, from its logits as [groups, experts of a group], each in `num_parts` <= MAX_PARTS parts."""
     SIZE: tl.constexpr = E // GROUPS
@@ -204,7 +206,7 @@ def _top_k_kernel(
 
 @triton.jit
 def _scores(z, largest, total, SCORING: tl.constexpr):
-    """Of logits, whose largest and whose sum of exponentials are known; of -inf 0."""
+    """Scores of logits, whose largest and whose sum of exponentials are known; 0 for -inf."""
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-z))
     elif SCORING == "softmax":
@@ -251,7 +253,8 @@ def logits_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _logits_kernel[(*tiles, parts)](
         x, weight, weight if bias is None else bias, logits, num_tokens, x.stride(0), num_channels,
         E=count, HIDDEN=hidden, WIDE=wide, SPLIT=split, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e,
-        BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4, num_stages=3 if block_k == 32 else 2, **pdl_options(x.device),
+        BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4, num_stages=3 if block_k == 32 else 2,
+        **pdl_options(x.device),
     )  # fmt: skip
     return logits
 
@@ -265,11 +268,12 @@ def top_k(logits: Tensor, correction: Tensor | None, rule: Router, slots: Tensor
     if num_tokens:
         launched = _top_k_kernel[(num_tokens,)](
             logits, logits if correction is None else correction, logits if slots is None else slots, ids, weights,
-            rule.scale, num_parts, logits.stride(0), E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring, GROUPS=groups,
-            CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
+            rule.scale, num_parts, logits.stride(0), E=count, CHOSEN=rule.num_chosen, SCORING=rule.scoring,
+            GROUPS=groups, CHOSEN_GROUPS=min(rule.num_chosen_groups, groups), TOP2=rule.group_score == "top2",
             RENORMALISE=rule.renormalise, CORRECTION=correction is not None, SLOTS=slots is not None,
-            MAX_PARTS=next_power_of_2(num_parts), BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(count // groups),
-            BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1, **pdl_options(logits.device),
+            MAX_PARTS=next_power_of_2(num_parts), BLOCK_G=next_power_of_2(groups),
+            BLOCK_S=next_power_of_2(count // groups), BLOCK_C=next_power_of_2(rule.num_chosen), num_warps=1,
+            **pdl_options(logits.device),
         )  # fmt: skip
         prefer_shared_memory(launched)  # pairs are sorted next
     return ids, weights

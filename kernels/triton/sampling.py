@@ -1,11 +1,11 @@
 """Sampling without a sort of the vocabulary, in Triton: exact filter thresholds, then a Gumbel argmax.
 
 The thresholds are those of `kernels.triton.thresholds`. Two kernels follow, whose grids depend on shapes alone, so that
-a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's best
-token, and one for each row takes the best of its pieces. Pieces are compared by keys, as `kernels.reference.best_keys`
-describes them; those of several ranks are gathered in between. NaN counts as inf, which noise leaves as it is: so a row that is
-not finite is known by its best key. With grammars one more kernel precedes them all: it masks the logits of the rows that have a
-mask.
+a CUDA graph can hold them: one program for each row and piece of the vocabulary adds the noise and takes the piece's
+best token, and one for each row takes the best of its pieces. Pieces are compared by keys, as
+`kernels.reference.best_keys` describes them; those of several ranks are gathered in between. NaN counts as inf, which
+noise leaves as it is: so a row that is not finite is known by its best key. With grammars one more kernel precedes them
+all: it masks the logits of the rows that have a mask.
 
 The noise is a pure function of (seed, position, token id); see `kernels.reference.random_bits`.
 
@@ -38,7 +38,7 @@ PLAIN, REST = tl.constexpr(Part.PLAIN.value), tl.constexpr(Part.REST.value)
 
 @triton.jit
 def _is_part(temperature, top_k, top_p, min_p, mask_of, row, vocab_size, PART: tl.constexpr):
-    """Whether the row is one of those to be sampled."""
+    """True if this call samples the row."""
     filtered = is_filtered(temperature, top_k, top_p, min_p, row, vocab_size)
     if PART == REST:
         return filtered | (tl.load(mask_of + row) >= 0)
@@ -233,7 +233,8 @@ def best_keys(
         _pick_kernel[batch, num_pieces](
             logits, temperature, top_k, top_p, min_p, top_k, temperature, seeds, positions, keys,
             logits.stride(0), num_columns, first_id, vocab_size,
-            PIECE=PIECE, PART=Part.PLAIN.value, FAST=logits.device.type != "cpu", num_warps=4, **pdl_options(logits.device),
+            PIECE=PIECE, PART=Part.PLAIN.value, FAST=logits.device.type != "cpu", num_warps=4,
+            **pdl_options(logits.device),
         )  # fmt: skip
     return keys
 
@@ -246,6 +247,7 @@ def best_tokens(keys: Tensor) -> Tensor:
     if batch:
         _reduce_kernel[(batch,)](
             keys, keys, keys, keys, keys, keys, token_ids, 0,  # keys in place of what is not read
-            NUM_KEYS=num_keys, BLOCK=next_power_of_2(num_keys), PART=Part.PLAIN.value, num_warps=1, **pdl_options(keys.device),
+            NUM_KEYS=num_keys, BLOCK=next_power_of_2(num_keys), PART=Part.PLAIN.value, num_warps=1,
+            **pdl_options(keys.device),
         )  # fmt: skip
     return token_ids

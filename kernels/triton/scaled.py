@@ -30,7 +30,8 @@ from kernels.triton.norm import rms_norm
 @triton.jit(do_not_specialize=["stride_row", "stride_group"])  # one is the number of rows
 def _quantize_kernel(
     x, norm_weight, codes, scale, eps, stride_x, stride_row, stride_group,
-    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """codes [M, K] and scale [M, ceil(K / GROUP)], of any strides, of x [M, K], or of its norm: one program for a row.
 
@@ -58,10 +59,11 @@ def _quantize_pairs_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, E: tl.constexpr,
     CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """codes [pair in order, K] and scale [pair in order, K / GROUP] of x [T, K]: a program rounds a token for all its pairs.
+    """codes [routed token in order, K] and scale [routed token in order, K / GROUP] of x [T, K]: a program rounds a
+    token for all its routed tokens.
 
-    Must follow `kernels.triton.pairs.sort_pairs`, which waits for x and ids before this kernel starts. This one waits for the
-    sort before the next kernel starts, which then may read the tiles at once.
+    Must follow `kernels.triton.pairs.sort_pairs`, which waits for x and ids before this kernel starts. This one waits
+    for the sort before the next kernel starts, which then may read the tiles at once.
     """
     token = tl.program_id(0).to(tl.int64)
     group, k = tl.arange(0, GROUPS)[:, None], tl.arange(0, GROUP)[None, :]
@@ -88,11 +90,12 @@ def _quantize_pairs_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _scaled_kernel(
     x, codes, x_scale, scale, bias, out, num_tokens,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr,
-    BIAS: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr,
+    BY_GROUP: tl.constexpr, BIAS: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from codes x [M, K], scaled by x_scale [M, K / GROUP], and codes [N, K], scaled by scale [N / ROWS, K / GROUP].
+    """out [M, N] from codes x [M, K], scaled by x_scale [M, K / GROUP], and codes [N, K], scaled by scale [N / ROWS, K
+    / GROUP].
 
     Sums of a group are scaled before they are added up. TILES rows of tiles are done side by side, so that their x and
     weight are still in L2.
@@ -141,7 +144,8 @@ def quantize_rows(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of x.
+    """See `kernels.reference.quantize_rows`; here also with a scale for each group [M, K / group], and of the norm of
+    x.
 
     `by_group`: see `QuantizedRows.empty`.
     """
@@ -157,8 +161,8 @@ def quantize_into(out: QuantizedRows, x: Tensor, norm_weight: Tensor | None = No
     if num_rows:
         block, width = group_of(out)
         _quantize_kernel[(num_rows,)](
-            x, x if norm_weight is None else norm_weight, out.codes, out.scale, eps, x.stride(0), *out.scale.stride(), K=k,
-            GROUP=width, GROUPS=block // width, LARGEST=LARGEST[out.codes.dtype], NORM=norm_weight is not None,
+            x, x if norm_weight is None else norm_weight, out.codes, out.scale, eps, x.stride(0), *out.scale.stride(),
+            K=k, GROUP=width, GROUPS=block // width, LARGEST=LARGEST[out.codes.dtype], NORM=norm_weight is not None,
             num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
 
@@ -174,9 +178,10 @@ def finish_norm(total: Tensor, norm: NextNorm) -> Tensor | QuantizedRows:
 def quantize_pairs(
     x: Tensor, dtype: torch.dtype, group: int, ids: Tensor, positions: Tensor, first: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes [pairs, K] and scales [pairs, K / group] of x [T, K], a row for each pair of a token and a local expert: `positions`.
+    """Codes [routed tokens, K] and scales [routed tokens, K / group] of x [T, K], a row for each pair of a token and a
+    local expert: `positions`.
 
-    ids, positions [T, chosen] int32. Nothing is written to the rows of no pair. See `_quantize_pairs_kernel`.
+    ids, positions [T, chosen] int32. Nothing is written to the rows of no routed token. See `_quantize_pairs_kernel`.
     """
     num_tokens, k = x.shape
     assert x.stride(1) == 1
@@ -185,8 +190,9 @@ def quantize_pairs(
     scale = torch.empty(ids.numel(), k // group, dtype=torch.float32, device=x.device)
     block = next_power_of_2(k)
     _quantize_pairs_kernel[(num_tokens,)](
-        x, ids, positions, codes, scale, first, x.stride(0), K=k, GROUP=group, GROUPS=block // group, LARGEST=LARGEST[dtype],
-        E=count, CHOSEN=ids.shape[1], num_warps=min(max(block // 1024, 1), 16), **pdl_options(x.device),
+        x, ids, positions, codes, scale, first, x.stride(0), K=k, GROUP=group, GROUPS=block // group,
+        LARGEST=LARGEST[dtype], E=count, CHOSEN=ids.shape[1], num_warps=min(max(block // 1024, 1), 16),
+        **pdl_options(x.device),
     )  # fmt: skip
     return codes, scale
 
@@ -200,9 +206,10 @@ def scaled_linear(
     block_m = 64 if num_tokens <= 64 else 128
     grid = (cdiv(num_tokens, block_m) * cdiv(n, 128),)
     _scaled_kernel[grid](
-        codes, weight.codes, x_scale, weight.scale, out if bias is None else bias, out, num_tokens, N=n, K=weight.num_channels,
-        GROUP=weight.group, ROWS=weight.rows, BY_ROW=weight.scale.stride(0), BY_GROUP=weight.scale.stride(1),
-        BIAS=bias is not None, TILES=8, SUMS=tl.int32 if weight.kind == "int8" else tl.float32, BLOCK_M=block_m, BLOCK_N=128,
-        BLOCK_K=128, num_warps=4 if block_m == 64 else 8, num_stages=3,
+        codes, weight.codes, x_scale, weight.scale, out if bias is None else bias, out, num_tokens, N=n,
+        K=weight.num_channels, GROUP=weight.group, ROWS=weight.rows, BY_ROW=weight.scale.stride(0),
+        BY_GROUP=weight.scale.stride(1), BIAS=bias is not None, TILES=8,
+        SUMS=tl.int32 if weight.kind == "int8" else tl.float32, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128,
+        num_warps=4 if block_m == 64 else 8, num_stages=3,
     )  # fmt: skip
     return out

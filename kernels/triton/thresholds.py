@@ -1,15 +1,17 @@
 """The lowest logit that top_k, top_p and min_p leave of each row, without a sort of the vocabulary, in Triton.
 
-Five kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them. Rows without filters return at once.
+Five kernels, whose grids depend on shapes alone, so that a CUDA graph can hold them. Rows without filters return at
+once.
 
-1. A program for each row and piece of the vocabulary finds the largest logit of every few tokens, and sums the piece's weights.
+1. A program for each row and part of the vocabulary finds the largest logit of every few tokens, and sums the part's
+   weights.
 2. One for each row finds from these a lower bound of the threshold.
 3. One for each row and piece sets aside the few logits that reach the bound.
 4. One for each row searches among those, in registers, if there are few.
 5. One for each row does so if there are many: in registers still, or else in the whole row.
 
-Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them. All
-sums have a fixed order, so the same logits always give the same threshold.
+Thresholds are exact: logits map to integers in the same order, and a search over those integers ends at one of them.
+All sums have a fixed order, so the same logits always give the same threshold.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -61,13 +63,15 @@ def _weigh(x, peak, temperature, floor):
 
 @triton.jit
 def _quarter(low, high, i):
-    """The i-th of three keys that part (low, high] in four. low and high are int64: their difference may not fit 32 bits."""
+    """The i-th of three keys that part (low, high] in four. low and high are int64: their difference may not fit 32
+    bits.
+    """
     return (low + ((high - low) * i + 3) // 4).to(tl.int32)
 
 
 @triton.jit
 def is_filtered(temperature, top_k, top_p, min_p, row, vocab_size):
-    """Whether any filter applies to the row."""
+    """True if any filter applies to the row."""
     t = tl.load(temperature + row)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
@@ -113,7 +117,7 @@ def _search_row(
     logits, num, low, high, target, peak, temperature, floor,
     MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_search`, of a whole row in memory."""
+    """Search as `_search` does, in a whole row in memory."""
     while low < high:
         key_1, key_2, key_3 = _quarter(low, high, 1), _quarter(low, high, 2), _quarter(low, high, 3)
         sum_1 = tl.zeros([BLOCK], tl.float32)
@@ -236,7 +240,7 @@ def _aside_kernel(
 def _load_aside(
     aside, counts, EACH: tl.constexpr, MANY: tl.constexpr, NUM_PIECES: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
-    """What each of a row's pieces has set aside, up to EACH logits of it [PIECES * EACH]; -inf in between."""
+    """Logits that a row's programs have set aside, up to EACH of each [PIECES * EACH]; -inf in between."""
     i = tl.arange(0, PIECES * EACH)
     piece = i // EACH
     inside = i % EACH < tl.load(counts + piece, mask=piece < NUM_PIECES, other=0)
@@ -265,7 +269,7 @@ def _find(x, mass, k, p, limited, threshold, bound, peak, t, SHIFT: tl.constexpr
 def _find_in_row(
     at, vocab_size, k, p, limited, threshold, bound, peak, t, mass, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """As `_find`, in a whole row in memory."""
+    """Find as `_find` does, in a whole row in memory."""
     highest = to_key(peak, SHIFT).to(tl.int64)
     if limited:
         low = to_key(bound, SHIFT).to(tl.int64)
@@ -289,7 +293,9 @@ def _threshold_kernel(
     NUM_PIECES: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SEARCH_MANY: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The final thresholds of rows of which no piece has set aside more than FEW logits; with SEARCH_MANY, of the others."""
+    """The final thresholds of rows of which no piece has set aside more than FEW logits; with SEARCH_MANY, of the
+    others.
+    """
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -322,7 +328,7 @@ def _threshold_kernel(
 
 
 def _dropped_bits(dtype: torch.dtype) -> int:
-    """How many low bits of a float32 are 0 when its value comes from `dtype`."""
+    """Return the number of low bits of a float32 that are 0 when its value comes from `dtype`."""
     return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]
 
 
@@ -336,7 +342,8 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     pieces = next_power_of_2(num_pieces)
     few, many = (min(max(n // pieces, 1), PIECE) for n in (FEW_ASIDE, MANY_ASIDE))
     shift, pdl = _dropped_bits(logits.dtype), pdl_options(device)
-    # Each begins at a multiple of 16 bytes whatever the batch: kernels are compiled for each alignment of their arguments.
+    # Each begins at a multiple of 16 bytes whatever the batch: kernels are compiled for each alignment of their
+    # arguments.
     floats = torch.empty(3, cdiv(batch, 4) * 4, dtype=torch.float32, device=device)
     peaks, bounds, thresholds = floats[:, :batch].unbind()
     tops = torch.empty(batch, num_pieces, PIECE // GROUP, dtype=logits.dtype, device=device)

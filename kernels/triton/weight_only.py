@@ -33,7 +33,7 @@ def _weight_only_kernel(
     BY_ROW: tl.constexpr, BY_GROUP: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
     IN_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, K]. The weight's rows are the rows of the matrix unit's tile, tokens its columns.
+    """out [M, N] from x [M, K]. The weight's rows are the rows of the tensor core's tile, tokens its columns.
 
     BY_ROW and BY_GROUP: strides of scales and zero points. IN_GROUP: BLOCK_K channels always have one scale; else each
     channel is multiplied by its own.
@@ -118,11 +118,11 @@ def _words(codes: Tensor, kind: str) -> Tensor:
 
 
 def _constants(weight: QuantizedWeight) -> dict[str, Any]:
-    """What the kernels that read any kind are compiled for."""
+    """Return the constants of kernels that read any kind of codes."""
     return {
         "K": weight.num_channels, "GROUP": weight.group, "ROWS": weight.rows, "KIND": weight.kind,
-        "HALVES": 2 if weight.kind in FOUR_BITS else 1, "BY_ROW": weight.scale.stride(0), "BY_GROUP": weight.scale.stride(1),
-        "ZERO": weight.zero is not None, "FACTOR": weight.factor is not None,
+        "HALVES": 2 if weight.kind in FOUR_BITS else 1, "BY_ROW": weight.scale.stride(0),
+        "BY_GROUP": weight.scale.stride(1), "ZERO": weight.zero is not None, "FACTOR": weight.factor is not None,
     }  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     block = min(next_power_of_2(codes.shape[1]), 2048)
     scale = _bytes(weight.scale)
     _dequantize_kernel[(len(weight), cdiv(codes.shape[1], block))](
-        _words(codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale), out,
-        ORDER=weight.order is not None, BLOCK=block, num_warps=4, **_constants(weight),
+        _words(codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(weight.order, scale),
+        out, ORDER=weight.order is not None, BLOCK=block, num_warps=4, **_constants(weight),
     )  # fmt: skip
     return out
 
@@ -152,8 +152,8 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64
     in_group = weight.scale.shape[1] == 1 or weight.group % block_k == num_bytes % block_k == 0
     _weight_only_kernel[(cdiv(n, block_n), cdiv(num_tokens, block_m))](
-        x, _words(weight.codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x), out,
-        num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        x, _words(weight.codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x),
+        out, num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=4,
         **_constants(weight), **pdl_options(x.device),
     )  # fmt: skip

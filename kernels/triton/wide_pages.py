@@ -16,8 +16,8 @@ from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, 
 def _widen_pages_kernel(
     key_cache, value_cache, keys_out, values_out, block_tables, rows, lens, pages,
     stride_table, stride_block, stride_head, stride_token,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()

@@ -1,12 +1,13 @@
-"""Paged attention of decode steps of many sequences on Hopper, warp-specialised, in Gluon: over caches of 16-bit numbers.
+"""Paged attention of decode steps of many sequences on Hopper, warp-specialised, in Gluon: over caches of 16-bit
+numbers.
 
-The work is cut up as in `kernels.triton.attention_decode`, a line of tiles of 64 keys in as many equal pieces as there are
-programs, two on each multiprocessor. One warp brings the queries, keys and values of all pairs (sequence, KV head) in a piece,
-by the tensor memory accelerator, several stages ahead, so loads go on from one pair to the next. A warpgroup multiplies. Keys
-are the rows of the matrix unit's products and query heads the columns, of which there may be few.
+The work is cut up as in `kernels.triton.attention_decode`, a line of tiles of 64 keys in as many equal pieces as there
+are programs, two on each multiprocessor. One warp brings the queries, keys and values of all pairs (sequence, KV head)
+in a piece, by TMA, several stages ahead, so loads go on from one pair to the next. A warpgroup multiplies. Keys are the
+rows of the tensor core's products and query heads the columns, of which there may be few.
 
-A step writes only each sequence's newest key and value, so tiles before them are asked for before the preceding kernel ends.
-`kernels.gluon.attention.prefill` says how a tile is loaded in boxes.
+A step writes only each sequence's newest key and value, so tiles before them are asked for before the preceding kernel
+ends. `kernels.gluon.attention.prefill` says how a tile is loaded in boxes.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -41,8 +42,12 @@ SHARED_BYTES, REGISTERS = 112_000, 96  # of a program, of which two share a mult
 def _piece_of_pair(
     at_tile, end, inner, context_len, TILE: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr
 ):
-    """What of a pair lies in the piece: (KV head; how many tiles the plan counts; which of them is the first one here, and how
-    many are here; the first and the end of the context's tiles that are computed here; the oldest key that the query sees)."""
+    """The part of a (sequence, KV head) that this program computes.
+
+    (KV head; tiles that the plan counts; first of them here, and their number here; first and end of the context's
+    tiles that
+    are computed here; the oldest key that the query sees).
+    """
     first_tile = context_len * 0
     if PLAN_WINDOW > 0:
         first_tile = gl.maximum(context_len - PLAN_WINDOW, 0) // TILE
@@ -71,7 +76,9 @@ def _next_pair(
     inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
     NUM_KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Where the next pair begins: in the same sequence, or in the next one, whose length and row were loaded one early."""
+    """Start of the next (sequence, KV head): in the same sequence, or in the next one, whose length and row are
+    loaded.
+    """
     inner += count
     if inner == num_tiles * NUM_KV_HEADS:
         inner = inner * 0
@@ -130,7 +137,8 @@ def _bring(
             mbarrier.expect(q_full.index(q_stage), PANELS * queries.block_type.nbytes)
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
-                    queries, [seq, head * GROUP, panel * 64], q_full.index(q_stage), q_boxes.index(q_stage * PANELS + panel)
+                    queries, [seq, head * GROUP, panel * 64], q_full.index(q_stage),
+                    q_boxes.index(q_stage * PANELS + panel)
                 )  # fmt: skip
             item += 1
         table = block_tables + row.to(gl.int64) * stride_table
@@ -147,7 +155,8 @@ def _bring(
             step += 1
         at_tile += count
         inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs, NUM_KV_HEADS
+            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
+            NUM_KV_HEADS
         )  # fmt: skip
 
 
@@ -204,7 +213,8 @@ def _merged(
 
 @gluon.jit
 def _joined(acc, m, l, others, other_m, other_l):
-    """Two partial results of a pair as one: sums of weighted values [N, D_PAD], maximal scores [N] and sums of weights [N].
+    """Two partial results of a pair as one: sums of weighted values [N, D_PAD], maximal scores [N] and sums of weights
+    [N].
 
     The roundings must not depend on which program does this, so fused multiply-adds are not left to the compiler.
     """
@@ -222,7 +232,7 @@ def _load_partial(
     partial_out, partial_stats, part, valid,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, D_PAD: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """As `_store_partial` left it, past the multiprocessor's own cache; no result where `valid` [N] is False."""
+    """A partial result stored by `_store_partial`, read past L1; none where `valid` [N] is False."""
     n = gl.arange(0, N, layout=gl.SliceLayout(1, OUT))
     d = gl.arange(0, D_PAD, layout=gl.SliceLayout(0, OUT))
     stats = partial_stats + part * 2 * GROUP + n
@@ -249,8 +259,8 @@ def _store_heads(
     acc, m, l, sinks, out, scale, stride_group, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SINKS: gl.constexpr,
     LARGEST: gl.constexpr, DTYPE: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Store the weighted means of a group's heads, from sums [N, D_PAD] and their weights, in out [GROUP, HEAD_DIM]; rounded to
-    codes unless LARGEST is 0: with a scale for each head."""
+    """Store the weighted means of a group's heads, from sums [N, D_PAD] and their weights, in out [GROUP, HEAD_DIM];
+    rounded to codes unless LARGEST is 0: with a scale for each head."""
     n = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUT))
     d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, OUT))
     if SINKS:
@@ -269,12 +279,14 @@ def _store_heads(
 
 @gluon.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, sinks, out, scale, stride_group, program, pair_start, num_tiles,
-    per_program,
+    partial_out, partial_stats, counter, group_counters, sinks, out, scale, stride_group, program, pair_start,
+    num_tiles, per_program,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, D_PAD: gl.constexpr, SINKS: gl.constexpr,
     FAN_IN: gl.constexpr, LARGEST: gl.constexpr, DTYPE: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.triton.attention_decode._arrive`: the last program to store its part of a pair merges all of them."""
+    """Merge as `kernels.triton.attention_decode._arrive`: the last program to store its partial result merges all of
+    them.
+    """
     first_program = pair_start // per_program
     last_program = (pair_start + num_tiles - 1) // per_program
     origin = first_program
@@ -314,14 +326,16 @@ def _arrive(
 
 @gluon.jit
 def _attend(
-    q_smem, k_smem, v_smem, p_smem, q_full, q_empty, full, empty, out, out_scale, rows, context_lens, alibi_slopes, sinks,
-    partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end, per_program, seq, inner, context_len, row,
-    num_seqs, stride_ot, stride_row, stride_group,
+    q_smem, k_smem, v_smem, p_smem, q_full, q_empty, full, empty, out, out_scale, rows, context_lens, alibi_slopes,
+    sinks, partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end, per_program, seq, inner,
+    context_len, row, num_seqs, stride_ot, stride_row, stride_group,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The partition that multiplies: scores of a tile, exponentials, weighted values; then a pair's output, or a part of it."""
+    """The partition that multiplies: scores of a tile, exponentials, weighted values; then a pair's output, or a part
+    of it.
+    """
     DTYPE: gl.constexpr = k_smem.dtype
     D_PAD: gl.constexpr = k_smem.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -339,8 +353,8 @@ def _attend(
             for head in range(NUM_KV_HEADS):
                 _store_heads(
                     zeros, none, none, sinks, out + empty_seq * stride_ot + head * GROUP * HEAD_DIM,
-                    out_scale + empty_seq * stride_row + head * GROUP * stride_group, stride_group, GROUP, HEAD_DIM, False,
-                    LARGEST, DTYPE, OUT,
+                    out_scale + empty_seq * stride_row + head * GROUP * stride_group, stride_group, GROUP, HEAD_DIM,
+                    False, LARGEST, DTYPE, OUT,
                 )  # fmt: skip
     step = at_tile * 0
     item = at_tile * 0
@@ -359,7 +373,8 @@ def _attend(
             other_m = gl.full([N], -float("inf"), gl.float32, gl.SliceLayout(1, OUT))
             other_l = gl.zeros([N], gl.float32, gl.SliceLayout(1, OUT))
             if (first == 0) & (count < num_tiles) & (num_tiles - count <= per_program):
-                # The rest of this pair is the first part of the next program. If that is there, this program writes the output.
+                # The rest of this pair is the first part of the next program. If that is there, this program writes the
+                # output.
                 whole = gl.atomic_add(counter, 0, sem="acquire", scope="gpu") == 1
                 if whole:
                     barrier()
@@ -428,7 +443,8 @@ def _attend(
                 )  # fmt: skip
         at_tile += count
         inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs, NUM_KV_HEADS
+            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
+            NUM_KV_HEADS
         )  # fmt: skip
 
 
@@ -480,8 +496,8 @@ def _hopper_decode_kernel(
         [
             (_attend, (
                 q_smem, k_smem, v_smem, p_smem, q_full, q_empty, full, empty, out, out_scale, rows, context_lens,
-                alibi_slopes, sinks, partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end, per_program,
-                seq, inner, context_len, row, num_seqs, stride_ot, stride_row, stride_group,
+                alibi_slopes, sinks, partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end,
+                per_program, seq, inner, context_len, row, num_seqs, stride_ot, stride_row, stride_group,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, N, TILE, gl.constexpr(keys.block_shape[2]), STAGES, WINDOW, PLAN_WINDOW,
                 SOFT_CAP, ALIBI, SINKS, FAN_IN, LARGEST, PDL,
             )),
@@ -496,7 +512,9 @@ def _hopper_decode_kernel(
 
 
 def supports(query: Tensor, key_cache: Tensor, plan: DecodePlan) -> bool:
-    """Return whether `launch` computes the call: a plan for it, queries of the cache's dtype, blocks of at least 8 slots."""
+    """Return whether `launch` computes the call: a plan for it, queries of the cache's dtype, blocks of at least 8
+    slots.
+    """
     return (
         plan.streams
         and query.dtype == key_cache.dtype

@@ -1,10 +1,10 @@
-"""Decoding over cached latents on Hopper's matrix unit, in Gluon; see `kernels.reference.latent`.
+"""Decoding over cached latents on Hopper's tensor cores, in Gluon; see `kernels.reference.latent`.
 
-The work is a line of tiles of 64 latents, which programs cut into equal pieces, as in `kernels.triton.attention_decode`: a
-(sequence, heads) pair inside one piece is written at once, the parts of one that is cut are joined by a second kernel. A tile
-is loaded once and serves as keys and as values. Latents are the rows of the matrix unit's
-products and heads the columns, so that few heads cost little. Two programs share a multiprocessor: while one
-multiplies, the other's tile is on its way.
+The work is a line of tiles of 64 latents, which programs cut into equal pieces, as in
+`kernels.triton.attention_decode`: a (sequence, heads) pair inside one piece is written at once, the parts of one that
+is cut are joined by a second kernel. A tile is loaded once and serves as keys and as values. Latents are the rows of
+the tensor core's products and heads the columns, so that few heads cost little. Two programs share a multiprocessor:
+while one multiplies, the other's tile is on its way.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -59,7 +59,9 @@ def _load_queries(query, smem, stride, GROUP: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _zero():
-    """0, of which the compiler does not know: what it is added to stays where it is, not before the loop, in registers."""
+    """0, of which the compiler does not know: what it is added to stays where it is, not before the loop, in
+    registers.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -77,7 +79,9 @@ def _attend_tile(
     latents, rotated, query, query_rotated, weights, acc, m, l, tile, context_len, scale_log2,
     TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Fold a tile that is in shared memory into acc [L, N], the heads' running maxima m [N] and l [TILE, N], the sums by slot."""
+    """Fold a tile that is in shared memory into acc [L, N], the heads' running maxima m [N] and l [TILE, N], the sums
+    by slot.
+    """
     scores = warpgroup_mma(latents, query.permute((1, 0)), gl.zeros_like(l), use_acc=False, is_async=True)
     scores = warpgroup_mma(rotated, query_rotated.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores]) * scale_log2
@@ -192,7 +196,9 @@ def _latent_decode_kernel(
 
 @triton.jit
 def _part(program, start, per_program):
-    """Where a program leaves its part of the pair whose tiles begin at `start`: it has room for one that began before it."""
+    """Slot of a program's partial result for tiles that begin at `start`: one slot is for tiles that began before
+    it.
+    """
     return program * 2 + tl.where(program * per_program >= start, 0, 1)
 
 
@@ -261,8 +267,8 @@ def launch(
     _latent_decode_kernel[(len(plan.work),)](
         query, cache, out, block_tables, rows, context_lens, plan.work, plan.partial_out, plan.partial_stats,
         scale * LOG2E, num_seqs, query.stride(0), query.stride(1), out.stride(0), out.stride(1), block_tables.stride(0),
-        cache.stride(0), cache.stride(2), GROUPS=groups, GROUP=group, N=max(next_power_of_2(group), 16), L=size, PAGE=page,
-        TILE=TILE, num_warps=4, **(options if dependent else {"PDL": False}),
+        cache.stride(0), cache.stride(2), GROUPS=groups, GROUP=group, N=max(next_power_of_2(group), 16), L=size,
+        PAGE=page, TILE=TILE, num_warps=4, **(options if dependent else {"PDL": False}),
     )  # fmt: skip
     _join_pieces_kernel[(num_seqs, num_heads)](
         context_lens, plan.work, plan.partial_out, plan.partial_stats, out, num_seqs, out.stride(0), out.stride(1),

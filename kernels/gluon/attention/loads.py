@@ -1,6 +1,6 @@
 """The partitions of Hopper's prefill attention that bring queries, keys and values to shared memory.
 
-They ask the tensor memory accelerator: one for queries and keys, one for values. For an e4m3 cache there is one partition for
+They ask TMA: one for queries and keys, one for values. For an e4m3 cache there is one partition for
 all of them, which also makes float16 of the codes.
 """
 
@@ -26,7 +26,7 @@ def item_tile(index, tiles, num_items, NUM_KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def sequence_of(seq, rows, query_start, context_lens):
-    """Of a sequence: first token, end of its tokens, context length, row of the block tables."""
+    """First token, end of tokens, context length and row in the block tables of a sequence."""
     return gl.load(query_start + seq), gl.load(query_start + seq + 1), gl.load(context_lens + seq), gl.load(rows + seq)
 
 
@@ -44,7 +44,9 @@ def first_items(program, num_programs, tiles, num_items, rows, query_start, cont
 
 @gluon.jit
 def keys_of(first_pos, context_len, TILE_Q: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr):
-    """Which keys the TILE_Q queries from first_pos on see: from the oldest one's window, or local blocks, to the newest one."""
+    """Range of keys that the TILE_Q queries from first_pos on see: from the oldest one's window, or local blocks,
+    on.
+    """
     oldest = first_pos * 0
     if WINDOW > 0:
         oldest = gl.maximum(first_pos - WINDOW + 1, 0)
@@ -116,7 +118,9 @@ def _load_tiles(
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, PANELS: gl.constexpr, WINDOW: gl.constexpr,
     SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the keys (or values) [oldest, end), and before them, with SPARSE, whose blocks are tiles, vertical blocks."""
+    """Ask for the keys (or values) [oldest, end), and before them, with SPARSE, whose blocks are tiles, vertical
+    blocks.
+    """
     BOX: gl.constexpr = desc.block_shape[2]
     COUNT: gl.constexpr = STAGES * PANELS * (BLOCK_N // BOX)
     boxes = smem._reinterpret(smem.dtype, [COUNT, 1, 1, BOX, desc.block_shape[3]], desc.layout)
@@ -185,11 +189,13 @@ def _load_queries(
 def bring_items(
     query, cache, q_smem, smem, q_full, q_empty, full, empty,
     block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    KEYS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr,
-    WINDOW: gl.constexpr, SPARSE: gl.constexpr,
+    KEYS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr,
+    GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    HALVES: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """The partition that brings every item's queries, with two stages one item ahead, and keys; without KEYS its values."""
+    """The partition that brings every item's queries, with two stages one item ahead, and keys; without KEYS its
+    values.
+    """
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -260,8 +266,9 @@ def _convert_tile(
     desc, codes, smem, codes_full, full, empty, step, blocks, start, context_len, kv_head, more,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the next stage with BLOCK_N keys (or values) as float16, from the codes that were asked for: 64 of them at a time,
-    and a panel of 128 channels, or of 64. As soon as all are read, ask for those of another tile, if there are `more`."""
+    """Fill the next stage with BLOCK_N keys (or values) as float16, from the codes that were asked for: 64 of them at a
+    time, and a panel of 128 channels, or of 64. As soon as all are read, ask for those of another tile, if there are
+    `more`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PARTS: gl.constexpr = BLOCK_N // 64
     SIDES: gl.constexpr = min(HALVES, 2)  # halves of a panel
@@ -290,15 +297,15 @@ def _convert_tile(
 
 @gluon.jit
 def convert_items(
-    query, keys, values, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full, k_full, k_empty, v_full, v_empty,
-    block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr,
+    query, keys, values, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full, k_full, k_empty, v_full,
+    v_empty, block_tables, rows, query_start, context_lens, tiles, num_items, stride_table,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HALVES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The partition that brings every item's queries, keys and values, if these are e4m3 codes: it makes them float16.
 
-    A tile's codes are asked for while those of the tile before, which may be the last one of another item, become float16.
-    codes_full: a barrier for keys, and one for values.
+    A tile's codes are asked for while those of the tile before, which may be the last one of another item, become
+    float16. codes_full: a barrier for keys, and one for values.
     """
     TILE_Q: gl.constexpr = 128 // GROUP_ROWS
     BOX: gl.constexpr = keys.block_shape[2]

@@ -1,14 +1,14 @@
 """Paged attention of prefill chunks on Hopper, warp-specialised, in Gluon: all of it but biases.
 
-A program stays on its multiprocessor and takes one item after another: a tile of 128 rows, which are queries times the query
-heads of one KV head, and that KV head. One warp loads the queries and keys, another the values, by the tensor memory
-accelerator, or, from an e4m3 cache, a warpgroup loads all and makes float16 of the codes. Two warpgroups multiply, 64 rows
-each. While one takes the exponentials of a tile of keys, the matrix unit is busy
-with the values of its previous tile and with the other one's scores, since they alternate.
+A program stays on its multiprocessor and takes one item after another: a tile of 128 rows, which are queries times the
+query heads of one KV head, and that KV head. One warp loads the queries and keys, another the values, by the tensor
+TMA, or, from an e4m3 cache, a warpgroup loads all and makes float16 of the codes. Two warpgroups multiply, 64 rows
+each. While one takes the exponentials of a tile of keys, the tensor core is busy with the values of its previous tile
+and with the other one's scores, since they alternate.
 
-Keys and values are loaded in boxes, a page or a part of one. Where the context ends within a box, the box begins as many slots
-early, so that its last key is the context's last. What lies before its page is read as 0, and so is a box behind the context
-or before the window: no slot outside the context is read.
+Keys and values are loaded in boxes, a page or a part of one. Where the context ends within a box, the box begins as
+many slots early, so that its last key is the context's last. What lies before its page is read as 0, and so is a box
+behind the context or before the window: no slot outside the context is read.
 
 Sources: FlashAttention-3 (Shah et al., arXiv 2407.08608).
 """
@@ -86,7 +86,9 @@ def _capped(s, scale_log2, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def _exponentials(s, m, l, scale_log2, SOME: gl.constexpr):
-    """Base-2 probabilities of scores [M, N] under the new running maximum, the factor of what was summed before, and m and l."""
+    """Base-2 probabilities of scores [M, N] under the new running maximum, the factor of what was summed before, and m
+    and l.
+    """
     new_m = gl.maximum(m, gl.max(s, 1))
     shift = new_m * scale_log2
     if SOME:  # a row may see none of its first keys
@@ -98,11 +100,13 @@ def _exponentials(s, m, l, scale_log2, SOME: gl.constexpr):
 
 @gluon.jit
 def _fold_tiles(
-    begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply, query_pos, context_len,
-    head, scale_log2, WG: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    begin, end, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty, may_multiply, query_pos,
+    context_len, head, scale_log2, WG: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold key tiles [begin, end) into acc, m and l. Each adds the values of the tile before it, whose probabilities p are."""
+    """Fold key tiles [begin, end) into acc, m and l. Each iteration accumulates P·V of the previous tile, whose P is
+    p.
+    """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     P_LAYOUT: gl.constexpr = p.type.layout
     ACC_LAYOUT: gl.constexpr = acc.type.layout
@@ -226,9 +230,9 @@ def _multiply(
             query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP, False,
         )  # fmt: skip
         step, p, acc, m, l = _fold_tiles(
-            gl.maximum(begin, last_whole), num_tiles, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            may_multiply, query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE, SOFT_CAP,
-            True,
+            gl.maximum(begin, last_whole), num_tiles, step, q, p, acc, m, l, k_smem, v_smem, k_full, k_empty, v_full,
+            v_empty, may_multiply, query_pos, context_len, head, scale_log2, WG, BLOCK_N, PAGE, STAGES, WINDOW, SPARSE,
+            SOFT_CAP, True,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(iteration % Q_STAGES))
         if SINKS:
@@ -236,7 +240,7 @@ def _multiply(
             sink = gl.load(sinks + head * GROUP + row % GROUP_ROWS, mask=inside, other=0.0)
             l += gl.exp2(sink * LOG2E - m * (1.0 if SOFT_CAP > 0 else scale_log2))
 
-        # The matrix unit has the next item's first scores to compute while this one's output is stored.
+        # The tensor core has the next item's first scores to compute while this one's output is stored.
         iteration += 1
         index = snake(iteration, program, num_programs)
         previous = (step - 1) % STAGES
@@ -273,8 +277,8 @@ def _multiply(
     do_not_specialize_on_alignment=["rows", "query_start", "context_lens", "tiles", "sinks", "kv_scale"],
 )
 def _hopper_prefill_kernel(
-    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, sinks, kv_scale, num_items,
-    scale_log2, stride_ot, stride_table,
+    query, key_cache, value_cache, out, block_tables, rows, query_start, context_lens, tiles, sinks, kv_scale,
+    num_items, scale_log2, stride_ot, stride_table,
     NUM_KV_HEADS: gl.constexpr, KV_GROUP: gl.constexpr, GROUP: gl.constexpr, GROUP_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, WINDOW: gl.constexpr, SPARSE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr,
@@ -333,9 +337,10 @@ def _hopper_prefill_kernel(
                     WINDOW, SPARSE, SOFT_CAP, SINKS, FP8, SCALED,
                 )),
                 (convert_items, (
-                    query, key_cache, value_cache, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty, codes_full,
-                    k_full, k_empty, v_full, v_empty, block_tables, rows, query_start, context_lens, tiles, num_items,
-                    stride_table, NUM_KV_HEADS, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES, WINDOW,
+                    query, key_cache, value_cache, q_smem, k_codes, v_codes, k_smem, v_smem, q_full, q_empty,
+                    codes_full, k_full, k_empty, v_full, v_empty, block_tables, rows, query_start, context_lens, tiles,
+                    num_items, stride_table, NUM_KV_HEADS, GROUP, GROUP_ROWS, BLOCK_N, PAGE, STAGES, Q_STAGES, HALVES,
+                    WINDOW,
                 )),
             ],
             [4, 4], [REGISTERS, REST],
@@ -371,8 +376,8 @@ def _hopper_prefill_kernel(
 
 
 def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs) -> bool:
-    """Return whether `launch` computes the call: a Hopper GPU, no ALiBi, 16-bit queries, a cache of the same dtype or e4m3,
-    64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n.
+    """Return whether `launch` computes the call: a Hopper GPU, no ALiBi, 16-bit queries, a cache of the same dtype or
+    e4m3, 64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n.
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape

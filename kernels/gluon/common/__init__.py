@@ -1,1 +1,1 @@
-"""What Gluon kernels share."""
+"""Device functions and layouts for several Gluon kernels."""

@@ -1,4 +1,4 @@
-"""Codes of few bits to bfloat16 in the layouts of the matrix unit."""
+"""Low-bit codes to bfloat16 in the layouts of the tensor core."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
@@ -25,7 +25,9 @@ E4M3_WORDS, INT8_WORDS, INT4_WORDS = ptx(E4M3, "ab"), ptx(INT8, "ab"), ptx(INT4,
 
 
 def _scaled(body: str, results: str, zero: str) -> gl.constexpr:
-    """With operands after the word: zero points of low and high codes, and scales of theirs, each twice in a register."""
+    """With operands after the word: zero points of low and high codes, and scales of theirs, each twice in a
+    register.
+    """
     first = 2 * len(results) + 1
     pairs = [(name, first + i * 2 // len(results)) for i, name in enumerate(results)]
     lines = [f"{zero}.bf16x2 {name}, {name}, ${at};" for name, at in pairs if zero]
@@ -47,7 +49,9 @@ INT8_SHIFTED = _scaled(INT8, "ab", "sub")
 
 
 def _half(body: str, results: str, zero: str = "") -> gl.constexpr:
-    """Of the low or the high codes, with operands after the word: their zero point and scale, each twice in a register."""
+    """PTX for the low or the high codes; operands after the word: their zero point and scale, each twice in a
+    register.
+    """
     lines = [f"{zero}.bf16x2 {name}, {name}, $5;" for name in results if zero]
     lines += [f"mul.rn.bf16x2 {name}, {name}, $6;" for name in results]
     return ptx(body + "\n".join(lines), results)
@@ -78,7 +82,8 @@ def decode_bytes(codes, KIND: gl.constexpr):
 
 @gluon.jit
 def decode_small(codes):
-    """uint8 codes of e2m1, as `decode_bytes` needs them → bfloat16 of 2^-126 times the low codes' values, and the high ones'.
+    """uint8 codes of e2m1, as `decode_bytes` needs them → bfloat16 of 2^-126 times the low codes' values, and the high
+    ones'.
 
     Those are subnormal or nearly so.
     """
@@ -87,9 +92,10 @@ def decode_small(codes):
 
 @gluon.jit
 def _in_order(a, b, c, d, LAYOUT: gl.constexpr):
-    """[warps, rows, words] each → [warps, rows, 4 · words]: a[0], b[0], c[0], d[0], a[1] ..., as the matrix unit takes them.
+    """[warps, rows, words] each → [warps, rows, 4 · words]: a[0], b[0], c[0], d[0], a[1] ..., as the tensor core takes
+    them.
 
-    Each of the four threads of a row has one piece of its channels, of which the matrix unit takes eight at a time.
+    Each of the four threads of a row has one piece of its channels, of which the tensor core takes eight at a time.
     """
     WARPS: gl.constexpr = a.shape[0]
     ROWS: gl.constexpr = a.shape[1]
@@ -118,8 +124,9 @@ def decode_words(words, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def decode_words_in_order(words, KIND: gl.constexpr, CUT: gl.constexpr, LAYOUT: gl.constexpr):
-    """int32 words of four bytes [rows, 16], in layout CUT as [rows, 4, 4] → bfloat16 of the low (or only) codes, and of the
-    high ones, [rows, 4, 4, 2, 2] in LAYOUT: a byte's number in its word is twice the last index plus the one before.
+    """int32 words of four bytes [rows, 16], in layout CUT as [rows, 4, 4] → bfloat16 of the low (or only) codes, and of
+    the high ones, [rows, 4, 4, 2, 2] in LAYOUT: a byte's number in its word is twice the last index plus the one
+    before.
     """
     cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
     if KIND == "e4m3" or KIND == "int8":
@@ -138,7 +145,8 @@ def decode_words_in_order(words, KIND: gl.constexpr, CUT: gl.constexpr, LAYOUT: 
 
 @gluon.jit
 def packed_scale(scale, KIND: gl.constexpr):
-    """A scale as bfloat16, twice in an int32; of e2m1 times 2^94, since its codes are decoded to 2^-126 times their values.
+    """A scale as bfloat16, twice in an int32; of e2m1 times 2^94, since its codes are decoded to 2^-126 times their
+    values.
 
     So a weight of e2m1 is 2^-32 times what it stands for: its sums have to be multiplied by 2^32.
     """
@@ -164,7 +172,7 @@ def packed_zero(zero, KIND: gl.constexpr):
 def decode_scaled(
     words, zeros, scales, KIND: gl.constexpr, ZERO: gl.constexpr, CUT: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """As `decode_words_in_order`, less zero points, times scales: of each half [rows, 4], `packed_zero`, `packed_scale`."""
+    """Dequantise as `decode_words_in_order`, minus zero points, times scales: each half [rows, 4], packed."""
     cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
     s = scales[0][:, :, None]
     t = scales[len(scales) - 1][:, :, None]
@@ -204,7 +212,9 @@ def decode_half_scaled(
     CUT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """As `decode_scaled`, of the low (or only) codes, or with HALF of the high ones: `zero` and `scale` are theirs."""
+    """Dequantise the low (or only) codes as `decode_scaled`, or with HALF the high ones: `zero` and `scale` are
+    theirs.
+    """
     cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
     s = scale[:, :, None]
     z = zero[:, :, None] if ZERO else gl.full([1, 1, 1], -0x3CF73CF8, gl.int32, CUT)

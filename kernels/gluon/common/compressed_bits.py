@@ -1,4 +1,4 @@
-"""Words of `kernels.data.compressed_weight` to bfloat16 in the registers of the matrix unit."""
+"""Words of `kernels.data.compressed_weight` to bfloat16 in the registers of the tensor core."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
 
@@ -43,7 +43,8 @@ def piece_layout():
 
 @gluon.jit
 def decode_fragments(first, second, exponents, WARPS: gl.constexpr):
-    """Three pieces of int32 words → bfloat16 codes' values [WARPS, 2, 8, 4, 2, 4, 2]: of each warp, its 16 rows by 64 channels.
+    """Three pieces of int32 words → bfloat16 codes' values [WARPS, 2, 8, 4, 2, 4, 2]: of each warp, its 16 rows by 64
+    channels.
 
     To be reshaped to as many rows as wanted.
     """

@@ -1,4 +1,4 @@
-"""What Hopper's kernels share: a layout of sums other than the matrix unit's own, tensor descriptors, a partition's barrier."""
+"""Layouts of accumulators and operands, tensor descriptors and a partition's barrier."""
 
 # mypy: allow-untyped-defs
 
@@ -18,7 +18,8 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until T
 def side_by_side(width, channels):
     """Sums [64, width] with `channels` of a row, 4 or 8, side by side in each thread, so that it stores them at once.
 
-    As in the matrix unit's layout, which has two side by side, four threads have the channels of a row: they trade them.
+    As in the tensor core's layout, which has two side by side, four threads have the channels of a row: they trade
+    them.
     """
     own = channels.bit_length() - 1
     bases = [[0, 1 << bit] for bit in range(width.bit_length() - 1)]
@@ -37,8 +38,8 @@ def _box_layout(row_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 def box_descriptor(tensor: Tensor, *box: int) -> TensorDescriptor:
-    """A descriptor with which the tensor memory accelerator copies boxes of this shape to shared memory, swizzled as the matrix
-    unit reads them. A row of a box has 32, 64 or 128 bytes.
+    """A descriptor with which TMA copies boxes of this shape to shared memory, swizzled as the tensor
+    core reads them. A row of a box has 32, 64 or 128 bytes.
     """
     size = tensor.element_size()
     layout = _box_layout(box[-1] * size, 8 * size, len(box))

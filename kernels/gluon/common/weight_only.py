@@ -1,8 +1,10 @@
-"""What products with matrices of few bits share on Hopper's matrix unit, in Gluon: how a step's codes become its operand.
+"""Weight-only GEMMs on Hopper's tensor cores: how a stage's codes become an operand in registers.
 
-A step is 64 bytes of codes of each of a warpgroup's 64 rows. Of codes of four bits, a byte holds channels j and j + K / 2: so a
-step has two pieces of x. A thread takes 16 bytes of a row at once, of which the matrix unit wants four, in pairs eight
-channels apart, in each of its four steps: so x lies in the order of `place_of`.
+A stage is 64 bytes of codes of each of a warpgroup's 64 rows. With four-bit codes, a byte holds channels j and j + K /
+2, so
+a stage has two tiles of x. A thread takes 16 bytes of a row at once, of which each of the tensor core's four steps
+wants
+four bytes, two by two, eight channels apart: so x lies in the order of `place_of`.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -31,8 +33,11 @@ def channel_of(place, BYTES: tl.constexpr):
 
 @triton.jit
 def place_of(channel, BYTES: tl.constexpr):
-    """Where a channel lies in a pair in order: each half of BYTES is filled up to a multiple of 64, and of each 64 channels
-    the numbers' bits, which count quarters, steps, pieces and pairs, count steps, pieces, quarters and pairs.
+    """Position of a channel in an ordered row of x.
+
+    Each half of BYTES is padded to a multiple of 64. Of each 64 channels the bits of the number, which count quarters,
+    steps,
+    tiles and pairs of channels, are permuted: steps, tiles, quarters, pairs.
     """
     WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
     c = channel % BYTES
@@ -41,14 +46,16 @@ def place_of(channel, BYTES: tl.constexpr):
 
 
 def width(weight: QuantizedWeight) -> int:
-    """Of a pair in order."""
+    """Return the number of channels of an ordered row of x, with padding."""
     row = weight.codes.shape[-1]
     return weight.num_channels // row * cdiv(row, 64) * 64
 
 
 @gluon.constexpr_function
 def _layout(shape):
-    """Of words [64, 16], sixteen bytes of a row to each thread; as [64, 4, 4]; and of what they hold, [64, 4, 4, 2, 2]."""
+    """Layout of words [64, 16], sixteen bytes of a row to each thread; as [64, 4, 4]; and of their codes, [64, 4, 4,
+    2, 2].
+    """
     more = len(shape) - 3
     registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -72,7 +79,7 @@ def half_words():
 
 @gluon.constexpr_function
 def half_sums(num_tokens):
-    """The layout of sums [32, tokens] of the upper or the lower rows, as the matrix unit leaves them."""
+    """The layout of sums [32, tokens] of the upper or the lower rows, as the tensor core leaves them."""
     tokens = [[0, 1], *([0, 8 << i] for i in range(num_tokens.bit_length() - 4))]
     return gl.DistributedLinearLayout(
         tokens, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, num_tokens]
@@ -81,7 +88,9 @@ def half_sums(num_tokens):
 
 @gluon.jit
 def words_of_halves(codes_smem, at, HALF: gl.constexpr):
-    """[64, 16], of each sixteen rows eight upper and eight lower ones, so that one thread sums both; from [32, 16] of each."""
+    """[64, 16], of each sixteen rows eight upper and eight lower ones, so that one thread sums both; from [32, 16] of
+    each.
+    """
     both = gl.join(codes_smem.index(at).load(HALF), codes_smem.index(at + 1).load(HALF))
     return gl.convert_layout(both.reshape([4, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([64, 16]), _layout([64, 16]))
 
@@ -95,14 +104,14 @@ def halves_of_sums(acc, OUT: gl.constexpr):
 
 @gluon.jit
 def _operand(w, A: gl.constexpr):
-    """Weights [rows, quarters, steps, pairs, pieces] as the operand [rows, 64] of the matrix unit."""
+    """Weights [rows, quarters, steps, pairs, pieces] as the operand [rows, 64] of the tensor core."""
     return gl.convert_layout(w.permute([0, 2, 4, 1, 3]).reshape([w.shape[0], 64]), A)
 
 
 @gluon.jit
 def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, HALVES: gl.constexpr,
              CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):  # fmt: skip
-    """A step's weights of 64 rows as operands of the matrix unit: of the low (or only) codes, and of the high ones."""
+    """A step's weights of 64 rows as operands of the tensor core: of the low (or only) codes, and of the high ones."""
     if GROUPED:
         scales, zeros = _packed(scales, zeros, KIND, HALVES, ZERO)
         low, high = decode_scaled(words, zeros, scales, KIND, ZERO, CUT, CODES)
@@ -120,7 +129,7 @@ def _load_scales(
     pointers, zero_pointers, step, row_bytes, GROUP: gl.constexpr, num_groups, HALVES: gl.constexpr,
     ZERO: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """Of the groups of each quarter of a step's channels, [rows, 4] for each half; beyond the last group, its own."""
+    """Scales for each quarter of a stage's channels, [rows, 4] for each half; beyond the last group, that group's."""
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUT)))[None, :]
     scales = ()
     zeros = ()
@@ -147,8 +156,8 @@ def _packed(scales, zeros, KIND: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.co
 @gluon.jit
 def _finished(
     acc, scale, factor, bias, n, before,
-    N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr,
-    KIND: gl.constexpr,
+    N: gl.constexpr, ROWS: gl.constexpr, GROUPED: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
+    ACC: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """`_scaled` for rows from n on, which stand `before` rows further on in the weight."""
     rows = before + gl.minimum(n + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC)), N - 1)

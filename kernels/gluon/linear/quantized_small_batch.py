@@ -1,9 +1,9 @@
-"""Products of up to 16 tokens with matrices of few bits, in Gluon, with the norm before and the SwiGLU or sum after them.
+"""Products of up to 16 tokens with low-bit weights, in Gluon, with the norm before and the SwiGLU or sum after them.
 
-As in `kernels.gluon.linear.small_batch`, a thread loads the codes of a row straight into the registers from which the matrix unit
-takes them, and the channels of the tokens in the same order; between the two, codes become bfloat16 by arithmetic on bits,
-two at a time. Of codes of four bits, a byte holds channels j and j + K / 2: so a load gives two operands, for two pieces of
-x. Scales of groups are applied to the sums of their channels, those of rows at the end.
+As in `kernels.gluon.linear.small_batch`, a thread loads the codes of a row straight into the registers from which the
+tensor core takes them, and the channels of the tokens in the same order; between the two, codes become bfloat16 by
+arithmetic on bits, two at a time. Of codes of four bits, a byte holds channels j and j + K / 2: so a load gives two
+operands, for two pieces of x. Scales of groups are applied to the sums of their channels, those of rows at the end.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -30,7 +30,7 @@ from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_opt
 
 @gluon.constexpr_function
 def _word_layout(warps, rows, words):
-    """Of words of codes [warps, rows, words]: each of four threads of a row has a piece."""
+    """Layout of words of codes [warps, rows, words]: each of four threads of a row has a part."""
     registers = [[0, 0, 1 << i] for i in range((words // 4).bit_length() - 1)]
     registers += [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
     lanes = [[0, 0, words // 4], [0, 0, words // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -40,7 +40,7 @@ def _word_layout(warps, rows, words):
 
 @gluon.constexpr_function
 def _x_layout(warps, channels, tokens):
-    """Of x [warps, channels, tokens]: each of four threads of a token has a piece."""
+    """Layout of x [warps, channels, tokens]: each of four threads of a token has a part."""
     registers = [[0, 1 << i, 0] for i in range((channels // 4).bit_length() - 1)]
     registers += [[0, 0, 8 << i] for i in range((tokens // 8).bit_length() - 1)]
     lanes = [[0, channels // 4, 0], [0, channels // 2, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
@@ -51,8 +51,8 @@ def _x_layout(warps, channels, tokens):
 @gluon.jit
 def _add_products(
     total, packed, x_low, x_high, scales, zeros,
-    SHAPE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr, GROUPED: gl.constexpr,
-    ZERO: gl.constexpr,
+    SHAPE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr,
+    GROUPED: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
     """total + the products of one step's codes and channels."""
     low, high = decode_words(packed, KIND, W)
@@ -112,7 +112,7 @@ def _load_x(pointers, g_pointers, NORM: gl.constexpr, X: gl.constexpr):
 def _inverse_rms(
     x, eps, num_tokens, stride_x, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr
 ):
-    """Of each row of x [M, K], with layout TOKENS."""
+    """1 / rms of each row of x [M, K], in layout TOKENS."""
     SPAN: gl.constexpr = 256 * WARPS
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
     m = gl.arange(0, M, layout=gl.SliceLayout(1, ROWS))[:, None]
@@ -129,7 +129,7 @@ def _code_pointers(
     codes, tile, N: gl.constexpr, BYTES: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile's words of four bytes, in layout WORDS."""
+    """Pointers to a tile's words of four bytes, in layout WORDS."""
     first = tile * BLOCK_N
     rows = gl.minimum(middle(WORDS, BLOCK_N), N - 1 - first)
     columns = warps(WORDS, WARPS) * (CHUNK // 4) + last(WORDS, CHUNK // 4)
@@ -140,7 +140,7 @@ def _code_pointers(
 def _group_pointers(
     values, tile, N: gl.constexpr, ROWS: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_N: gl.constexpr, L: gl.constexpr
 ):
-    """Of the rows' first scales or zero points, in layout L."""
+    """Pointers to the rows' first scales or zero points, in layout L."""
     rows = gl.minimum(tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L)), N - 1)[None, :]
     return values + rows // ROWS * BY_ROW
 
@@ -155,9 +155,10 @@ def _few_quantized_kernel(
 ):  # fmt: skip
     """out [M, N] from x [M, K] and codes of N rows, or of 2N with SWIGLU: gate rows, then up rows.
 
-    A program takes one tile of BLOCK_N rows after another, and asks for the next one's codes before it is done with one. A
-    warp takes CHUNK bytes of codes at a time. Weights are the rows of the matrix unit's tile and tokens its columns. Rows of
-    the tile beyond the tokens (or the weight) repeat the last one, and are not stored. KEEP_X: x stays in registers.
+    A program takes one tile of BLOCK_N rows after another, and asks for the next one's codes before it is done with
+    one. A warp takes CHUNK bytes of codes at a time. Weights are the rows of the tensor core's tile and tokens its
+    columns. Rows of the tile beyond the tokens (or the weight) repeat the last one, and are not stored. KEEP_X: x stays
+    in registers.
     """
     BYTES: gl.constexpr = K // HALVES
     STEP: gl.constexpr = CHUNK * WARPS
@@ -269,8 +270,8 @@ def _few_quantized_kernel(
                 ups = ups[1:]
                 ups = ups + (
                     _load_step(
-                        w_from + N * BYTES // 4, s_from + UP_SCALES, z_from + N * BY_ROW, s_warps, z_warps, (i + AHEAD) % STEPS,
-                        BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO,
+                        w_from + N * BYTES // 4, s_from + UP_SCALES, z_from + N * BY_ROW, s_warps, z_warps,
+                        (i + AHEAD) % STEPS, BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO,
                     ),
                 )  # fmt: skip
             if KEEP_X:
@@ -322,7 +323,7 @@ def _few_quantized_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_few_quantized_kernel`. CHUNK times the warps must divide the bytes of a row."""
+    """Tile sizes; see `_few_quantized_kernel`. CHUNK times the warps must divide the bytes of a row."""
 
     block_n: int
     warps: int
@@ -355,7 +356,9 @@ def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int,
 
 
 def config(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> Config | None:
-    """Return how to compute x [M, K], M <= 16, times the weight; None where `launch` cannot: see `small_batch.supports`."""
+    """Return how to compute x [M, K], M <= 16, times the weight; None where `launch` cannot: see
+    `small_batch.supports`.
+    """
     if (
         x.dtype == torch.bfloat16
         and x.stride(0) % 8 == 0
@@ -390,14 +393,14 @@ def launch(
     assert weight.zero is None or weight.zero.stride() == scale.stride()
     num_programs = min(cdiv(n, config.block_n), config.per_sm * num_multiprocessors(x.device))
     _few_quantized_kernel[(num_programs,)](
-        x, codes, scale, scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        x if bias is None else bias, x if norm_weight is None else norm_weight, out if residual is None else residual, out,
-        eps, num_tokens, x.stride(0), out.stride(0), N=n, K=weight.num_channels, M=max(next_power_of_2(num_tokens), 8),
-        KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, BY_ROW=scale.stride(0), BY_GROUP=scale.stride(1),
-        HALVES=2 if weight.codes.shape[1] < weight.num_channels else 1,
-        ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
-        BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead, WARPS=config.warps,
-        KEEP_X=config.keep_x,
+        x, codes, scale, scale if weight.zero is None else weight.zero,
+        scale if weight.factor is None else weight.factor, x if bias is None else bias,
+        x if norm_weight is None else norm_weight, out if residual is None else residual, out, eps, num_tokens,
+        x.stride(0), out.stride(0), N=n, K=weight.num_channels, M=max(next_power_of_2(num_tokens), 8), KIND=weight.kind,
+        GROUP=weight.group, ROWS=weight.rows, BY_ROW=scale.stride(0), BY_GROUP=scale.stride(1),
+        HALVES=2 if weight.codes.shape[1] < weight.num_channels else 1, ZERO=weight.zero is not None,
+        FACTOR=weight.factor is not None, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead,
+        WARPS=config.warps, KEEP_X=config.keep_x,
         NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=config.warps, maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Products of tens to hundreds of tokens with e4m3 weights, both as codes, on Hopper's matrix unit, in Gluon.
+"""Products of tens to hundreds of tokens with e4m3 weights, both as codes, on Hopper's tensor cores, in Gluon.
 
-A warpgroup multiplies 64 tokens by 128 rows of the weight, or 256, one half after the other, 128 channels a step. With scales
-of blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another warp asks for
-codes, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all multiprocessors, the
-channels are divided among programs, and another kernel adds up. With SwiGLU gate and up rows lie side by side in a half, so
-that one thread has the sums of both.
+A warpgroup multiplies 64 tokens by 128 rows of the weight, or 256, one half after the other, 128 channels a step. With
+scales of blocks, a step's sums are scaled before they are added up, else all of them at the end, in float32. Another
+warp asks for codes, stages ahead, and for the first of the weight before x is there. Where tiles are too few for all
+multiprocessors, the channels are divided among programs, and another kernel adds up. With SwiGLU gate and up rows lie
+side by side in a half, so that one thread has the sums of both.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -91,8 +91,9 @@ def _multiply(
         GROUPS: gl.constexpr = K // 128
         of_rows = scale + n // 128 * GROUPS + first
         q0, q1, q2, q3 = _sums_of_groups(
-            of_rows, of_rows + (N // 128 if SWIGLU else HALVES - 1) * GROUPS, x_scale + inside.to(gl.int64) * GROUPS + first,
-            x_smem, codes_smem, full, empty, steps, WARPGROUP, SWIGLU, BLOCK_M, HALVES, STAGES,
+            of_rows, of_rows + (N // 128 if SWIGLU else HALVES - 1) * GROUPS,
+            x_scale + inside.to(gl.int64) * GROUPS + first, x_smem, codes_smem, full, empty, steps, WARPGROUP, SWIGLU,
+            BLOCK_M, HALVES, STAGES,
         )  # fmt: skip
     else:
         of_tokens = gl.load(x_scale + inside)[:, None]
@@ -150,7 +151,8 @@ def _scaled_dense_kernel(
     N: gl.constexpr, K: gl.constexpr, GROUPED: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr,
     HALVES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A part of out [parts, M, N], of so many steps, from codes x [M, K] and their scales [M, 1], or [M, K / 128] with GROUPED.
+    """A part of out [parts, M, N], of so many steps, from codes x [M, K] and their scales [M, 1], or [M, K / 128] with
+    GROUPED.
 
     The weight has N rows, or 2N with SWIGLU, and scales [rows, 1], or [rows / 128, K / 128].
     """
@@ -210,7 +212,7 @@ def _scaled_dense_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_scaled_dense_kernel`."""
+    """Tile sizes; see `_scaled_dense_kernel`."""
 
     block_m: int
     part: int  # steps of a program
@@ -222,7 +224,9 @@ MAX_PARTS = 5  # of split-K: more take longer to add up
 
 
 def config(block_m: int, steps: int, parts: int, halves: int) -> Config:
-    """Return a division of `steps` steps of 128 channels into about `parts` parts of split-K, with as many stages as fit."""
+    """Return a division of `steps` steps of 128 channels into about `parts` parts of split-K, with as many stages as
+    fit.
+    """
     parts = max(min(parts, steps // 4, MAX_PARTS), 1)
     return Config(block_m, cdiv(steps, parts), min(SHARED_BYTES // ((halves * 128 + block_m) * 128), 8), halves)
 
@@ -250,8 +254,9 @@ def multiply(x: QuantizedRows, weight: QuantizedWeight, config: Config, *, swigl
     parts = torch.empty(cdiv(steps, config.part), num_tokens, n, dtype=x.dtype, device=x.device)
     tiles = cdiv(num_tokens, config.block_m) * (len(weight) // (config.halves * 128))
     _scaled_dense_kernel[(tiles, len(parts))](
-        box_descriptor(x.codes, 64, 128), box_descriptor(weight.codes, 64 if swiglu else 128, 128), weight.scale, x.scale,
-        parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP, SWIGLU=swiglu,
-        BLOCK_M=config.block_m, HALVES=config.halves, STAGES=config.stages, num_warps=4, **pdl_options(x.device),
+        box_descriptor(x.codes, 64, 128), box_descriptor(weight.codes, 64 if swiglu else 128, 128), weight.scale,
+        x.scale, parts, num_tokens, config.part, N=n, K=weight.num_channels, GROUPED=weight.rows == GROUP,
+        SWIGLU=swiglu, BLOCK_M=config.block_m, HALVES=config.halves, STAGES=config.stages, num_warps=4,
+        **pdl_options(x.device),
     )  # fmt: skip
     return parts

@@ -1,9 +1,11 @@
-"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the gated activation or sum after them.
+"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the gated activation or sum
+after them.
 
 A weight is read once, so it never goes through shared memory: each thread loads 16 bytes of a row straight into the
-registers from which the matrix unit takes it, and the channels of the tokens in the same order. The warps of a program have
-the same rows and different channels; their sums meet in shared memory once, at the end. The first `AHEAD` chunks of weights
-are on their way before the program waits for the kernel ahead of it (programmatic dependent launch), and as many always are.
+registers from which the tensor core takes it, and the channels of the tokens in the same order. The warps of a program
+have the same rows and different channels; their sums meet in shared memory once, at the end. The first `AHEAD` chunks
+of weights are on their way before the program waits for the kernel ahead of it (programmatic dependent launch), and as
+many always are.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -30,7 +32,9 @@ from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_opt
 def _load_step(
     pointers, chunks, i: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr
 ):
-    """The channels of step i of each warp, whose chunk of the first step is given; those from K on are 0, and are not read."""
+    """The channels of step i of each warp, whose chunk of the first step is given; those from K on are 0, and are not
+    read.
+    """
     if (i + 1) * CHUNK * WARPS <= K:
         return gl.load(pointers + i * CHUNK * WARPS, eviction_policy=POLICY)
     else:
@@ -49,8 +53,8 @@ def _few_linear_kernel(
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu", "gelu_tanh"): gate rows, then up rows.
 
     A warp takes CHUNK channels at a time, and adds to CHAINS sums in turns. TOKENS_FIRST: tokens are the 16 rows of the
-    matrix unit's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile beyond
-    the tokens (or the weight) repeat the last one, and are not stored.
+    tensor core's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile
+    beyond the tokens (or the weight) repeat the last one, and are not stored.
     """
     GATED: gl.constexpr = GATE != ""
     STEPS: gl.constexpr = (K // CHUNK + WARPS - 1) // WARPS
@@ -200,7 +204,7 @@ def _few_linear_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_few_linear_kernel`. CHUNK must divide the channels."""
+    """Tile sizes; see `_few_linear_kernel`. CHUNK must divide the channels."""
 
     block_n: int
     warps: int
@@ -264,8 +268,8 @@ def config(n: int, k: int, gated: bool) -> Config:
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether `launch` computes x [M, K], M <= 16: bfloat16, because float16 might overflow before the norm's factor
-    comes, K a multiple of 64, rows that begin at multiples of 16 bytes, tensor cores.
+    """Return whether `launch` computes x [M, K], M <= 16: bfloat16, because float16 might overflow before the norm's
+    factor comes, K a multiple of 64, rows that begin at multiples of 16 bytes, tensor cores.
     """
     return (
         x.dtype == torch.bfloat16
@@ -296,9 +300,9 @@ def launch(
     _few_linear_kernel[(cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
-        M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n, CHUNK=config.chunk,
-        AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps),
-        WARPS=config.warps, TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None,
-        GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=config.warps,
-        maxnreg=config.registers, **pdl_options(x.device),
+        M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n,
+        CHUNK=config.chunk, AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps),
+        CHAINS=min(config.chains, steps), WARPS=config.warps, TOKENS_FIRST=config.tokens_first,
+        NORM=norm_weight is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None,
+        num_warps=config.warps, maxnreg=config.registers, **pdl_options(x.device),
     )  # fmt: skip

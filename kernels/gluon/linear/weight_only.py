@@ -1,8 +1,8 @@
-"""Products of tens to hundreds of tokens with matrices of few bits on Hopper's matrix unit, in Gluon.
+"""Products of tens to hundreds of tokens with low-bit weights on Hopper's tensor cores, in Gluon.
 
-A program multiplies 128 rows of the weight by a tile of tokens. Each of two warpgroups has half of the rows: upper and lower
-ones, or with SwiGLU gate rows and up rows; one thread has the sums of both. While the matrix unit multiplies one step, the
-warpgroup decodes the next into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
+A program multiplies 128 rows of the weight by a tile of tokens. Each of two warpgroups has half of the rows: upper and
+lower ones, or with SwiGLU gate rows and up rows; one thread has the sums of both. While the tensor core multiplies one
+step, the warpgroup decodes the next into registers of their own. A third warp asks for codes and x, STAGES steps ahead.
 What a thread takes of a step, and the order of x that follows from it, are those of `kernels.gluon.common.weight_only`.
 """
 
@@ -93,7 +93,8 @@ def in_order(x: Tensor, weight: QuantizedWeight, norm_weight: Tensor | None = No
 @gluon.jit
 def _bring(
     x_desc, more_desc, codes_desc, x_smem, more_smem, codes_smem, full, empty, token, row, first, steps, all_steps,
-    N: gl.constexpr, HALVES: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr, SWIGLU: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, HALVES: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr, SWIGLU: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Ask for each step's codes and channels of x once its stage is empty; the first codes before x is there."""
     OF_X: gl.constexpr = x_desc.block_type.nbytes + (more_desc.block_type.nbytes if MORE else 0)
@@ -133,11 +134,12 @@ def _bring(
 
 @gluon.jit
 def _multiply(
-    scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens, n, first, steps,
-    row_bytes, num_groups,
-    WG: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr,
-    ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr,
+    scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens, n, first,
+    steps, row_bytes, num_groups,
+    WG: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPED: gl.constexpr,
+    SHARED: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows, two steps at a time: their number is even. See `_dense_quantized_kernel`."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -172,7 +174,7 @@ def _multiply(
         sums = warpgroup_mma_init(acc)
         more_sums = warpgroup_mma_init(more) if MORE else sums
         sums, more_sums = _add_step(low, high, x_smem, more_smem, stage, sums, more_sums, HALVES, MORE)
-        # Registers that the matrix unit still reads must not be written: these are others.
+        # Registers that the tensor core still reads must not be written: these are others.
         next_s = s
         next_z = z
         if GROUPED:
@@ -232,8 +234,8 @@ def _add_step(low, high, x_smem, more_smem, stage, sums, more_sums, HALVES: gl.c
 @gluon.jit
 def _store(
     top, bottom, scale, factor, bias, residual, out, upper, lower, token, num_tokens,
-    N: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ROWS: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, OUT: gl.constexpr,
+    N: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ROWS: gl.constexpr, FACTOR: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Sums of the upper rows and of the lower ones in OUT, with what belongs to the rows; with SWIGLU their SwiGLU."""
     STORED: gl.constexpr = N if SWIGLU else 0
@@ -264,16 +266,18 @@ def _store_rows(
 @gluon.jit(do_not_specialize=["num_tokens", "part_steps"])
 def _dense_quantized_kernel(
     x_desc, more_desc, codes_desc, scale, zero, factor, bias, residual, out, num_tokens, num_channels, part_steps,
-    N: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr,
-    HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr,
+    ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr,
+    BAND: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, width] and codes of N rows, or of 2N with SWIGLU: gate, then up; plus `residual` with RESIDUAL.
+    """out [M, N] from x [M, width] and codes of N rows, or of 2N with SWIGLU: gate, then up; plus `residual` with
+    RESIDUAL.
 
-    A tile has BLOCK_M + MORE tokens. Each program takes `part_steps` steps of the channels; if these are not all, out is
-    [parts, M, N], the sums of each part. BAND tiles of tokens are multiplied by all rows before the next ones, so that their
-    x is still in L2. The number of channels is no constant, so that products that differ in it share a compiled kernel.
+    A tile has BLOCK_M + MORE tokens. Each program takes `part_steps` steps of the channels; if these are not all, out
+    is [parts, M, N], the sums of each part. BAND tiles of tokens are multiplied by all rows before the next ones, so
+    that their x is still in L2. The number of channels is no constant, so that products that differ in it share a
+    compiled kernel.
     """
     TOKENS: gl.constexpr = BLOCK_M + MORE
     ROWS_OF_CODES: gl.constexpr = codes_desc.block_shape[0]
@@ -310,16 +314,16 @@ def _dense_quantized_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens, n,
-                first, steps, row_bytes, num_groups,
-                gl.constexpr(0), N, KIND, GROUP, GROUPED, SHARED, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M,
-                MORE, STAGES,
+                scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens,
+                n, first, steps, row_bytes, num_groups,
+                gl.constexpr(0), N, KIND, GROUP, GROUPED, SHARED, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU,
+                BLOCK_M, MORE, STAGES,
             )),
             (_multiply, (
-                scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens, n,
-                first, steps, row_bytes, num_groups,
-                gl.constexpr(1), N, KIND, GROUP, GROUPED, SHARED, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU, BLOCK_M,
-                MORE, STAGES,
+                scale, zero, factor, bias, residual, out, x_smem, more_smem, codes_smem, full, empty, token, num_tokens,
+                n, first, steps, row_bytes, num_groups,
+                gl.constexpr(1), N, KIND, GROUP, GROUPED, SHARED, ROWS, HALVES, ZERO, FACTOR, BIAS, RESIDUAL, SWIGLU,
+                BLOCK_M, MORE, STAGES,
             )),
             (_bring, (
                 x_desc, more_desc, codes_desc, x_smem, more_smem, codes_smem, full, empty, token, n, first, steps,
@@ -331,7 +335,7 @@ def _dense_quantized_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_dense_quantized_kernel`. programs: on a multiprocessor, one or two."""
+    """Tile sizes; see `_dense_quantized_kernel`. programs: on a multiprocessor, one or two."""
 
     block_m: int
     stages: int
@@ -357,12 +361,12 @@ def config(num_tokens: int, n: int, row_bytes: int, halves: int, swiglu: bool) -
 
 
 def _stages(block_m: int, halves: int, programs: int = 1) -> int:
-    """As many as fit into shared memory."""
+    """Return the number of stages that fit into shared memory."""
     return min(SHARED_BYTES // programs // (64 * 128 + halves * block_m * 128), 8)
 
 
 def _own_rows(swiglu: bool) -> int:
-    """Of out, that a program writes."""
+    """Return the number of rows of `out` that a program writes."""
     return 64 if swiglu else 128
 
 
@@ -410,14 +414,14 @@ def launch(
     registers, max_registers = (240, None) if config.programs == 1 else (104, 80)
     shared = weight.group % 128 == 0 and (row % 128 == 0 or row == k)  # scales, by both steps of a pair
     _dense_quantized_kernel[grid](
-        x_boxes, box_descriptor(x, more, 64) if more else x_boxes, box_descriptor(codes, own // (2 if swiglu else 4), 16), scale,
-        scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        out if bias is None else bias, out if residual is None else residual, sums, num_tokens, k, 2 * part,
-        N=n, KIND=weight.kind, GROUP=weight.group, GROUPED=weight.scale.shape[1] > 1 or weight.zero is not None,
-        SHARED=shared, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
-        BIAS=bias is not None and not split, RESIDUAL=residual is not None and not split, SWIGLU=swiglu, BLOCK_M=block_m,
-        MORE=more, STAGES=config.stages, BAND=BAND, REGISTERS=registers, num_warps=4, maxnreg=max_registers,
-        **pdl_options(x.device),
+        x_boxes, box_descriptor(x, more, 64) if more else x_boxes,
+        box_descriptor(codes, own // (2 if swiglu else 4), 16), scale, scale if weight.zero is None else weight.zero,
+        scale if weight.factor is None else weight.factor, out if bias is None else bias,
+        out if residual is None else residual, sums, num_tokens, k, 2 * part, N=n, KIND=weight.kind, GROUP=weight.group,
+        GROUPED=weight.scale.shape[1] > 1 or weight.zero is not None, SHARED=shared, ROWS=weight.rows, HALVES=k // row,
+        ZERO=weight.zero is not None, FACTOR=weight.factor is not None, BIAS=bias is not None and not split,
+        RESIDUAL=residual is not None and not split, SWIGLU=swiglu, BLOCK_M=block_m, MORE=more, STAGES=config.stages,
+        BAND=BAND, REGISTERS=registers, num_warps=4, maxnreg=max_registers, **pdl_options(x.device),
     )  # fmt: skip
     if split:
         sum_parts(sums, out, bias=bias, residual=residual)

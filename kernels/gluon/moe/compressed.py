@@ -1,8 +1,9 @@
-"""Experts of bfloat16 in 12 bits a weight on Hopper's matrix unit, in Gluon; see `kernels.data.compressed_weight`.
+"""Experts of bfloat16 in 12 bits a weight on Hopper's tensor cores, in Gluon; see `kernels.data.compressed_weight`.
 
-A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie side
-by side in memory. While the matrix unit multiplies a step of 64 channels, the warpgroup decodes the next one's weights into
-other registers. A third warp asks for weights and x, stages ahead. The values of codes are tiny, so x comes times 2^64.
+A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its routed
+tokens, which lie side by side in memory. While the tensor core multiplies a step of 64 channels, the warpgroup decodes
+the next one's weights into other registers. A third warp asks for weights and x, stages ahead. The values of codes are
+tiny, so x comes times 2^64.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -45,7 +46,7 @@ def _gather_kernel(
     x, order, out, stride_x, K: tl.constexpr, CHOSEN: tl.constexpr, TIMES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [pair in order, K]: each pair's token, times `TIMES`."""
+    """out [routed token in order, K]: each routed token's token, times `TIMES`."""
     position = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:  # in this order: the next kernel reads the entries, which were written before, ahead of its own wait
@@ -57,13 +58,13 @@ def _gather_kernel(
 
 
 def gather(x: Tensor, order: Tensor, chosen: int) -> Tensor:
-    """x [tokens, K] → pairs in order [pairs, K], times 2^64, as `launch` takes them."""
+    """x [tokens, K] → routed tokens in order [routed tokens, K], times 2^64, as `launch` takes them."""
     k = x.shape[1]
     out = torch.empty(len(order), k, dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(k), 4096)
     _gather_kernel[(len(order), cdiv(k, block))](
-        x, order, out, x.stride(0), K=k, CHOSEN=chosen, TIMES=2.0**64, BLOCK=block, num_warps=min(max(block // 512, 1), 4),
-        **pdl_options(x.device),
+        x, order, out, x.stride(0), K=k, CHOSEN=chosen, TIMES=2.0**64, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 4), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -91,7 +92,9 @@ def _bring(
     x_desc, codes_desc, x_smem, boxes_smem, full, empty, pair, row,
     STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for each step's weights and channels of x once its stage is empty. PDL: the first weights before x is there."""
+    """Ask for each step's weights and channels of x once its stage is empty. PDL: the first weights before x is
+    there.
+    """
     NUM_BYTES: gl.constexpr = 3 * codes_desc.block_type.nbytes + x_desc.block_type.nbytes
     AHEAD: gl.constexpr = min(STAGES, STEPS) if PDL else 0
     for step in gl.static_range(AHEAD):
@@ -110,7 +113,9 @@ def _bring(
 
 @gluon.jit
 def _small_weights(small, x, small_smem, first, stop, K: gl.constexpr, ROOM: gl.constexpr, A: gl.constexpr):
-    """A block's small weights [64, ROOM], one in each column; and their channels of x [BLOCK_M, ROOM] into shared memory."""
+    """A block's small weights [64, ROOM], one in each column; and their channels of x [BLOCK_M, ROOM] into shared
+    memory.
+    """
     X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROOM, ROOM // 8], [4, 1], [1, 0])
     listed = gl.load(small + gl.arange(0, ROOM, layout=gl.SliceLayout(0, A)))[None, :]
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, A))[:, None]
@@ -127,8 +132,8 @@ def _small_weights(small, x, small_smem, first, stop, K: gl.constexpr, ROOM: gl.
 @gluon.jit
 def _multiply(
     x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first, stop, n,
-    WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    WG: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's rows; scale and small are those of its block. See `_compressed_experts_kernel`."""
     GATED: gl.constexpr = ACTIVATION != ""
@@ -148,7 +153,7 @@ def _multiply(
     values = _decoded(codes_smem, WG * 3, A)
     if STEPS % 2:
         acc, values = _step(acc, values, x_smem, codes_smem, full, empty, 0, WG, STEPS, STAGES, A)
-    # Two steps a turn: each has registers of its own.
+    # Unrolled by two: each step has registers of its own.
     for turn in range(STEPS // 2):
         step = STEPS % 2 + 2 * turn
         acc, values = _step(acc, values, x_smem, codes_smem, full, empty, step, WG, STEPS, STAGES, A)
@@ -178,7 +183,7 @@ def _step(
     sums = warpgroup_mma(values, x_smem.index(stage).permute((1, 0)), warpgroup_mma_init(acc), is_async=True)
     following = gl.minimum(step + 1, STEPS - 1)
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
-    # Registers that the matrix unit still reads must not be written: these are others.
+    # Registers that the tensor core still reads must not be written: these are others.
     next_values = _decoded(codes_smem, following % STAGES * 6 + WG * 3, A)
     # What comes before a branch stays there: so weights are decoded before the wait and not after it.
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
@@ -189,12 +194,14 @@ def _step(
 
 @gluon.jit
 def _tile(
-    x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full, empty, row,
-    first, stop, n,
+    x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full, empty,
+    row, first, stop, n,
     N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M pairs; scale and small are those of the program's first block. See `_compressed_experts_kernel`."""
+    """Up to BLOCK_M routed tokens; scale and small are those of the program's first block. See
+    `_compressed_experts_kernel`.
+    """
     gl.warp_specialize(
         [
             (_multiply, (
@@ -202,8 +209,8 @@ def _tile(
                 gl.constexpr(0), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, PDL,
             )),
             (_multiply, (
-                x, scale + 64, small + ROOM, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first, stop, n,
-                gl.constexpr(1), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, PDL,
+                x, scale + 64, small + ROOM, weights, order, out, x_smem, small_smem, codes_smem, full, empty, first,
+                stop, n, gl.constexpr(1), N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, PDL,
             )),
             (_bring, (
                 x_desc, codes_desc, x_smem, boxes_smem, full, empty, first, row, gl.constexpr(K // 64), STAGES, PDL,
@@ -219,11 +226,12 @@ def _compressed_experts_kernel(
     N: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
     SMALL_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one tile of pairs, from x [pair in order, K] times 2^64; `entries` are of `kernels.triton.pairs`.
+    """128 rows of one tile of routed tokens, from x [routed token in order, K] times 2^64; `entries` are of
+    `kernels.triton.pairs`.
 
-    At most SMALL_M pairs, unless it is 0, are computed as such a tile.
-    With ACTIVATION: that of gate and up, times 2^64, out [pair in order, N]; the weight has 2N rows. Else out [pair, N],
-    times the pair's routing weight. The first weights are asked for while the kernel before still runs: it waited for `entries`.
+    At most SMALL_M routed tokens, unless it is 0, are computed as such a tile. With ACTIVATION: that of gate and up,
+    times 2^64, out [routed token in order, N]; the weight has 2N rows. Else out [routed token, N], times the routed
+    token's routing weight. The first weights are asked for while the kernel before still runs: it waited for `entries`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     TILES: gl.constexpr = N // 64 if GATED else N // 128
@@ -257,8 +265,8 @@ def _compressed_experts_kernel(
         row = (expert * TILES + tile) * (K // 64 * 96)
         if SMALL_M == 0:
             _tile(
-                x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full,
-                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
+                x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem,
+                full, empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
         elif stop - first <= SMALL_M:
             half_x_smem = x_smem._reinterpret(gl.bfloat16, [STAGES * 2, SMALL_M, 64], X_TILE)
@@ -269,15 +277,15 @@ def _compressed_experts_kernel(
             )  # fmt: skip
         else:
             _tile(
-                x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem, full,
-                empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
+                x_desc, codes_desc, x, scale, small, weights, order, out, x_smem, small_smem, codes_smem, boxes_smem,
+                full, empty, row, first, stop, n, N, K, ROOM, ACTIVATION, BLOCK_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
     elif PDL:
         wait_for_inputs()  # so that the next kernel does not overtake the one before this
 
 
 SHARED_BYTES = 228_000  # of a multiprocessor
-MIN_DIVIDED = 32  # pairs of a tile from which on one that is at most half full has code of its own
+MIN_DIVIDED = 32  # routed tokens of a tile from which on one that is at most half full has code of its own
 
 
 def launch(
@@ -290,7 +298,7 @@ def launch(
     block_m: int,
     activation: str = "",
 ) -> None:
-    """x: pairs in order [pairs, K], times 2^64; see `_compressed_experts_kernel`."""
+    """x: routed tokens in order [routed tokens, K], times 2^64; see `_compressed_experts_kernel`."""
     _, n, k = weight.shape
     n = n // 2 if activation else n
     small_m = block_m // 2 if block_m >= MIN_DIVIDED else 0

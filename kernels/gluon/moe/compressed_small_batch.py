@@ -84,7 +84,8 @@ def _listed(
 @gluon.jit
 def _add_small(
     total, x, small, scale, ids, strip, first, x_row, x_real, stride_x,
-    E: gl.constexpr, ROWS: gl.constexpr, ROOM: gl.constexpr, WARPS: gl.constexpr, EXPERTS: gl.constexpr, MMA: gl.constexpr,
+    E: gl.constexpr, ROWS: gl.constexpr, ROOM: gl.constexpr, WARPS: gl.constexpr, EXPERTS: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
     """total + the products of the block's small weights: columns of a weight whose other rows are zeros."""
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -114,11 +115,12 @@ def _compressed_few_kernel(
     CHOICES: gl.constexpr, EXPERTS: gl.constexpr, ONE_TOKEN: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
     ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Sixteen rows of one expert, for all pairs of a token and that expert: the first such pair's program does it.
+    """Sixteen rows of one expert, for all routed tokens of that expert: the first such routed token's program does it.
 
-    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, times the routing weights: out [pair, N];
-    the weight has 2N rows. Else from x [pair, K] to out [pair, N]. With EXPERTS > 1, from x [pair, K] of the only token
-    to the sum over its pairs, out [1, N], plus `residual`. A warp takes 64 channels at a time.
+    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, times the routing weights: out [routed
+    token, N]; the weight has 2N rows. Else from x [routed token, K] to out [routed token, N]. With EXPERTS > 1, from x
+    [routed token, K] of the only token to the sum over its routed tokens, out [1, N], plus `residual`. A warp takes 64
+    channels at a time.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     ROWS: gl.constexpr = 2 * N if GATED else N
@@ -221,7 +223,7 @@ def _compressed_few_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up: warps of a program, and steps whose words are loaded ahead."""
+    """Warps of a program, and the number of steps whose words are loaded ahead."""
 
     warps: int
     ahead: int
@@ -254,8 +256,9 @@ def launch(
     assert weight.gated == bool(activation)
     warps, ahead = config(k, experts)
     _compressed_few_kernel[(rows // 16 * (ids.numel() if experts == 1 else 1),)](
-        x, weight.codes, weight.scale, weight.small, ids, weights, out if residual is None else residual, out, num_tokens,
-        first, x.stride(0), N=n, K=k, ROOM=weight.small.shape[2], E=count, M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
-        CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, AHEAD=ahead, WARPS=warps,
-        ACTIVATION=activation, RESIDUAL=residual is not None, num_warps=warps, **pdl_options(x.device),
+        x, weight.codes, weight.scale, weight.small, ids, weights, out if residual is None else residual, out,
+        num_tokens, first, x.stride(0), N=n, K=k, ROOM=weight.small.shape[2], E=count,
+        M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen, CHOICES=next_power_of_2(chosen), EXPERTS=experts,
+        ONE_TOKEN=num_tokens == 1, AHEAD=ahead, WARPS=warps, ACTIVATION=activation, RESIDUAL=residual is not None,
+        num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip

@@ -27,7 +27,7 @@ STEPS = 4  # of 64 channels, of a program
 
 @gluon.jit
 def _stored_row(row, N: gl.constexpr, GATED: gl.constexpr):
-    """Of a row in the order of blocks, its number in the matrix."""
+    """Index in the matrix of a row in the order of blocks."""
     if GATED:
         return row // 16 * 8 + row % 8 + row // 8 % 2 * (N // 2)
     else:
@@ -83,7 +83,7 @@ def decompress(weight: CompressedWeight) -> Tensor:
     count, n, k = weight.shape
     out = torch.empty(count, n, k, dtype=torch.bfloat16, device=weight.device)
     _decompress_kernel[(count * n // 64, cdiv(k // 64, STEPS))](
-        weight.codes, weight.scale, weight.small, out, N=n, K=k, ROOM=weight.small.shape[2], GATED=weight.gated, STEPS=STEPS,
-        num_warps=4,
+        weight.codes, weight.scale, weight.small, out, N=n, K=k, ROOM=weight.small.shape[2], GATED=weight.gated,
+        STEPS=STEPS, num_warps=4,
     )  # fmt: skip
     return out

@@ -1,12 +1,13 @@
-"""Experts of e4m3 codes times tokens of e4m3 codes on Hopper's matrix unit, both with scales of 128 channels, in Gluon.
+"""Experts of e4m3 codes times tokens of e4m3 codes on Hopper's tensor cores, both with scales of 128 channels, in
+Gluon.
 
-A program multiplies a tile of pairs, which lie side by side in memory, by 256 rows of an expert's weight, 128 channels a step:
-as many as have one scale, and lie side by side in a panel of the weight. A step's sums are scaled before they are added up, in
-float32. Another warp asks for codes, stages ahead. Quarters of gate rows and of up rows alternate, so that one thread has the
-sums of both.
+A program multiplies a tile of routed tokens, which lie side by side in memory, by 256 rows of an expert's weight, 128
+channels a step: as many as have one scale, and lie side by side in a panel of the weight. A step's sums are scaled
+before they are added up, in float32. Another warp asks for codes, stages ahead. Quarters of gate rows and of up rows
+alternate, so that one thread has the sums of both.
 
-A warpgroup multiplies 64 pairs, which are the rows of the matrix unit's products, or up to 32, which are their columns. Then
-there is less to compute, but the pairs' scales fill more registers.
+A warpgroup multiplies 64 routed tokens, which are the rows of the tensor core's products, or up to 32, which are their
+columns. Then there is less to compute, but the routed tokens' scales fill more registers.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs, disable-error-code="assignment,misc,no-redef"
@@ -41,7 +42,7 @@ def _bring(
     N: gl.constexpr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for each step's codes once its stage is empty: of x 32 pairs at once, those boxes that have any.
+    """Ask for each step's codes once its stage is empty: of x 32 routed tokens at once, those boxes that have any.
 
     With PDL the weight's first codes are asked for before x is there.
     """
@@ -67,7 +68,9 @@ def _ask_weight(
     x_desc, codes_desc, codes_smem, full, stage, row, step, boxes,
     N: gl.constexpr, PIECES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Expect the bytes of a step with so many boxes of x, and ask for the weight's: with two pieces gate rows and up rows."""
+    """Expect the bytes of a step with so many boxes of x, and ask for the weight's: with two pieces gate rows and up
+    rows.
+    """
     ROWS: gl.constexpr = codes_desc.block_shape[0]
     for count in gl.static_range(1, BLOCK_M // 32 + 1):  # the compiler must know the number of bytes
         if boxes == count:
@@ -87,7 +90,7 @@ def _multiply(
     WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 pairs, if there are any. See `_scaled_experts_kernel`."""
+    """A warpgroup's 64 routed tokens, if there are any. See `_scaled_experts_kernel`."""
     if PDL:
         wait_for_inputs()
     first = first + WARPGROUP * 64
@@ -114,7 +117,7 @@ def _multiply_few(
     N: gl.constexpr, STEPS: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """All of a tile's pairs. See `_scaled_experts_kernel`."""
+    """All of a tile's routed tokens. See `_scaled_experts_kernel`."""
     if PDL:
         wait_for_inputs()
     GATED: gl.constexpr = ACTIVATION != ""
@@ -163,11 +166,11 @@ def _sums_of_groups(
     scale, more_scale, x_scale, x_smem, codes_smem, full, empty, steps,
     WARPGROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """[64, 64] of each quarter of 256 rows; of 128, with HALVES 1, the last two are 0. GATED: the second and the last quarter
-    are up rows.
+    """[64, 64] of each quarter of 256 rows; of 128, with HALVES 1, the last two are 0. GATED: the second and the last
+    quarter are up rows.
 
-    scale and more_scale: pointers to the first half's scales and the second's, or to those of gate rows and up rows; x_scale
-    [64]: to those of x. The scales of a row's groups lie side by side.
+    scale and more_scale: pointers to the first half's scales and the second's, or to those of gate rows and up rows;
+    x_scale [64]: to those of x. The scales of a row's groups lie side by side.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -217,13 +220,15 @@ def _quarters(sums):
 
 @gluon.jit
 def _computed(values):
-    """The same. The compiler cannot move its computation behind the next product: registers hold the sums of one only."""
+    """The same. The compiler cannot move its computation behind the next product: registers hold the sums of one
+    only.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _store(sums, weights, order, out, out_scale, first, stop, n, N: gl.constexpr, ACTIVATION: gl.constexpr):
-    """What `_scaled_experts_kernel` returns, of 64 pairs. Each thread stores eight values that lie side by side."""
+    """Store the results of 64 routed tokens. Each thread stores eight values that lie side by side."""
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     OUT: gl.constexpr = side_by_side(64, 8)
     position = first + gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))
@@ -250,7 +255,9 @@ def _store_few(
     sums, weights, order, out, out_scale, first, stop, n,
     N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """The same of sums [64, BLOCK_M], whose columns are pairs. Each thread stores at least 16 bytes that lie side by side."""
+    """As above for accumulators [64, BLOCK_M], one column per routed token.
+    Each thread stores at least 16 bytes that lie side by side.
+    """
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     SIZE: gl.constexpr = 16 if ACTIVATION != "" else 8
     OUT: gl.constexpr = gl.BlockedLayout([SIZE, 1], [64 // SIZE, SIZE // 2], [1, 4], [0, 1])
@@ -275,7 +282,9 @@ def _store_few(
 
 @gluon.jit
 def _activated(sums, ACTIVATION: gl.constexpr, AXIS: gl.constexpr):
-    """Activations of 128 channels, in two halves, and what each pair's must be divided by to become codes. AXIS: channels'."""
+    """Activations of 128 channels, in two halves, and what each routed token's must be divided by to become codes.
+    AXIS: channels'.
+    """
     low = activate_gated(sums[0], sums[1], ACTIVATION)
     high = activate_gated(sums[2], sums[3], ACTIVATION)
     largest = gl.max(gl.maximum(gl.maximum(low, -low), gl.maximum(high, -high)), AXIS)
@@ -288,11 +297,13 @@ def _scaled_experts_kernel(
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """256 rows of one tile of pairs, from codes x [pair in order, K] and their scales [pair in order, K / 128].
+    """256 rows of one tile of routed tokens, from codes x [routed token in order, K] and their scales [routed token in
+    order, K / 128].
 
-    `entries` are of `kernels.triton.pairs`. With ACTIVATION: that of gate and up, as codes out [pair in order, N]
-    and scales out_scale [pair in order, N / 128]; the weight has 2N rows. Else out [pair, N], times the pair's routing weight.
-    Its first weights are asked for while the kernel before still runs: that one must have waited for `entries` and `order`.
+    `entries` are of `kernels.triton.pairs`. With ACTIVATION: that of gate and up, as codes out [routed token in order,
+    N] and scales out_scale [routed token in order, N / 128]; the weight has 2N rows. Else out [routed token, N], times
+    the routed token's routing weight. Its first weights are asked for while the kernel before still runs: that one must
+    have waited for `entries` and `order`.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
@@ -375,7 +386,7 @@ def _scaled_experts_kernel(
 
 
 def supports(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether this kernel can multiply tokens of `dtype`, rounded, by the experts' weight, and the checkpoint allows it."""
+    """Return whether `launch` computes tokens of `dtype`, quantised, and the checkpoint allows that."""
     return (
         isinstance(weight, QuantizedWeight)
         and weight.rounds_activations
@@ -390,7 +401,7 @@ def supports(weight: Weight, dtype: torch.dtype) -> bool:
 
 
 def block_m(pairs: float) -> int:
-    """How many pairs a tile has, for experts with so many on average."""
+    """Return the number of routed tokens in a tile, for experts with so many on average."""
     return 32 if pairs <= 16 else 64 if pairs <= 48 else 128
 
 
@@ -417,7 +428,7 @@ def launch(
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
     _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
-        box_descriptor(x, 32, 128), box_descriptor(codes, 128 // pieces, 128), weight.scale, x_scale, weights, order, entries,
-        out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
+        box_descriptor(x, 32, 128), box_descriptor(codes, 128 // pieces, 128), weight.scale, x_scale, weights, order,
+        entries, out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, maxnreg={32: 112, 64: 128}.get(block_m), **pdl_options(x.device),
     )  # fmt: skip

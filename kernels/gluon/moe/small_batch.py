@@ -37,10 +37,9 @@ def _chunks(
     LAYOUT: gl.constexpr, ids, first, i,
     E: gl.constexpr, WARPS: gl.constexpr, PER_EXPERT: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """Of each warp in step i: its chunk's expert, here and among those chosen, its number in a row, and whether it
-    exists.
+    """For each warp at step i: local expert id, position in top-k, chunk index, valid flag.
 
-    Of one expert, whose pointers are, the number is 0.
+    The local expert id is 0 where pointers are one expert's.
     """
     return _of_chunk(i * WARPS + gl.arange(0, WARPS, layout=LAYOUT), ids, first, E, PER_EXPERT, EXPERTS)
 
@@ -115,8 +114,8 @@ def _load_step(
 
 @gluon.jit
 def _load_x(
-    x, ids, x_row, x_real, first, i, stride_x, X: gl.constexpr, E: gl.constexpr, BYTES: gl.constexpr, CHUNK: gl.constexpr,
-    WARPS: gl.constexpr, HALVES: gl.constexpr, EXPERTS: gl.constexpr,
+    x, ids, x_row, x_real, first, i, stride_x, X: gl.constexpr, E: gl.constexpr, BYTES: gl.constexpr,
+    CHUNK: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """The channels of one step, of the columns' rows of x, or of the rows that belong to the warps' experts."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, X))
@@ -204,11 +203,13 @@ def _few_experts_kernel(
     CHUNK: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, WIDTH: gl.constexpr, STAGED: gl.constexpr,
     SMALL: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one expert, for all pairs of a token and that expert: the first such pair's program does it.
+    """BLOCK_N outputs of one expert, for all routed tokens of that expert: the first such routed token's program does
+    it.
 
-    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, times the routing weights: out [pair, N];
-    the weight has 2N rows. Else from x [pair, K] to out [pair, N]. With EXPERTS > 1, from x [pair, K] of the only token
-    to the sum over its pairs, out [1, N], plus `residual`. A warp takes CHUNK bytes of a row at a time.
+    With ACTIVATION: from tokens x [T, K] to the activation of gate and up, times the routing weights: out [routed
+    token, N]; the weight has 2N rows. Else from x [routed token, K] to out [routed token, N]. With EXPERTS > 1, from x
+    [routed token, K] of the only token to the sum over its routed tokens, out [1, N], plus `residual`. A warp takes
+    CHUNK bytes of a row at a time.
     """
     BYTES: gl.constexpr = K // HALVES
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
@@ -331,8 +332,9 @@ def _few_experts_kernel(
                 if i + AHEAD < STEPS:
                     ups = ups + (
                         _load_step(
-                            codes, scale, zero, factor, ids, N + row, first, i + AHEAD, W, S, Z, E, STORED, BYTES, PANEL,
-                            CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR, STAGED,
+                            codes, scale, zero, factor, ids, N + row, first, i + AHEAD, W, S, Z, E, STORED, BYTES,
+                            PANEL, CHUNK, WARPS, BLOCK_N, GROUP, GROUPS, ROWS, HALVES, EXPERTS, QUANTIZED, ZERO, FACTOR,
+                            STAGED,
                         ),
                     )  # fmt: skip
             xi = xs[0]
@@ -388,7 +390,7 @@ def _few_experts_kernel(
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_few_experts_kernel`. BLOCK_N divides the outputs, CHUNK the bytes of a row."""
+    """Tile sizes; see `_few_experts_kernel`. BLOCK_N divides the outputs, CHUNK the bytes of a row."""
 
     block_n: int
     warps: int
@@ -489,9 +491,9 @@ def launch(
     staged = next_power_of_2(steps) if config.staged and kind != "float" and rows == 1 and group < k else 0
     programs = (n // config.block_n) * (ids.numel() if experts == 1 else 1)
     _few_experts_kernel[(programs,)](
-        x, codes, scale, scale if zero is None else zero, scale if factor is None else factor, x if bias is None else bias,
-        ids, weights, out if residual is None else residual, out, num_tokens, first, x.stride(0),
-        N=n, K=k, E=len(codes), M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
+        x, codes, scale, scale if zero is None else zero, scale if factor is None else factor,
+        x if bias is None else bias, ids, weights, out if residual is None else residual, out, num_tokens, first,
+        x.stride(0), N=n, K=k, E=len(codes), M=max(next_power_of_2(num_tokens), 8), CHOSEN=chosen,
         CHOICES=next_power_of_2(chosen), EXPERTS=experts, ONE_TOKEN=num_tokens == 1, KIND=kind, GROUP=group, ROWS=rows,
         HALVES=halves, PANEL=panel, ZERO=kind != "float" and zero is not None,
         FACTOR=kind != "float" and factor is not None, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead,

@@ -1,8 +1,9 @@
-"""Experts of few bits on Hopper's matrix unit, in Gluon; see `kernels.gluon.common.weight_only`.
+"""Low-bit experts on Hopper's tensor cores, in Gluon; see `kernels.gluon.common.weight_only`.
 
-A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its pairs, which lie
-side by side in memory. While the matrix unit multiplies one half of a step's codes, or a step where they
-have one, the warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x, stages ahead.
+A program multiplies 128 rows of an expert's weight, 64 in each of two warpgroups, by up to BLOCK_M of its routed
+tokens, which lie side by side in memory. While the tensor core multiplies one half of a step's codes, or a step where
+they have one, the warpgroup decodes what comes then, into registers of their own. A third warp asks for codes and x,
+stages ahead.
 """
 
 
@@ -54,9 +55,10 @@ def _gather_kernel(
     BYTES: tl.constexpr, HALVES: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
     NEXT_BYTES: tl.constexpr, NEXT_HALVES: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [pair in order, width]: a pair's token in order, with zeros where there is no channel.
+    """out [routed token in order, width]: a routed token's token in order, with zeros where there is no channel.
 
-    Likewise zeros in `inner`, for a weight of rows of NEXT_BYTES; PADDING: a power of two, at least as many as a row has.
+    Likewise zeros in `inner`, for a weight of rows of NEXT_BYTES; PADDING: a power of two, at least as many as a row
+    has.
     """
     WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64 * HALVES
     position = tl.program_id(0).to(tl.int64)
@@ -81,7 +83,9 @@ def _gather_kernel(
 def gather(
     x: Tensor, order: Tensor, chosen: int, weight: QuantizedWeight, following: QuantizedWeight
 ) -> tuple[Tensor, Tensor]:
-    """x [tokens, K] → pairs in order [pairs, width], as `launch` takes them, and where it writes those for `following`."""
+    """x [tokens, K] → routed tokens in order [routed tokens, width], as `launch` takes them, and where it writes those
+    for `following`.
+    """
     out = torch.empty(len(order), width(weight), dtype=x.dtype, device=x.device)
     inner = torch.empty(len(order), width(following), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(out.shape[1]), 4096)
@@ -99,10 +103,12 @@ def gather(
 @gluon.jit
 def _bring(
     x_desc, codes_desc, scale, x_smem, codes_smem, full, empty, pair, row, n,
-    N: gl.constexpr, STEPS: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
+    N: gl.constexpr, STEPS: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is there."""
+    """Ask for each step's codes and channels of x once its stage is empty. EARLY: codes may be asked for before x is
+    there.
+    """
     NUM_BYTES: gl.constexpr = 2 * PIECES * codes_desc.block_type.nbytes + HALVES * x_desc.block_type.nbytes
     AHEAD: gl.constexpr = min(STAGES, STEPS) if EARLY else 0
     for step in gl.static_range(AHEAD):
@@ -126,10 +132,11 @@ def _bring(
 
 @gluon.jit
 def _prefetch_scales(
-    scale, n, step, N: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    PIECES: gl.constexpr,
+    scale, n, step, N: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    HALVES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Bring a step's scales of the program's 128 rows, where they lie by groups, to the L2 cache: threads ask for them late.
+    """Bring a step's scales of the program's 128 rows, where they lie by groups, to the L2 cache: threads ask for them
+    late.
 
     The loads of a thread share few scoreboards: it cannot have scales of several steps on their way.
     """
@@ -175,7 +182,9 @@ def _words(codes_smem, stage, WG: gl.constexpr, PIECES: gl.constexpr):
 
 @gluon.jit
 def _ask_codes(codes_desc, codes_smem, full, stage, row, step, N: gl.constexpr, PIECES: gl.constexpr):
-    """A step's codes of the rows of the first warpgroup, then of the second: with two pieces gate rows, then up rows."""
+    """A step's codes of the rows of the first warpgroup, then of the second: with two pieces gate rows, then up
+    rows.
+    """
     ROWS: gl.constexpr = codes_desc.block_shape[0]
     for i in gl.static_range(2 * PIECES):
         tma.async_copy_global_to_shared(
@@ -191,7 +200,9 @@ def _multiply(
     HALVES: gl.constexpr, ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
+    """One warpgroup's rows; pointers to what belongs to the weight are the expert's. See
+    `_quantized_experts_kernel`.
+    """
     GATED: gl.constexpr = ACTIVATION != ""
     BYTES: gl.constexpr = K // HALVES
     STEPS: gl.constexpr = (BYTES + 63) // 64
@@ -226,7 +237,7 @@ def _multiply(
         high1 = high2
         low1 = low2
         low2 = low3
-    # Two steps a turn: what is asked for in one is used two steps on, in the same registers.
+    # Unrolled by two: each load is consumed two steps later, in the same registers.
     for turn in range(STEPS // 2):
         step = STEPS % 2 + 2 * turn
         acc, low, words, high0, low1 = _step(
@@ -258,13 +269,15 @@ def _multiply(
 @gluon.jit
 def _step(
     acc, low, words, scales, next_scales, pointers, zeros, x_smem, codes_smem, full, empty, step,
-    WG: gl.constexpr, PIECES: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, ZERO: gl.constexpr,
-    STAGES: gl.constexpr, A: gl.constexpr,
+    WG: gl.constexpr, PIECES: gl.constexpr, STEPS: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
+    ZERO: gl.constexpr, STAGES: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """acc + a step's products: `low` are its weights of the low (or only) codes, `words` its codes, `scales` the high ones'.
+    """acc + a step's products: `low` are its weights of the low (or only) codes, `words` its codes, `scales` the high
+    ones'.
 
-    Also the next step's `low`, of `next_scales`, and words; then the high scales of two and the low ones of three steps on.
+    Also the next step's `low`, of `next_scales`, and words; then the high scales of two and the low ones of three steps
+    on.
     """
     GROUPED: gl.constexpr = GROUPS > 1 or ZERO
     stage = step % STAGES
@@ -272,7 +285,7 @@ def _step(
     following = gl.minimum(step + 1, STEPS - 1)
     mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
     next_words = _words(codes_smem, following % STAGES, WG, PIECES)
-    # Registers that the matrix unit still reads must not be written: these are others.
+    # Registers that the tensor core still reads must not be written: these are others.
     high = low
     if HALVES == 2:
         high = _half(words, scales, 1, KIND, GROUPED, ZERO, A)
@@ -293,7 +306,8 @@ def _ask_scales(
     pointers, zeros, step, HALF: gl.constexpr, STORED: gl.constexpr, BYTES: gl.constexpr, GROUP: gl.constexpr,
     GROUPS: gl.constexpr, ROWS: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points [rows, 4] of the groups of each quarter of a step's channels; beyond the last group, its own.
+    """Scales and zero points [rows, 4] of the groups of each quarter of a step's channels; beyond the last group, its
+    own.
 
     They come straight from memory, where the rows of a group lie side by side: see `by_groups`.
     """
@@ -311,7 +325,7 @@ def _ask_scales(
 def _half(
     words, scales, HALF: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr, A: gl.constexpr
 ):
-    """A step's weights as the operand of the matrix unit, of the low (or only) codes, or with HALF of the high ones."""
+    """A step's weights as the operand of the tensor core, of the low (or only) codes, or with HALF of the high ones."""
     CUT: gl.constexpr = _layout([64, 4, 4])
     CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
     if GROUPED:
@@ -330,7 +344,9 @@ def _tile(
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT_BYTES: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M pairs; pointers to what belongs to the weight are the expert's. See `_quantized_experts_kernel`."""
+    """Up to BLOCK_M routed tokens; pointers to what belongs to the weight are the expert's. See
+    `_quantized_experts_kernel`.
+    """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
     BYTES: gl.constexpr = K // HALVES
@@ -362,14 +378,15 @@ def _quantized_experts_kernel(
     x_desc, small_x_desc, codes_desc, scale, zero, factor, bias, weights, order, entries, out,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr,
     ZERO: gl.constexpr, FACTOR: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, SMALL_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
+    NEXT_BYTES: gl.constexpr, BLOCK_M: gl.constexpr, SMALL_M: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one tile of pairs, from x [pair in order, width]; `entries` are of `kernels.triton.pairs`.
+    """128 rows of one tile of routed tokens, from x [routed token in order, width]; `entries` are of
+    `kernels.triton.pairs`.
 
-    At most SMALL_M pairs, unless it is 0, are computed as such a tile.
-    With ACTIVATION: that of gate and up, out [pair in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N
-    rows. Else out [pair, N], times the pair's routing weight; then codes are asked for while the kernel before still runs.
+    At most SMALL_M routed tokens, unless it is 0, are computed as such a tile. With ACTIVATION: that of gate and up,
+    out [routed token in order, width] for a weight of rows of NEXT_BYTES; the weight has 2N rows. Else out [routed
+    token, N], times the routed token's routing weight; then codes are asked for while the kernel before still runs.
     """
     GATED: gl.constexpr = ACTIVATION != ""
     PIECES: gl.constexpr = 2 if GATED else 1
@@ -411,8 +428,8 @@ def _quantized_experts_kernel(
             small_smem = x_smem._reinterpret(gl.bfloat16, [STAGES * HALVES * 2, SMALL_M, 64], X_TILE)
             _tile(
                 small_x_desc, codes_desc, scale, zero, factor, bias, weights, order, out, small_smem, codes_smem, full,
-                empty, expert, first, stop, n, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION, NEXT_BYTES,
-                SMALL_M, STAGES, REGISTERS, PDL,
+                empty, expert, first, stop, n, N, K, KIND, GROUP, ROWS, HALVES, ZERO, FACTOR, BIAS, ACTIVATION,
+                NEXT_BYTES, SMALL_M, STAGES, REGISTERS, PDL,
             )  # fmt: skip
         else:
             _tile(
@@ -423,11 +440,11 @@ def _quantized_experts_kernel(
 
 
 SHARED_BYTES = 224_000  # of a multiprocessor
-MIN_DIVIDED = 32  # pairs of a tile from which on one that is at most half full has code of its own
+MIN_DIVIDED = 32  # routed tokens of a tile from which on one that is at most half full has code of its own
 
 
 def supports(x: Tensor, weight: Weight) -> bool:
-    """Whether this kernel can multiply tokens like x by the experts' weight."""
+    """Return whether `launch` computes tokens like x times the experts' weight."""
     return (
         isinstance(weight, QuantizedWeight)
         and weight.order is None
@@ -439,7 +456,7 @@ def supports(x: Tensor, weight: Weight) -> bool:
 
 
 class Config(NamedTuple):
-    """How a product is cut up; see `_quantized_experts_kernel`. max_registers: of a thread at the start; None: all."""
+    """Stages and registers; see `_quantized_experts_kernel`. max_registers: of a thread at the start; None: all."""
 
     stages: int
     registers: int
@@ -465,8 +482,8 @@ def launch(
     activation: str = "",
     following: QuantizedWeight | None = None,
 ) -> None:
-    """x: pairs in order [pairs, width]; out: with an activation, likewise, for the weight `following`; see
-    `_quantized_experts_kernel`.
+    """x: routed tokens in order [routed tokens, width]; out: with an activation, likewise, for the weight `following`;
+    see `_quantized_experts_kernel`.
     """
     n = weight.codes.shape[1] // (2 if activation else 1)
     row, k = weight.codes.shape[2], weight.num_channels
@@ -479,11 +496,12 @@ def launch(
     assert codes.is_contiguous()
     assert weight.lies_by_groups()
     _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
-        box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64), box_descriptor(codes, 64 // pieces, 16), scale,
-        scale if weight.zero is None else weight.zero, scale if weight.factor is None else weight.factor,
-        out if bias is None else bias, weights, order, entries, out, N=n, K=k, KIND=weight.kind, GROUP=weight.group,
-        ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None, FACTOR=weight.factor is not None,
-        BIAS=bias is not None, ACTIVATION=activation, NEXT_BYTES=n if following is None else following.codes.shape[2],
-        BLOCK_M=block_m, SMALL_M=small_m, STAGES=config.stages, REGISTERS=config.registers, num_warps=4,
-        maxnreg=config.max_registers, **pdl_options(x.device),
+        box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64),
+        box_descriptor(codes, 64 // pieces, 16), scale, scale if weight.zero is None else weight.zero,
+        scale if weight.factor is None else weight.factor, out if bias is None else bias, weights, order, entries, out,
+        N=n, K=k, KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None,
+        FACTOR=weight.factor is not None, BIAS=bias is not None, ACTIVATION=activation,
+        NEXT_BYTES=n if following is None else following.codes.shape[2], BLOCK_M=block_m, SMALL_M=small_m,
+        STAGES=config.stages, REGISTERS=config.registers, num_warps=4, maxnreg=config.max_registers,
+        **pdl_options(x.device),
     )  # fmt: skip
