@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 import engine as quire
 from server.apis import anthropic, ollama, service
-from server.apis.openai import chat, completions, embeddings, generate, models, not_served, responses, scores
+from server.apis.openai import (
+    chat,
+    completions,
+    embeddings,
+    generate,
+    invocations,
+    models,
+    not_served,
+    responses,
+    scores,
+)
 from server.apis.openai.errors import error_body
 from server.docs.openapi import add_reference
 from server.generation.engine_client import EngineClient
@@ -24,7 +33,7 @@ from server.generation.rate_limits import RateLimits
 from server.generation.server_state import ServerState
 from server.generation.workers import Workers
 from server.http.auth import APIKeyMiddleware
-from server.http.browsers import BrowserMiddleware
+from server.http.browsers import BrowserMiddleware, PreflightMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
 from server.http.middleware import RequestMiddleware, TurnsMiddleware
@@ -51,6 +60,7 @@ APIS = (
     scores.api,
     models.api,
     not_served.api,
+    invocations.api,
     service.api,
 )
 
@@ -182,7 +192,7 @@ def _add_middleware(
         )
     if settings.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            PreflightMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     if traces is not None:
         app.add_middleware(traces.middleware)

@@ -148,8 +148,10 @@ class InputProcessor:
         Thread-safe. Raises `ValueError` as `check` does, and `TagsError` as `_with_grammar` does.
         """
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(sampling, name) or 0) > self.max_logprobs:
-                got = getattr(sampling, name)
+            got = getattr(sampling, name)
+            if got == -1:
+                sampling = sampling.clone(**{name: min(self.max_logprobs, self.spec.vocab_size)})
+            elif (got or 0) > self.max_logprobs:
                 raise ParameterError(name, f"must be at most max_logprobs={self.max_logprobs}, got {got}")
         if sampling.thinking_token_budget is not None and sampling.thinking_marks is None:
             raise ParameterError("thinking_token_budget", "needs thinking_marks, the tokens around the reasoning")

@@ -67,6 +67,10 @@ def _field(parameter: Parameter) -> Any:
 def given_sampling(body: Any, names: Iterable[str] = PARAMETERS) -> dict[str, Any]:
     """Return the sampling parameters that a request sets, as fields of `SamplingParams`."""
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if stop := given.get("stop"):
+        given["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]  # as OpenAI's API
+    if not given.get("stop", True):
+        del given["stop"]  # empty texts stop nothing
     if bias := given.get("logit_bias"):
         try:
             given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}

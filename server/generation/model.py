@@ -41,8 +41,8 @@ class Model:
         return self.engine.model
 
     def check_name(self, name: str | None) -> None:
-        """Raise `RequestError` if `name` is not a served name. None stands for the served model."""
-        if name is not None and name not in self.names:
+        """Raise `RequestError` if `name` is not a served name. None and "" stand for the served model."""
+        if name and name not in self.names:
             reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
             raise NotFoundError(reason, "model", lead=None)
 

@@ -42,7 +42,14 @@ async def completed(
         sampling = await model.engine.prepare(sampling, request.owner)
     except ValueError as error:
         raise invalid(error) from None
+    for name in ("logprobs", "prompt_logprobs"):
+        if request.sampling.get(name) == -1 and (most := getattr(sampling, name)) < _vocab_size(model):
+            warnings.add(f"-1 asks for all tokens: the server returns at most {most} (--max-logprobs)", name)
     return await guided(model, request, prompt, sampling, warnings)
+
+
+def _vocab_size(model: Model) -> int:
+    return model.info.tokenizer.vocab_size if model.info.tokenizer is not None else 0
 
 
 def limited(model: Model, prompt: list[int], sampling: SamplingParams) -> SamplingParams:

@@ -7,7 +7,9 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.http.auth import PROBES
@@ -100,3 +102,19 @@ def _is_from_elsewhere(site: str | None, origin: str, host: str) -> bool:
     if site is not None:
         return site not in ("same-origin", "none")
     return bool(origin) and origin.partition("://")[2] != host
+
+
+class PreflightMiddleware(CORSMiddleware):
+    """Answers preflights of allowed origins, also of public pages that use this server in a private network."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        headers = request_headers.mutablecopy()
+        is_private = headers.get(_PRIVATE) == "true"
+        del headers[_PRIVATE]
+        response = super().preflight_response(headers)
+        if is_private and response.status_code == 200:
+            response.headers["Access-Control-Allow-Private-Network"] = "true"
+        return response
+
+
+_PRIVATE = "access-control-request-private-network"

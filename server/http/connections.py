@@ -17,6 +17,7 @@ from server.http.entrance import BEGIN_AT_ONCE, Entrance
 _ENOUGH_FILES = 1 << 18
 _OTHER_FILES = 256
 _ENOUGH_CONNECTIONS = 16_384
+_CHUNKED = b"transfer-encoding: chunked\r\n"  # as uvicorn writes it
 _CHUNK_OVERHEAD = 8  # bytes of framing for each byte of a body sent in one-byte chunks
 
 
@@ -169,7 +170,8 @@ class Connection(HttpToolsProtocol):
         self._receiving.stop()
         self._others.working(self)
         super().on_headers_complete()
-        self.cycle.transport = cast(asyncio.Transport, _HeadAndBody(self.transport, self.loop))
+        kind = _Unframed if self.scope["http_version"] == "1.0" else _HeadAndBody
+        self.cycle.transport = cast(asyncio.Transport, kind(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -281,6 +283,35 @@ class _HeadAndBody:
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+
+class _Unframed(_HeadAndBody):
+    """Sends a response to a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): the body ends with the connection."""
+
+    __slots__ = ("_has_head", "_is_chunked")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(transport, loop)
+        self._has_head = self._is_chunked = False
+
+    def write(self, data: bytes) -> None:
+        if not self._has_head:
+            self._has_head, self._is_chunked = True, _CHUNKED in data
+            data = data.replace(_CHUNKED, b"", 1)
+        elif self._is_chunked:
+            data = _without_frames(data)
+        super().write(data)
+
+
+def _without_frames(data: bytes) -> bytes:
+    """Return the content of whole chunks."""
+    parts = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        num_bytes = int(size, 16)
+        parts.append(rest[:num_bytes])
+        data = rest[num_bytes + 2 :]
+    return b"".join(parts)
 
 
 class _Arrived:

@@ -164,6 +164,9 @@ class Bodies:
         return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
 
     async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
+        if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+            reason = f"bodies with Content-Encoding {encoding[:100]!r} are not supported: send it without compression"
+            raise APIError(415, reason, headers={"Accept-Encoding": "identity"})
         if not _is_json(request):
             raise APIError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
         if is_small(data):

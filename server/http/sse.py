@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from time import monotonic
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
@@ -45,7 +46,9 @@ class EventStream(EventSourceResponse):
         proxies from closing the stream; 0: no comments. `media_type`: for other kinds of streams.
         """
         super().__init__(events, media_type=media_type)
+        del self.headers["connection"]  # the HTTP server's own
         self._events, self._failure, self._end, self._keep_alive = events, failure, end, keep_alive
+        self._last_sent = 0.0  # monotonic seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_event: Send = scope.get(DIRECT_SEND, send)
@@ -53,11 +56,12 @@ class EventStream(EventSourceResponse):
             await self._stream(send, send_event)
 
     async def _stream(self, send: Send, send_event: Send) -> None:
-        last = self._end
+        last, self._last_sent = self._end, monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send_event({"type": "http.response.body", "body": data, "more_body": True})
+                self._last_sent = monotonic()
         except RequestError as error:
             last = self._failure(with_status(error)) + last
         except Exception as error:
@@ -67,11 +71,15 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch(self, receive: Receive, send_event: Send) -> None:
-        """Send keep-alive comments until the client disconnects."""
+        """Send a comment whenever the stream has been silent for the interval, until the client disconnects."""
+        silent = 0.0
         while True:
             try:
-                async with asyncio.timeout(self._keep_alive or None):
+                async with asyncio.timeout(self._keep_alive - silent if self._keep_alive else None):
                     await disconnected(receive)
                 return
             except TimeoutError:
+                silent = monotonic() - self._last_sent
+            if silent >= self._keep_alive:
                 await send_event({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                self._last_sent, silent = monotonic(), 0.0

@@ -44,7 +44,10 @@ class SamplingParams:
         1.0, "randomness of sampling; 0: always the most likely token", at_least=0, at_most=2
     )
     top_p: float = parameter(
-        1.0, "sample from the most likely tokens whose probabilities add up to this", above=0, at_most=1
+        1.0,
+        "sample from the most likely tokens whose probabilities add up to this; 0: the most likely token",
+        at_least=0,
+        at_most=1,
     )
     top_k: int = parameter(
         0,
@@ -136,17 +139,18 @@ class SamplingParams:
     )
     logprobs: int | None = parameter(
         None,
-        "return log probabilities of the sampled tokens and of this many most likely tokens",
-        at_least=0,
+        "return log probabilities of the sampled tokens and of this many most likely tokens; -1: of all, up to --max-logprobs",
+        at_least=-1,
         at_most=20,
-        wanted="in [0, 20]",
+        wanted="-1 or in [0, 20]",
     )
     prompt_logprobs: int | None = parameter(
         None,
-        "return log probabilities of the prompt's tokens and of this many most likely tokens; not in streams",
-        at_least=0,
+        "return log probabilities of the prompt's tokens and of this many most likely tokens; -1: of all, up to "
+        "--max-logprobs; not in streams",
+        at_least=-1,
         at_most=20,
-        wanted="in [0, 20]",
+        wanted="-1 or in [0, 20]",
     )
     logprob_token_ids: list[int] | None = parameter(
         None,
@@ -165,6 +169,8 @@ class SamplingParams:
         _check_numbers(self)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+        if self.top_p == 0:
+            object.__setattr__(self, "top_p", _LEAST_TOP_P)
         if self.logprob_token_ids and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -212,6 +218,7 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+_LEAST_TOP_P = 1e-9  # less than the probability of the most likely token
 _check_numbers = NumberChecks(SamplingParams)
 _MAX_LENGTHS = [
     (name, each.declaration.max_length)

@@ -126,3 +126,14 @@ def test_dry_punishes_and_never_excludes() -> None:
     filters.dont_repeat(logits, history, torch.tensor([60]), no_breakers, one * 2, one * 50, one * 2)
     assert logits.isfinite().all()
     assert logits[0, 0] < -1e20
+
+
+def test_top_p_of_nothing_keeps_the_most_likely_token() -> None:
+    top_p = SamplingParams(top_p=0).top_p
+    logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)) / 100  # nearly alike
+    kept = logits.clone()
+    filters.keep_nucleus(
+        kept, torch.ones(4), torch.zeros(4, dtype=torch.int32), torch.full((4,), top_p), torch.zeros(4)
+    )
+    assert kept.isfinite().sum(-1).tolist() == [1, 1, 1, 1]
+    assert torch.equal(kept.argmax(-1), logits.argmax(-1))

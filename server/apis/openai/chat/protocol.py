@@ -53,7 +53,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise wrong("requires logprobs=true", "top_logprobs")
         return self
 

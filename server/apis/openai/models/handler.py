@@ -22,6 +22,7 @@ from server.http.responses import json_response
 def add_routes(app: FastAPI, server: ServerState) -> None:
     model = server.model
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": _cards(model)}
