@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +79,7 @@ class DecodeGraphs:
         return Computed(logits=logits, tokens=tokens, is_graph=True)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphLogits:
+class GraphLogits(NamedTuple):
     """The logits that a decode graph has left."""
 
     work: DecodeStep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,13 +12,12 @@ from engine.worker.input_batch import PackedStep
 from engine.worker.sampling.sampler import Sampler
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     """A step to run, and what it must give besides tokens."""
 
     output: SchedulerOutput
-    scored: list[int] = field(default_factory=list)  # indices of requests that get log-probabilities of their prompts
-    pooled: list[int] = field(default_factory=list)  # indices of pooling requests
+    scored: Sequence[int] = ()  # indices of requests that get log-probabilities of their prompts
+    pooled: Sequence[int] = ()  # indices of pooling requests
     counts_experts: bool = False
 
     @property
@@ -52,8 +51,7 @@ class Logits(Protocol):
         """Sample filtered and masked sequences into tokens [B]. Returns all logits, with masks applied."""
 
 
-@dataclass(frozen=True, slots=True)
-class WholeLogits:
+class WholeLogits(NamedTuple):
     """Logits that this rank has as a whole."""
 
     logits: Tensor  # [B, V]
@@ -67,8 +65,7 @@ class WholeLogits:
         return self.logits
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """The part of a step that an executor has computed: hidden states, or logits, or logits and tokens.
 
     A stage before the last one always returns hidden states of all tokens, with padding. The last stage returns those

@@ -204,8 +204,10 @@ class InputBatch:
         """Return the length that the packed step has with this padding, in words of 4 bytes."""
         num_seqs = max(padded_seqs, len(output.batch))
         num_tokens = padded_tokens or output.batch.total_num_tokens + num_seqs - len(output.batch)
-        tables = [*output.new_block_ids.values(), *(new.block_ids for new in output.new_requests)]
-        num_updates = sum(len(block_ids) for of_groups in tables for block_ids in of_groups)
+        num_updates = 0
+        if output.new_block_ids or output.new_requests:
+            tables = [*output.new_block_ids.values(), *(new.block_ids for new in output.new_requests)]
+            num_updates = sum(len(block_ids) for of_groups in tables for block_ids in of_groups)
         return (2 + 2 * self.num_groups) * segment_of(num_seqs) + num_tokens + max(num_updates, 1)
 
     def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:

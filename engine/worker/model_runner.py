@@ -7,7 +7,6 @@ stays on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ class ModelRunner:
         self.update_rows(output)
         step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
         if self._expert_load is not None and not step.only_decodes and self._expert_load.begin():
-            step = replace(step, counts_experts=True)
+            step = step._replace(counts_experts=True)
         executor, padding = self._executor(step)
         packed = self.batch.pack(output, *padding)
         if self._link is not None:

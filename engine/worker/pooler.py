@@ -43,7 +43,7 @@ class Pooler:
         rows = self._batch.rows
         return [i for i, request_id in enumerate(output.batch.request_ids) if rows[request_id].pooling is not None]
 
-    def pool(self, packed: PackedStep, indices: list[int], hidden: Tensor) -> Embeddings | None:
+    def pool(self, packed: PackedStep, indices: Sequence[int], hidden: Tensor) -> Embeddings | None:
         """Return the embeddings that this step completes, None if there are none.
 
         indices: from `indices`. hidden [T, hidden]: hidden states of the step's tokens, before the final norm.

@@ -50,11 +50,12 @@ class StepSampling:
         plan = self._sampler.plan(packed)
         handle.num_sampled, handle.unsampled = plan.num_sampled, plan.unsampled
         masks = self._sampler.masks(plan) if plan.guided else None
-        finish = partial(self._finish, handle, packed, plan, (logits, tokens, masks), is_graph)
+        inputs = logits, tokens, masks
         if masks is None:
-            finish()
+            self._finish(handle, packed, plan, inputs, is_graph)
         else:
-            handle.guided, handle.masks, handle.finish = plan.guided, masks.numpy(), finish
+            handle.guided, handle.masks = plan.guided, masks.numpy()
+            handle.finish = partial(self._finish, handle, packed, plan, inputs, is_graph)
 
     @torch.inference_mode()
     def _finish(

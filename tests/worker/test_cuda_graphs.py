@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,8 +85,8 @@ def test_a_step_runs_at_the_smallest_shape_that_holds_it(lens: list[int], size: 
 def test_steps_that_do_not_prefill_or_count_experts_run_elsewhere() -> None:
     graphs = make_graphs(Forward())
     assert graphs.fits(step([1, 1])) is None
-    assert graphs.fits(replace(step([1, 20]), counts_experts=True)) is None
-    assert graphs.fits(replace(step([1, 20]), scored=[1])) is not None
+    assert graphs.fits(step([1, 20])._replace(counts_experts=True)) is None
+    assert graphs.fits(step([1, 20])._replace(scored=[1])) is not None
 
 
 def test_latent_attention_decodes_in_no_graph_of_steps_that_prefill() -> None:

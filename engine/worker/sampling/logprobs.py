@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,7 +85,7 @@ class PromptLogprobs:
 
     @classmethod
     def of(
-        cls, packed: PackedStep, indices: list[int], hidden: Tensor, to_logits: Callable[[Tensor], Tensor],
+        cls, packed: PackedStep, indices: Sequence[int], hidden: Tensor, to_logits: Callable[[Tensor], Tensor],
         vocab_size: int, to_device: Callable[[Tensor], Tensor],
     ) -> PromptLogprobs:  # fmt: skip
         """Compute them for the requests at `indices`. hidden [T, hidden]: hidden states of all the step's tokens."""
