@@ -1,1 +1,1 @@
-"""Gluon kernels for tensor cores, tuned on Hopper. The launchers in `kernels.triton` prefer them where they apply."""
+"""Gluon kernels for tensor cores, tuned on Hopper. `kernels.cuda` chooses them where they are supported and faster."""

@@ -1,1 +1,1 @@
-"""The operations for NVIDIA GPUs, in Triton."""
+"""Triton kernels for NVIDIA GPUs."""

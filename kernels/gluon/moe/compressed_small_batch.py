@@ -21,8 +21,8 @@ from kernels.data.compressed_weight import CompressedWeight
 from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.compressed_bits import DOWN, UP, decode_fragments, listed_channel, listed_row, listed_value
 from kernels.gluon.common.layouts import last, middle
-from kernels.gluon.moe.small_batch import NO_PAIR, _chunks, _load_x
-from kernels.gpu.launch import EARLY, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gluon.moe.small_batch import _chunks, _load_x, columns, routed_tokens
+from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 
 @gluon.jit
@@ -134,12 +134,12 @@ def _compressed_few_kernel(
     OUT: gl.constexpr = gl.SliceLayout(0, SUM)
     TOKENS: gl.constexpr = gl.SliceLayout(0, OUT)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, X))
-    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // CHOICES, CHOICES], [WARPS, 1], [1, 0])
     own = gl.program_id(0) // STRIPS
     strip = gl.program_id(0) % STRIPS
     early = ()
     if EXPERTS > 1:
         mine = True
+        pair_of = own
         if PDL:
             launch_dependents()
         for i in gl.static_range(AHEAD):
@@ -150,32 +150,9 @@ def _compressed_few_kernel(
         if PDL:  # in this order: the next kernel reads ids before it waits
             wait_for_inputs()
             launch_dependents()
-        expert = gl.load(ids + own, cache_modifier=EARLY) - first
-        mine = (expert >= 0) & (expert < E)
-        if not ONE_TOKEN:
-            tokens = gl.arange(0, M, layout=gl.SliceLayout(1, IDS))[:, None]
-            choices = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, IDS))[None, :]
-            pairs = tokens * CHOSEN + choices
-            real = (tokens < num_tokens) & (choices < CHOSEN)
-            listed = gl.load(ids + pairs, mask=real, other=-1, cache_modifier=EARLY) - first
-            mine = mine & (gl.min(gl.min(gl.where(listed == expert, pairs, NO_PAIR), 1), 0) == own)
-            pair_of = gl.max(gl.where(listed == expert, pairs, -1), 1)
+        expert, mine, pair_of = routed_tokens(ids, own, first, num_tokens, E, M, CHOSEN, CHOICES, ONE_TOKEN, WARPS)
     if mine:
-        column = gl.arange(0, M, layout=COLUMNS)
-        m = gl.arange(0, M, layout=TOKENS)
-        if ONE_TOKEN:
-            x_pair = gl.where(column == 0, own, -1)
-            pair = gl.where(m == 0, own, -1)
-        else:
-            x_pair = gl.convert_layout(pair_of, COLUMNS)
-            pair = gl.convert_layout(pair_of, TOKENS)
-        if GATED:
-            x_row = column
-        elif EXPERTS > 1:
-            x_row = column * 0
-        else:
-            x_row = gl.maximum(x_pair, 0)
-        x_real = x_pair >= 0
+        x_row, x_real, pair = columns(pair_of, own, COLUMNS, TOKENS, M, GATED, EXPERTS, ONE_TOKEN)
         ahead = early
         xs = ()
         if EXPERTS == 1:

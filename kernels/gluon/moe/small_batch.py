@@ -59,6 +59,54 @@ def _of_chunk(chunk, ids, first, E: gl.constexpr, PER_EXPERT: gl.constexpr, EXPE
 
 
 @gluon.jit
+def routed_tokens(
+    ids, own, first, num_tokens,
+    E: gl.constexpr, M: gl.constexpr, CHOSEN: gl.constexpr, CHOICES: gl.constexpr, ONE_TOKEN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Local expert id of routed token `own`, whether this program computes that expert, each token's routed token of it.
+
+    The expert's first routed token's program does. A token without a routed token of the expert has -1.
+    """
+    expert = gl.load(ids + own, cache_modifier=EARLY) - first
+    mine = (expert >= 0) & (expert < E)
+    if ONE_TOKEN:
+        return expert, mine, own
+    else:
+        IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // CHOICES, CHOICES], [WARPS, 1], [1, 0])
+        tokens = gl.arange(0, M, layout=gl.SliceLayout(1, IDS))[:, None]
+        choices = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, IDS))[None, :]
+        pairs = tokens * CHOSEN + choices
+        real = (tokens < num_tokens) & (choices < CHOSEN)
+        listed = gl.load(ids + pairs, mask=real, other=-1, cache_modifier=EARLY) - first
+        mine = mine & (gl.min(gl.min(gl.where(listed == expert, pairs, NO_PAIR), 1), 0) == own)
+        return expert, mine, gl.max(gl.where(listed == expert, pairs, -1), 1)
+
+
+@gluon.jit
+def columns(
+    pair_of, own, COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
+    M: gl.constexpr, GATED: gl.constexpr, EXPERTS: gl.constexpr, ONE_TOKEN: gl.constexpr,
+):  # fmt: skip
+    """Each column's row of x and whether it has one, in layout COLUMNS; its routed token or -1, in layout TOKENS."""
+    column = gl.arange(0, M, layout=COLUMNS)
+    m = gl.arange(0, M, layout=TOKENS)
+    if ONE_TOKEN:
+        x_pair = gl.where(column == 0, own, -1)
+        pair = gl.where(m == 0, own, -1)
+    else:
+        x_pair = gl.convert_layout(pair_of, COLUMNS)
+        pair = gl.convert_layout(pair_of, TOKENS)
+    if GATED:
+        x_row = column
+    elif EXPERTS > 1:
+        x_row = column * 0
+    else:
+        x_row = gl.maximum(x_pair, 0)
+    return x_row, x_pair >= 0, pair
+
+
+@gluon.jit
 def _load(pointers, real, MASKED: gl.constexpr):
     if MASKED:
         return gl.load(pointers, mask=real, other=0, eviction_policy="evict_first")
@@ -230,13 +278,13 @@ def _few_experts_kernel(
     ROWS_OF_SUM: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, SUM))
     TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUM))
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, X))
-    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // CHOICES, CHOICES], [WARPS, 1], [1, 0])
     own = gl.program_id(0) // BLOCKS
     row = gl.program_id(0) % BLOCKS * BLOCK_N
     early = ()
     if EXPERTS > 1:
         expert = own
         mine = True
+        pair_of = own
         if PDL:
             launch_dependents()
         for i in gl.static_range(AHEAD):
@@ -252,32 +300,9 @@ def _few_experts_kernel(
         if PDL:  # in this order: the next kernel reads ids before it waits
             wait_for_inputs()
             launch_dependents()
-        expert = gl.load(ids + own, cache_modifier=EARLY) - first
-        mine = (expert >= 0) & (expert < E)
-        if not ONE_TOKEN:
-            tokens = gl.arange(0, M, layout=gl.SliceLayout(1, IDS))[:, None]
-            choices = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, IDS))[None, :]
-            pairs = tokens * CHOSEN + choices
-            real = (tokens < num_tokens) & (choices < CHOSEN)
-            listed = gl.load(ids + pairs, mask=real, other=-1, cache_modifier=EARLY) - first
-            mine = mine & (gl.min(gl.min(gl.where(listed == expert, pairs, NO_PAIR), 1), 0) == own)
-            pair_of = gl.max(gl.where(listed == expert, pairs, -1), 1)
+        expert, mine, pair_of = routed_tokens(ids, own, first, num_tokens, E, M, CHOSEN, CHOICES, ONE_TOKEN, WARPS)
     if mine:
-        column = gl.arange(0, M, layout=COLUMNS)
-        m = gl.arange(0, M, layout=TOKENS)
-        if ONE_TOKEN:
-            x_pair = gl.where(column == 0, own, -1)
-            pair = gl.where(m == 0, own, -1)
-        else:
-            x_pair = gl.convert_layout(pair_of, COLUMNS)
-            pair = gl.convert_layout(pair_of, TOKENS)
-        if GATED:
-            x_row = column
-        elif EXPERTS > 1:
-            x_row = column * 0
-        else:
-            x_row = gl.maximum(x_pair, 0)
-        x_real = x_pair >= 0
+        x_row, x_real, pair = columns(pair_of, own, COLUMNS, TOKENS, M, GATED, EXPERTS, ONE_TOKEN)
         ahead = early
         ups = ()
         xs = ()

@@ -56,7 +56,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_ask", "_decoded", "_small_weights", "_multiply", "_step", "_tile")
     steps_on_tensors(monkeypatch, compressed_experts, "_compressed_experts_kernel", helpers)
     few_helpers = (
-        "_load_words", "_add_step", "_listed", "_add_small", "_chunks", "_load_x", "last", "middle",
+        "_load_words", "_add_step", "_listed", "_add_small", "columns", "routed_tokens", "_chunks", "_load_x", "last", "middle",
     )  # fmt: skip
     run_on_tensors(monkeypatch, compressed_few, "_compressed_few_kernel", few_helpers)
     run_on_tensors(
@@ -74,7 +74,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "listed_row", lambda listed: listed >> 32)
         monkeypatch.setattr(module, "UP", 2.0**64)
         monkeypatch.setattr(module, "DOWN", 2.0**-64)
-    monkeypatch.setattr(compressed_few, "NO_PAIR", 1 << 30)
+    monkeypatch.setattr(experts_few, "NO_PAIR", 1 << 30)
     monkeypatch.setattr(compressed_experts, "piece_layout", lambda: None)
     monkeypatch.setattr(moe, "is_hopper", lambda device: True)
 

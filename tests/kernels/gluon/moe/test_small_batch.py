@@ -20,7 +20,7 @@ from tests.support.gluon_on_tensors import run_on_tensors
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (
         "middle", "last", "_chunks", "_of_chunk", "_load", "_load_step", "_load_x", "_stage_scales", "_enlarge",
-        "_add_step",
+        "_add_step", "routed_tokens", "columns",
     )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_experts_kernel", helpers)
     monkeypatch.setattr(few, "NO_PAIR", 1 << 30)
