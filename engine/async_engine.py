@@ -25,7 +25,7 @@ from engine.replicas.start_times import remember
 from engine.replicas.state import EngineState, StateBoard, combined
 from engine.replicas.streams import Pace, Stream, Updates
 from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 from engine.worker.parallel.cores import num_cores
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class AsyncEngine:
         self._processor: InputProcessor | None = None  # None until loaded
         self._streams: dict[str, Stream] = {}  # all streams with a reader
         self.in_flight = InFlight()
-        self._pace, self._turns = Pace(), Turns(UPDATES_AT_ONCE)
+        self._pace, self._fair = Pace(), FairTasks(UPDATES_AT_ONCE)
         self._closed = False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
         self._release: asyncio.TimerHandle | None = None  # the next check whether these threads are idle
@@ -178,7 +178,7 @@ class AsyncEngine:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.model.tokenizer)
         stream = self._streams[request_id] = Stream(
-            request, output, self._config.stream_interval, self._pace, self._turns
+            request, output, self._config.stream_interval, self._pace, self._fair
         )
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
         self.in_flight.add(request_id, request.tenant)

@@ -22,13 +22,13 @@ import os
 import re
 import shlex
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.core.params.declare import Declaration, DeclaredField, declared_fields
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,18 +47,14 @@ _KIND_WORDS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Flag:
-    """The declaration of a field, besides its name, type and default."""
+@dataclass(frozen=True, slots=True)
+class Flag(Declaration):
+    """The declaration of a setting."""
 
-    help: str
     short: str | None = None  # another option name, such as "-tp"
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     env: str | None = None  # environment variable, instead of QUIRE_<FIELD>
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
     size: bool = False  # an integer that may be written 32k (32,000), 32K (32,768), 4GiB
     common: bool = False  # listed by --help; the other flags of such a class are listed only by --help-all
     secret: bool = False  # shown neither in errors nor by `repr` of the settings
@@ -66,22 +62,25 @@ class Flag:
 
 def flag(default: Any, help: str, **more: Any) -> Any:
     """Declare a dataclass field with its help text; `more` holds the other fields of `Flag`."""
-    metadata = {"flag": Flag(help, **more)}
+    declared = Flag(help, **more)
+    metadata = {"declaration": declared}
     if isinstance(default, (list, dict)):
         factory = functools.partial(copy.copy, default)
-        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not metadata["flag"].secret)
-    return dataclasses.field(default=default, metadata=metadata, repr=not metadata["flag"].secret)
+        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not declared.secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not declared.secret)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A resolved field of a settings class."""
+class Setting(DeclaredField[Flag]):
+    """A declared setting. Its kind is str, int, float, bool, list, tuple or dict."""
 
-    name: str
-    kind: type  # str, int, float, bool, list, tuple or dict
-    optional: bool
-    default: Any
-    flag: Flag
+    __slots__ = ()
+
+    @property
+    def kind(self) -> type:
+        """The type without None and without the types of entries."""
+        kind = super().kind
+        found: type = typing.get_origin(kind) or kind
+        return found
 
     @property
     def option(self) -> str:
@@ -89,11 +88,11 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return self.flag.env or "QUIRE_" + self.name.upper()
+        return self.declaration.env or "QUIRE_" + self.name.upper()
 
     @property
     def wanted(self) -> str:
-        flag = self.flag
+        flag = self.declaration
         if flag.choices:
             return "one of " + ", ".join(flag.choices)
         limits = [("above", flag.above), ("at least", flag.at_least), ("at most", flag.at_most)]
@@ -105,26 +104,26 @@ class Setting:
     def convert(self, value: Any, label: str) -> Any:
         """Convert `value`, a string or a value of the right type, to this type. `ConfigError` names `label`."""
         converted = self._parse(value) if isinstance(value, str) else value
-        if converted is None and self.optional:
+        if converted is None and self.is_optional:
             return None
         if self.kind is float and type(converted) is int:
             converted = float(converted)
         if self.kind in (list, tuple) and isinstance(converted, (list, tuple)):
             converted = self.kind(converted) if all(isinstance(item, str) for item in converted) else None
         if type(converted) is not self.kind or not self._in_range(converted):
-            got = "" if self.flag.secret else f", got {value!r}"
+            got = "" if self.declaration.secret else f", got {value!r}"
             raise ConfigError(f"{label} must be {self.wanted}{got}")
         return converted
 
     def _parse(self, text: str) -> Any:
         try:
-            if self.optional and self.kind is not str and text.strip().lower() in ("auto", "none"):
+            if self.is_optional and self.kind is not str and text.strip().lower() in ("auto", "none"):
                 return None
             if self.kind is bool:
                 lowered = text.strip().lower()
                 return True if lowered in _TRUE else False if lowered in _FALSE else text
             if self.kind is int:
-                return parse_size(text) if self.flag.size else int(text)
+                return parse_size(text) if self.declaration.size else int(text)
             if self.kind is float:
                 return float(text)
             if self.kind in (list, tuple):
@@ -134,17 +133,13 @@ class Setting:
             return text
 
     def _in_range(self, value: Any) -> bool:
-        flag = self.flag
+        flag = self.declaration
         if flag.choices:
             return all(item in flag.choices for item in ([value] if isinstance(value, str) else value))
         if self.kind not in (int, float):
             return True
-        return (
-            math.isfinite(value)
-            and (flag.above is None or value > flag.above)
-            and (flag.at_least is None or value >= flag.at_least)
-            and (flag.at_most is None or value <= flag.at_most)
-        )
+        low, high = flag.limits
+        return math.isfinite(value) and low <= value <= high
 
 
 def parse_size(text: str) -> int:
@@ -160,22 +155,9 @@ def parse_size(text: str) -> int:
 
 
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the flags of a settings class by name, in their order."""
-    hints = typing.get_type_hints(cls)
-    found = {}
-    for field in dataclasses.fields(cls):
-        if "flag" not in field.metadata:
-            continue
-        kinds = [hints[field.name]]
-        if typing.get_origin(kinds[0]) in (types.UnionType, typing.Union):
-            kinds = list(typing.get_args(kinds[0]))
-        optional = types.NoneType in kinds
-        (kind,) = (typing.get_origin(kind) or kind for kind in kinds if kind is not types.NoneType)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found[field.name] = Setting(field.name, kind, optional, default, field.metadata["flag"])
-    return found
+    """Return the settings of a class by name, in their order."""
+    found = declared_fields(cls, Flag)
+    return {each.name: Setting(each.name, each.annotation, each.default, each.declaration) for each in found}
 
 
 def check(instance: Any) -> None:
@@ -275,9 +257,9 @@ def add_flags(parser: Parser, *classes: type) -> None:
         title = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
         settings = settings_of(cls).values()
-        has_common = any(setting.flag.common for setting in settings)
+        has_common = any(setting.declaration.common for setting in settings)
         for setting in settings:
-            names = [setting.option, *filter(None, [setting.flag.short])]
+            names = [setting.option, *filter(None, [setting.declaration.short])]
             common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": _help(setting)}
             if setting.kind is bool:
                 common["action"] = argparse.BooleanOptionalAction
@@ -286,24 +268,24 @@ def add_flags(parser: Parser, *classes: type) -> None:
             if setting.kind in (list, tuple):
                 common["nargs"] = "+"
             action = group.add_argument(*names, **common)
-            if has_common and not setting.flag.common:
+            if has_common and not setting.declaration.common:
                 parser.hide(action)
 
 
 def _metavar(setting: Setting) -> str:
-    if setting.flag.metavar or setting.flag.choices:
-        return setting.flag.metavar or "{" + ",".join(setting.flag.choices) + "}"
+    if setting.declaration.metavar or setting.declaration.choices:
+        return setting.declaration.metavar or "{" + ",".join(setting.declaration.choices) + "}"
     return {int: "N", float: "X", dict: "JSON"}.get(setting.kind, "TEXT")
 
 
 def _help(setting: Setting) -> str:
     default = setting.default
     if default is None or default in ("", (), [], {}):
-        return setting.flag.help.replace("%", "%%")
+        return setting.declaration.help.replace("%", "%%")
     shown = str(default).lower() if setting.kind is bool else str(default)
     if setting.kind in (list, tuple):
         shown = " ".join(default)
-    return f"{setting.flag.help} (default: {shown})".replace("%", "%%")
+    return f"{setting.declaration.help} (default: {shown})".replace("%", "%%")
 
 
 def read_yaml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
@@ -364,7 +346,7 @@ def load(
     values = {}
     for name, setting in settings.items():
         for layer, label in layers:
-            if name in layer and not (layer[name] is None and not setting.optional):
+            if name in layer and not (layer[name] is None and not setting.is_optional):
                 values[name] = setting.convert(layer[name], label(setting))
                 break
     return [cls(**{name: values[name] for name in settings_of(cls) if name in values}) for cls in classes]

@@ -36,7 +36,7 @@ from server.http.auth import APIKeyMiddleware
 from server.http.browsers import BrowserMiddleware, PreflightMiddleware
 from server.http.errors import ErrorFormats, add_error_handlers
 from server.http.limits import default_body_bytes
-from server.http.middleware import RequestMiddleware, TurnsMiddleware
+from server.http.middleware import FairMiddleware, RequestMiddleware
 from server.http.rate_limits import RateLimitMiddleware
 from server.http.reading import Bodies, StrictJSONRoute
 from server.metrics import Metrics, log_statistics
@@ -179,7 +179,7 @@ def _add_middleware(
     own_errors = {path: api.errors.body for api in APIS if api.errors is not None for path in api.errors.below}
     formats = ErrorFormats(error_body, own_errors)
     add_error_handlers(app, formats)
-    app.add_middleware(TurnsMiddleware)
+    app.add_middleware(FairMiddleware)
     if (keys := settings.read_keys()) is not None:
         if rate_limits is not None:
             app.add_middleware(RateLimitMiddleware, limits=rate_limits, formats=formats)

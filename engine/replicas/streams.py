@@ -12,7 +12,7 @@ from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.errors import EngineDeadError
 from engine.processing.output_collector import OutputCollector, RequestUpdate
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 
 
 @dataclass(slots=True)
@@ -26,13 +26,13 @@ class Stream:
     """An `OutputCollector` that one task can wait for."""
 
     def __init__(
-        self, request: EngineRequest, output: OutputCollector, interval: int, pace: Pace, turns: Turns
+        self, request: EngineRequest, output: OutputCollector, interval: int, pace: Pace, fair: FairTasks
     ) -> None:
         """`interval`: tokens per update, except for the first and the last update."""
         self.request, self.output = request, output
         self.num_losses = 0  # losses of the engine process since the request arrived
         self.ready = False  # there is output to take
-        self._interval, self._pace, self._turns, self._num_held = interval, pace, turns, 0
+        self._interval, self._pace, self._fair, self._num_held = interval, pace, fair, 0
         self._latest = 0.0  # when tokens last made the stream ready
         self._death: str | None = None
         self._loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class Stream:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            self._turns.give(self.request.tenant, waiter)
+            self._fair.add(self.request.tenant, waiter)
 
 
 class Updates(AsyncGenerator[RequestUpdate, None]):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine import PoolingParams, SamplingParams
-from engine.core.params.declare import Declaration, Parameter, parameters_of
+from engine.core.params.declare import Parameter, ParameterDeclaration, parameters_of
 from engine.core.params.pooling import POOLINGS
 from server.http.bodies import one_message
 from server.http.errors import APIError
@@ -42,7 +42,7 @@ def limits(name: str) -> dict[str, Any]:
     return _limits(PARAMETERS[name].declaration)
 
 
-def _limits(declared: Declaration) -> dict[str, Any]:
+def _limits(declared: ParameterDeclaration) -> dict[str, Any]:
     found = {
         "minimum": declared.at_least,
         "exclusiveMinimum": declared.above,

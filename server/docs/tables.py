@@ -98,11 +98,11 @@ def _flags(cls: type) -> str:
     """Return a row for each flag of a settings class."""
     rows = []
     for setting in settings_of(cls).values():
-        variable = f" (environment: `{setting.env}`)" if setting.flag.env else ""
-        meaning = setting.flag.help.replace("|", "\\|") + variable
+        variable = f" (environment: `{setting.env}`)" if setting.declaration.env else ""
+        meaning = setting.declaration.help.replace("|", "\\|") + variable
         default = setting.default
         shown = f"`{str(default).lower() if type(default) is bool else default}`"
-        names = " ".join(f"`{name}`" for name in (setting.option, setting.flag.short) if name)
+        names = " ".join(f"`{name}`" for name in (setting.option, setting.declaration.short) if name)
         rows.append(f"| {names} | {meaning} | {'' if default in (None, '', (), [], {}) else shown} |\n")
     return "| flag | meaning | default |\n|---|---|---|\n" + "".join(rows)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 from server.http.entrance import BEGIN_AT_ONCE, Entrance
 
 _ENOUGH_FILES = 1 << 18
@@ -39,7 +39,7 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
         self.limits, self.entrance = limits, entrance
-        self.turns = Turns(BEGIN_AT_ONCE)
+        self.fair = FairTasks(BEGIN_AT_ONCE)
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # connections without a request, the one idle longest first
 
@@ -194,7 +194,7 @@ class Connection(HttpToolsProtocol):
         if owner is None:
             self.start(cycle, app)
         else:
-            self._others.turns.give(owner, _Arrived(self, cycle, app))
+            self._others.fair.add(owner, _Arrived(self, cycle, app))
 
     def start(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the request."""

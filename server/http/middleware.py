@@ -8,7 +8,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 from server.http.callers import caller_in
 from server.http.context import CURRENT, new_context
 from server.http.entrance import BEGIN_AT_ONCE
@@ -18,18 +18,18 @@ from server.metrics import HTTPMetrics
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
 
-class TurnsMiddleware:
+class FairMiddleware:
     """Starts POST requests of different callers alternately, so that a burst of one caller does not delay others.
 
     Used where requests do not arrive through a `Connection`, as in Ray's replicas.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self._turns = app, Turns(BEGIN_AT_ONCE)
+        self._app, self._fair = app, FairTasks(BEGIN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            await self._turns.wait(caller_in(scope).owner(""))
+            await self._fair.wait(caller_in(scope).owner(""))
         await self._app(scope, receive, send)
 
 

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Scope
 
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 from server.generation.warnings import Warnings
 from server.generation.workers import Workers
 from server.http.bodies import Body, warnings_about
@@ -78,7 +78,7 @@ class Arrivals:
         """
         self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
-        self._turns = Turns(_READ_AT_ONCE)
+        self._fair = FairTasks(_READ_AT_ONCE)
 
     async def receive(self, request: Request, owner: str = "") -> bytes:
         """Receive a body, which counts towards the total until `release`. Parts after the first are read alternately
@@ -93,7 +93,7 @@ class Arrivals:
             async with asyncio.timeout(self._timeout):
                 while more:
                     if data:
-                        await self._turns.wait(owner)
+                        await self._fair.wait(owner)
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(_CLIENT_CLOSED, "the client hung up")
@@ -135,7 +135,7 @@ class Bodies:
     def __init__(self, max_bytes: int, timeout: float, workers: Workers, *, strict: bool) -> None:
         """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `strict`: see `Warnings`."""
         self._arrivals = Arrivals(max_bytes, timeout, " (--max-body-bytes of the server)")
-        self._workers, self._strict, self._turns = workers, strict, Turns(BEGIN_AT_ONCE)
+        self._workers, self._strict, self._fair = workers, strict, FairTasks(BEGIN_AT_ONCE)
 
     async def receive(self, request: Request) -> bytes:
         """Receive a body, for `checked`. Raises `APIError` like `Arrivals.receive`."""
@@ -144,7 +144,7 @@ class Bodies:
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """Decode and validate a received body. Raises `APIError` if it is invalid."""
         try:
-            await self._turns.wait(caller_of(request).owner(""))
+            await self._fair.wait(caller_of(request).owner(""))
             return await self._checked(request, data, body_type)
         finally:
             self._arrivals.release(data)

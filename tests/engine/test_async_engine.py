@@ -23,7 +23,7 @@ from engine.replicas.messages import Abort
 from engine.replicas.replica import MAX_LOSSES
 from engine.replicas.state import PHASES, EngineState
 from engine.replicas.streams import Pace, Stream
-from engine.utils.round_robin import Turns
+from engine.utils.fair_tasks import FairTasks
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = EngineRequest("a", [1, 2])
@@ -146,7 +146,7 @@ def test_stream_interval(tiny_model: Path) -> None:
 
 def test_what_a_stream_interval_holds_back() -> None:
     async def test() -> None:
-        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), Turns(1))
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), FairTasks(1))
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.ready, "the first token does not wait"
         assert stream.take().token_ids == [7]
@@ -169,7 +169,7 @@ def test_what_a_stream_interval_holds_back() -> None:
 
 def test_a_run_of_tokens_counts_in_full() -> None:
     async def test() -> None:
-        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), Turns(1))
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 5, Pace(), FairTasks(1))
         stream.add(EngineOutput("a", [7]), 0.0)
         assert stream.take().token_ids == [7]
         stream.add_tokens([0, 1, 2], 0.0)
@@ -184,7 +184,7 @@ def test_a_run_of_tokens_counts_in_full() -> None:
 def test_updates_of_crowded_streams_have_pauses() -> None:
     async def test() -> None:
         pace = Pace(0.0125)
-        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace, Turns(1))
+        stream = Stream(QUICK, OutputCollector([1, 2], SamplingParams(max_tokens=22), None), 1, pace, FairTasks(1))
         stream.add(EngineOutput("a", [7]), 10.0)
         assert stream.take().token_ids == [7]
         stream.add_token(1, 10.005)
@@ -210,7 +210,7 @@ def test_crowded_streams_have_pauses_with_log_probabilities_too() -> None:
 
     async def test() -> None:
         sampling = SamplingParams(max_tokens=22, logprobs=1)
-        stream = Stream(QUICK, OutputCollector([1, 2], sampling, None), 1, Pace(0.0125), Turns(1))
+        stream = Stream(QUICK, OutputCollector([1, 2], sampling, None), 1, Pace(0.0125), FairTasks(1))
         stream.add(output(7), 10.0)
         assert stream.take().token_ids == [7]
         stream.add(output(1), 10.005)

@@ -193,7 +193,7 @@ def test_engine_config_checks_itself() -> None:
 
 def test_every_flag_has_help_and_a_valid_default() -> None:
     for setting in settings_of(EngineConfig).values():
-        assert setting.flag.help
+        assert setting.declaration.help
         if setting.name != "model":
             assert setting.convert(setting.default, setting.name) == setting.default
 

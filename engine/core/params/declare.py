@@ -1,10 +1,11 @@
-"""Request parameters, each declared once: a dataclass field with its type, default, range and description.
+"""Fields declared once: a dataclass field with its type, default, range and description.
 
     @dataclass(frozen=True)
     class Params:
         top_p: float = parameter(1.0, "sample from the most likely tokens …", above=0, at_most=1)
 
-The class's checks, the HTTP schema, the options of `quire generate` and the tables of docs/api.md are derived from it.
+Parameters of requests are declared with `parameter`, settings with `engine.flags.flag`. From a parameter follow
+the checks of its class, the HTTP schema, the options of `quire generate` and the tables of docs/api.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from engine.core.params.errors import ParameterError
 
@@ -27,35 +28,70 @@ class Declaration:
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest valid number. The lowest one above a number is the next float."""
+        low = self.at_least if self.at_least is not None else -math.inf
+        if self.above is not None:
+            low = math.nextafter(self.above, math.inf)
+        return low, self.at_most if self.at_most is not None else math.inf
+
+
+D = TypeVar("D", bound=Declaration)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredField(Generic[D]):
+    """A declared field of a dataclass."""
+
+    name: str
+    annotation: Any  # its type
+    default: Any
+    declaration: D
+
+    @property
+    def kind(self) -> Any:
+        """The type without None."""
+        is_union = typing.get_origin(self.annotation) in (types.UnionType, typing.Union)
+        kinds = [member for member in typing.get_args(self.annotation) if member is not types.NoneType]
+        return kinds[0] if is_union and len(kinds) == 1 else self.annotation
+
+    @property
+    def is_optional(self) -> bool:
+        return types.NoneType in typing.get_args(self.annotation)
+
+
+def declared_fields(cls: type, declaration: type[D]) -> list[DeclaredField[D]]:
+    """Return the fields of a dataclass that have such a declaration, in their order."""
+    hints, found = typing.get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        if isinstance(declared := field.metadata.get("declaration"), declaration):
+            default, factory = field.default, field.default_factory
+            if factory is not dataclasses.MISSING:
+                default = factory()
+            found.append(DeclaredField(field.name, hints[field.name], default, declared))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDeclaration(Declaration):
+    """The declaration of a request parameter."""
+
     max_length: int | None = None  # entries of a list or an object
     wanted: str = ""  # the valid values in words, for errors, when the range alone is not clear enough
     unset: str = ""  # what the default means, when its value does not show it
 
 
 def parameter(default: Any, help: str, **more: Any) -> Any:
-    """Declare a dataclass field that requests may set; `more` holds the other fields of `Declaration`."""
-    return dataclasses.field(default=default, metadata={"parameter": Declaration(help, **more)})
+    """Declare a field that requests may set; `more` holds the other fields of `ParameterDeclaration`."""
+    return dataclasses.field(default=default, metadata={"declaration": ParameterDeclaration(help, **more)})
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(DeclaredField[ParameterDeclaration]):
     """A declared parameter."""
 
-    name: str
-    annotation: Any  # its type
-    default: Any
-    declaration: Declaration
-
-    @property
-    def kind(self) -> Any:
-        """The type without None."""
-        members = typing.get_args(self.annotation) if isinstance(self.annotation, types.UnionType) else ()
-        kinds = [member for member in members if member is not types.NoneType]
-        return kinds[0] if len(kinds) == 1 else self.annotation
-
-    @property
-    def is_optional(self) -> bool:
-        return types.NoneType in typing.get_args(self.annotation)
+    __slots__ = ()
 
     @property
     def wanted(self) -> str:
@@ -71,13 +107,9 @@ class Parameter:
 
 
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """Return the parameters of a dataclass by name, in their order. Fields without a declaration are left out."""
-    hints = typing.get_type_hints(cls)
-    return {
-        field.name: Parameter(field.name, hints[field.name], field.default, field.metadata["parameter"])
-        for field in dataclasses.fields(cls)
-        if "parameter" in field.metadata
-    }
+    """Return the parameters of a dataclass by name, in their order."""
+    found = declared_fields(cls, ParameterDeclaration)
+    return {each.name: Parameter(each.name, each.annotation, each.default, each.declaration) for each in found}
 
 
 class NumberChecks:
@@ -88,9 +120,7 @@ class NumberChecks:
         for each in parameters_of(cls).values():
             if each.kind in (int, float):
                 kinds = (int,) if each.kind is int else (float, int)
-                self._checks.append(
-                    (each, each.name, each.default, each.is_optional, kinds, *_limits(each.declaration))
-                )
+                self._checks.append((each, each.name, each.default, each.is_optional, kinds, *each.declaration.limits))
 
     def __call__(self, instance: Any) -> None:
         """Raise `ParameterError` for the first parameter that is out of range."""
@@ -101,11 +131,3 @@ class NumberChecks:
             is_number = type(value) in kinds or (isinstance(value, kinds) and not isinstance(value, bool))
             if not (is_number and low <= value <= high):
                 raise ParameterError(name, f"must be {parameter.wanted}, got {value!r}")
-
-
-def _limits(declared: Declaration) -> tuple[float, float]:
-    """Return the lowest and the highest valid value. The lowest value above a number is the next float."""
-    low = declared.at_least if declared.at_least is not None else -math.inf
-    if declared.above is not None:
-        low = math.nextafter(declared.above, math.inf)
-    return low, declared.at_most if declared.at_most is not None else math.inf

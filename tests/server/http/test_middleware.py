@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.generation.caller import Caller
 from server.http.callers import set_caller
-from server.http.middleware import TurnsMiddleware
+from server.http.middleware import FairMiddleware
 
 
 async def _receive() -> Message:
@@ -32,7 +32,7 @@ def test_of_a_burst_few_begin_before_another_caller() -> None:
         begun.append(scope)
 
     async def run() -> None:
-        middleware = TurnsMiddleware(app)
+        middleware = FairMiddleware(app)
         requests = [_scope("a") for _ in range(100)] + [_scope("b"), _scope("a", "GET")]
         tasks = [asyncio.create_task(middleware(scope, _receive, _send)) for scope in requests]
         await asyncio.sleep(0)

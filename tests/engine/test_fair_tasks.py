@@ -10,21 +10,21 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.processing.output_collector import OutputCollector
 from engine.replicas.streams import Pace, Stream
-from engine.utils.round_robin import LONG_SECONDS, Turns
+from engine.utils.fair_tasks import LONG_SECONDS, FairTasks
 
 AT_ONCE = 4
 
 
-async def _begin(turns: Turns, owner: str, begun: list[str]) -> None:
-    await turns.wait(owner)
+async def _begin(fair: FairTasks, owner: str, begun: list[str]) -> None:
+    await fair.wait(owner)
     begun.append(owner)
 
 
 def test_one_request_does_not_wait() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
+        fair, begun = FairTasks(AT_ONCE, clock=lambda: 0.0), list[str]()
         for _ in range(3):
-            waiting = _begin(turns, "a", begun)
+            waiting = _begin(fair, "a", begun)
             try:
                 waiting.send(None)
             except StopIteration:
@@ -37,11 +37,11 @@ def test_one_request_does_not_wait() -> None:
 
 def test_a_burst_begins_a_few_at_a_time_and_another_owner_among_the_first() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
-        burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
+        fair, begun = FairTasks(AT_ONCE, clock=lambda: 0.0), list[str]()
+        burst = [asyncio.create_task(_begin(fair, "a", begun)) for _ in range(100)]
         await asyncio.sleep(0)
         assert begun == ["a"] * AT_ONCE
-        other = asyncio.create_task(_begin(turns, "b", begun))
+        other = asyncio.create_task(_begin(fair, "b", begun))
         while not other.done():
             before = len(begun)
             await asyncio.sleep(0)
@@ -56,11 +56,11 @@ def test_a_burst_begins_a_few_at_a_time_and_another_owner_among_the_first() -> N
 def test_fewer_go_on_at_once_where_each_takes_long() -> None:
     async def run() -> None:
         now = 0.0
-        turns = Turns(AT_ONCE, clock=lambda: now)
+        fair = FairTasks(AT_ONCE, clock=lambda: now)
 
         async def work(seconds: float) -> None:
             nonlocal now
-            await turns.wait("a")
+            await fair.wait("a")
             now += seconds
 
         async def most_at_once(seconds: float) -> int:
@@ -78,8 +78,8 @@ def test_fewer_go_on_at_once_where_each_takes_long() -> None:
 
 def test_requests_whose_clients_have_gone_take_no_turn() -> None:
     async def run() -> None:
-        turns, begun = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
-        burst = [asyncio.create_task(_begin(turns, "a", begun)) for _ in range(100)]
+        fair, begun = FairTasks(AT_ONCE, clock=lambda: 0.0), list[str]()
+        burst = [asyncio.create_task(_begin(fair, "a", begun)) for _ in range(100)]
         await asyncio.sleep(0)
         for task in burst[AT_ONCE:99]:
             task.cancel()
@@ -91,12 +91,12 @@ def test_requests_whose_clients_have_gone_take_no_turn() -> None:
 
 def test_a_crowd_of_streams_lets_another_owners_update_through() -> None:
     async def run() -> None:
-        turns, read = Turns(AT_ONCE, clock=lambda: 0.0), list[str]()
+        fair, read = FairTasks(AT_ONCE, clock=lambda: 0.0), list[str]()
         sampling = SamplingParams(max_tokens=5)
 
         def stream(owner: str, number: int) -> Stream:
             request = EngineRequest(f"{owner}{number}", [1, 2], sampling, tenant=owner)
-            return Stream(request, OutputCollector([1, 2], sampling, None), 1, Pace(), turns)
+            return Stream(request, OutputCollector([1, 2], sampling, None), 1, Pace(), fair)
 
         async def reader(each: Stream) -> None:
             await each.changed()
