@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,22 @@ most do not compute the same model, which is reported as a failure.
 """
 COMPARED = "16x32x1"  # prompts whose first greedy tokens are compared
 LEAST_EQUAL = 0.5  # the fraction that must be equal; with random weights, rounding decides some near-ties differently
+
+
+def words_of(items: Iterable[str]) -> tuple[str, ...]:
+    """The words of a flag that may be given as several words or with commas, each once."""
+    return tuple(dict.fromkeys(word for item in items for word in item.split(",") if word))
+
+
+def check_engine(engine: str, modules: Mapping[str, str], llama_server: str | None, gguf: str | None) -> None:
+    """Raise `ConfigError` unless an engine is known and installed; `modules`: name → module."""
+    if engine == llama_cpp.NAME:
+        llama_cpp.check_server(llama_server, gguf)
+    elif engine not in modules:
+        known = (*modules, llama_cpp.NAME)
+        raise ConfigError(f"engine {engine!r} must be one of {', '.join(known)}{nearest(engine, known)}")
+    elif not importlib.util.find_spec(modules[engine]):
+        raise ConfigError(f"engine {engine} is not installed for {sys.executable}")
 
 
 @dataclass(frozen=True)
@@ -94,21 +110,13 @@ class EnginesFlags:
     def __post_init__(self) -> None:
         check(self)
         for name in ("engines", "models", "work"):
-            words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
-            object.__setattr__(self, name, words or DEFAULTS.get(name, ()))
+            object.__setattr__(self, name, words_of(getattr(self, name)) or DEFAULTS.get(name, ()))
         for engine in (*self.engines, *(self.engine_args or {}), *filter(None, [self.baseline])):
             if engine.startswith(OTHER_TREE):
                 if not Path(engine.removeprefix(OTHER_TREE), "engine").is_dir():
                     raise ConfigError(f"engine {engine}: that folder holds no checkout of Quire")
                 continue
-            if engine == llama_cpp.NAME:
-                llama_cpp.check_server(self.llama_server, self.gguf)
-                continue
-            if engine not in MODULES:
-                known = (*MODULES, llama_cpp.NAME)
-                raise ConfigError(f"engine {engine!r} must be one of {', '.join(known)}{nearest(engine, known)}")
-            if not importlib.util.find_spec(MODULES[engine]):
-                raise ConfigError(f"engine {engine} is not installed for {sys.executable}")
+            check_engine(engine, MODULES, self.llama_server, self.gguf)
         if not all(isinstance(settings, dict) for settings in (self.engine_args or {}).values()):
             raise ConfigError('engine_args must be settings for each engine, such as {"vllm": {"max_num_seqs": 512}}')
         installed = [name for name in list(MODULES)[:3] if importlib.util.find_spec(MODULES[name])]

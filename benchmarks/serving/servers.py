@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import llama_cpp
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
-from benchmarks.offline.engines import EnginesFlags, Job, Results, run_job
+from benchmarks.offline.engines import EnginesFlags, Job, Results, check_engine, run_job, words_of
 from benchmarks.processes import (
     describe_machine,
     free_port,
@@ -86,17 +86,9 @@ class ServersFlags:
     def __post_init__(self) -> None:
         check(self)
         for name in ("engines", "models", "offline"):
-            words = tuple(dict.fromkeys(word for item in getattr(self, name) for word in item.split(",") if word))
-            object.__setattr__(self, name, words)
+            object.__setattr__(self, name, words_of(getattr(self, name)))
         for engine in (*self.engines, *(self.engine_args or {})):
-            if engine == llama_cpp.NAME:
-                llama_cpp.check_server(self.llama_server, self.gguf)
-                continue
-            if engine not in MODULES:
-                known = (*MODULES, llama_cpp.NAME)
-                raise ConfigError(f"engine {engine!r} must be one of {', '.join(known)}{nearest(engine, known)}")
-            if not importlib.util.find_spec(MODULES[engine]):
-                raise ConfigError(f"engine {engine} is not installed for {sys.executable}")
+            check_engine(engine, MODULES, self.llama_server, self.gguf)
         if not all(isinstance(settings, dict) for settings in (self.engine_args or {}).values()):
             raise ConfigError('engine_args must be settings for each engine, such as {"vllm": {"block_size": 32}}')
         if self.input_len + self.output_len > self.max_model_len:

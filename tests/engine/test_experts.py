@@ -18,6 +18,7 @@ from engine.models.moe import Router
 from engine.offline.llm import LLM
 from engine.stats import ExpertTokens
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
+from tests.support.answers import greedy_answers
 
 LENGTH = 30
 
@@ -46,15 +47,8 @@ def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str
         **settings,
     )  # fmt: skip
     engine = Engine(config)
-    for again in range(2):
-        for i, prompt in enumerate(prompts):
-            sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-            engine.add_request(EngineRequest(f"{again}-{i}", prompt, sampling))
-        found: dict[str, list[int]] = {}
-        while engine.has_work():
-            for output in engine.step():
-                found.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert [found[f"{again}-{i}"] for i in range(len(prompts))] == answers
+    for _ in range(2):
+        assert greedy_answers(engine, prompts, LENGTH) == answers
     stats = engine.stats()
     if "num_gpu_blocks_override" in settings:
         assert stats.num_preemptions > 0

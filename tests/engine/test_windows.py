@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.engine_request import EngineRequest
-from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from tests.oracles.windowed import LENGTH, MODELS, make_windowed
+from tests.support.answers import greedy_answers
 
 FEW_BLOCKS = {"every layer": 10, "every other layer": 38, "three of four layers": 52}  # enough for one long request
 
@@ -44,15 +43,8 @@ def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str
     engine = Engine(
         EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings)
     )
-    for again in range(2):
-        for i, prompt in enumerate(prompts):
-            sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-            engine.add_request(EngineRequest(f"{again}-{i}", prompt, sampling))
-        found: dict[str, list[int]] = {}
-        while engine.has_work():
-            for output in engine.step():
-                found.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert [found[f"{again}-{i}"] for i in range(len(prompts))] == answers
+    for _ in range(2):
+        assert greedy_answers(engine, prompts, LENGTH) == answers
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     if little_memory:

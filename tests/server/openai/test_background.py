@@ -17,13 +17,6 @@ from tests.support.live_server import Live, wait_until
 Serve = Callable[..., Live]
 
 
-@pytest.fixture
-def client(live: Live) -> Any:
-    base_url = f"http://127.0.0.1:{live.port}/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
 def status_of(live: Live, response_id: str) -> str:
     status: str = live.http.get(f"{PATH}/{response_id}").json()["status"]
     return status

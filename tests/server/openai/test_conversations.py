@@ -16,13 +16,6 @@ from tests.support.templates import HERMES
 Serve = Callable[..., Live]
 
 
-@pytest.fixture
-def client(live: Live) -> Any:
-    base_url = f"http://127.0.0.1:{live.port}/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
 def test_responses_add_to_a_conversation(client: openai.OpenAI, live: Live) -> None:
     first: Any = [{"type": "message", "role": "user", "content": "Be brief."}]
     conversation = client.conversations.create(items=first, metadata={"topic": "demo"})

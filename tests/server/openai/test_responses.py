@@ -22,13 +22,6 @@ _event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Serve = Callable[..., Live]
 
 
-@pytest.fixture
-def client(live: Live) -> Any:
-    base_url = f"http://127.0.0.1:{live.port}/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True) as client:
-        yield client
-
-
 def start(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
     live = serve(FakeEngine(template=template, max_model_len=4096), settings)
     live.engine.answer = answer
