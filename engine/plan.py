@@ -25,7 +25,7 @@ from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import runner_options
-from engine.worker.attention.fp8_prefill import scratch_bytes, wide_layers
+from engine.worker.attention.fp8_prefill import scratch_bytes, upcast_layers
 from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
@@ -285,7 +285,7 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
     """Estimate the activations of the largest step: hidden states and widest layer, or logits and their copies."""
     size, widest = options.dtype.itemsize, 0
     # Per token, as the widths are.
-    scratch = scratch_bytes(wide_layers(spec, layout, options)) // (size * options.max_num_batched_tokens)
+    scratch = scratch_bytes(upcast_layers(spec, layout, options)) // (size * options.max_num_batched_tokens)
     for layer in spec.layers:
         mixer = layer.mixer
         heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim

@@ -44,10 +44,10 @@ class Members:
 
 
 class BatchSamples:
-    """The samples of a batch: what `kernels.data.layout.Samples` is on the device, in the same order.
+    """The samples of a batch, in the order of `kernels.data.layout.Samples` on the device.
 
-    Each is the token after one of the last `per_seq` tokens of a request. Those of unfinished chunks are not wanted, nor
-    those of a request that has fewer tokens in the step.
+    Each is the token after one of the last `per_seq` tokens of a request. Those of unfinished chunks are not wanted,
+    nor those of a request that has fewer tokens in the step.
     """
 
     def __init__(self, batch: ScheduledBatch, rows: list[Row], per_seq: int) -> None:
@@ -105,8 +105,8 @@ class InputBatch:
         num_buffers: int = RING,
         samples_per_seq: int = 1,
     ) -> None:
-        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`. `samples_per_seq`:
-        as that of the step's `kernels.data.layout.Samples`.
+        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`.
+        `samples_per_seq`: as that of the step's `kernels.data.layout.Samples`.
         """
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.samples_per_seq = samples_per_seq

@@ -27,7 +27,7 @@ class Handle(Protocol):
 
     @property
     def device_waited(self) -> bool:
-        """Whether the previous step had guided requests and finished before this one was launched."""
+        """Tell whether the previous step had guided requests and finished before this one was launched."""
 
     @property
     def wait_seconds(self) -> float:

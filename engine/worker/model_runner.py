@@ -166,7 +166,7 @@ class ModelRunner:
         if step.pooled:
             handle.embeddings = self._pooler.pool(packed, step.pooled, hidden)
 
-    def learn(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+    def set_newest(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Take the new tokens of these requests, sampled by the last stage, at least one each. Only the first stage
         needs them: its rows hold the newest.
         """

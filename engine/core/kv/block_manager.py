@@ -18,8 +18,8 @@ HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just befo
 class BlockManager:
     """Block tables with `block_size` tokens per block, one for each cache group.
 
-    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`, or `UNHELD`. A group with a
-    sliding window releases blocks that no later query reads; their entries stay in the table, below
+    Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`, or `UNHELD`. A group with
+    a sliding window releases blocks that no later query reads; their entries stay in the table, below
     `Request.num_passed`. Groups with blocks of one size in bytes share a pool, which is not divided among them.
 
     **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
@@ -49,8 +49,8 @@ class BlockManager:
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
     ) -> None:
-        """`num_blocks`: of the only pool, or of each. `max_chunk`: maximum number of tokens that a step computes for one
-        request.
+        """`num_blocks`: of the only pool, or of each. `max_chunk`: maximum number of tokens that a step computes for
+        one request.
         """
         assert block_size >= 1
         assert groups

@@ -28,7 +28,7 @@ MOST_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class WideLayers:
+class UpcastLayers:
     """The layers of a cache group that may attend over upcast pages."""
 
     num_heads: int
@@ -58,9 +58,9 @@ class WideLayers:
         return [query] * num_seqs, [context] * num_seqs
 
 
-def wide_layers(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) -> dict[int, WideLayers]:
+def upcast_layers(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) -> dict[int, UpcastLayers]:
     """Return the layers that may attend over upcast pages, by cache group. `spec`: of this rank."""
-    layers: dict[int, WideLayers] = {}
+    layers: dict[int, UpcastLayers] = {}
     if options.kv_dtype != torch.float8_e4m3fn or options.max_model_len < 2:
         return layers
     for group, layer in zip(layout.group_of, spec.layers, strict=True):
@@ -72,13 +72,13 @@ def wide_layers(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) 
             continue
         page_bytes = 2 * WIDE_PAGE * mixer.num_kv_heads * mixer.head_dim * WIDE_DTYPE.itemsize
         most = options.max_num_seqs * -(-options.max_model_len // WIDE_PAGE)
-        wide = WideLayers(*heads, layout.groups[group].window, page_bytes, min(MOST_BYTES // page_bytes, most))
-        if wide.gain(*wide.fullest_step(options)):
-            layers[group] = wide
+        upcast = UpcastLayers(*heads, layout.groups[group].window, page_bytes, min(MOST_BYTES // page_bytes, most))
+        if upcast.gain(*upcast.fullest_step(options)):
+            layers[group] = upcast
     return layers
 
 
-def scratch_bytes(layers: dict[int, WideLayers]) -> int:
+def scratch_bytes(layers: dict[int, UpcastLayers]) -> int:
     """Return the scratch memory of all steps alike: that of the layers that may upcast most."""
     return max((each.page_bytes * each.max_pages for each in layers.values()), default=0)
 
@@ -92,7 +92,7 @@ class Fp8PrefillAttention(GroupAttention):
         index: int,
         group: CacheGroup,
         options: RunnerOptions,
-        layers: WideLayers,
+        layers: UpcastLayers,
         num_scratch_bytes: int,
     ) -> None:
         super().__init__(mixer, index, group, options)
@@ -108,7 +108,7 @@ class Fp8PrefillAttention(GroupAttention):
         if not isinstance(prefills, Prefills) or not layers.gain(prefills.query_lens, prefills.context_lens):
             return metadata
         pages = prefills.once(
-            ("wide pages", layers.window),
+            ("upcast pages", layers.window),
             lambda: WidePages.of_step(
                 prefills.query_lens,
                 prefills.context_lens,

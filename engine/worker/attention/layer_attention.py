@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
-from engine.worker.attention.fp8_prefill import Fp8PrefillAttention, scratch_bytes, wide_layers
+from engine.worker.attention.fp8_prefill import Fp8PrefillAttention, scratch_bytes, upcast_layers
 from engine.worker.attention.group_attention import GroupAttention
 from engine.worker.attention.latent import LatentGroupAttention
 from engine.worker.kv_cache import KVCacheLayout
@@ -15,15 +15,15 @@ def layer_attention(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptio
 
     `spec`: of this rank, with the layers of all stages: these must choose the same captured sizes.
     """
-    wide = wide_layers(spec, layout, options)
-    num_scratch_bytes = scratch_bytes(wide)
+    upcast = upcast_layers(spec, layout, options)
+    num_scratch_bytes = scratch_bytes(upcast)
 
     def make(index: int, mixer: AttentionSpec | LatentSpec) -> GroupAttention:
         group = layout.groups[index]
         if isinstance(mixer, LatentSpec):
             return LatentGroupAttention(mixer, index, group, options)
-        if index in wide and mixer.widens:
-            return Fp8PrefillAttention(mixer, index, group, options, wide[index], num_scratch_bytes)
+        if index in upcast and mixer.widens:
+            return Fp8PrefillAttention(mixer, index, group, options, upcast[index], num_scratch_bytes)
         return GroupAttention(mixer, index, group, options)
 
     kinds = [

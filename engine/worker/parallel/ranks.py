@@ -419,7 +419,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         match pickle.loads(connection.recv_bytes()):
             case Launch(output, repeated, sampled):
                 batch = batch if repeated else output.batch
-                runner.learn(sampled)
+                runner.set_newest(sampled)
                 launched = runner.launch(replace(output, batch=batch))
                 if handle is not None and handle.done is not None:
                     handle.done.synchronize()  # like rank 0, queue at most two steps

@@ -12,7 +12,7 @@ from benchmarks.model_shapes import model_folder
 from engine.models.families import read_spec
 from engine.models.spec import ModelSpec
 from engine.models.wide_pages import WidePages
-from engine.worker.attention.fp8_prefill import MOST_BYTES, Fp8PrefillAttention, scratch_bytes, wide_layers
+from engine.worker.attention.fp8_prefill import MOST_BYTES, Fp8PrefillAttention, scratch_bytes, upcast_layers
 from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
 from engine.worker.attention.layer_attention import layer_attention
 from engine.worker.device import CpuDevice
@@ -82,7 +82,7 @@ def test_contexts_are_upcast_as_far_as_scratch_memory_goes(folder: Path) -> None
 
 
 def scratch_of(spec: ModelSpec, options: RunnerOptions) -> int:
-    return scratch_bytes(wide_layers(spec, KVCacheLayout.of_model(spec, options), options))
+    return scratch_bytes(upcast_layers(spec, KVCacheLayout.of_model(spec, options), options))
 
 
 @pytest.mark.parametrize("max_model_len", [2000, 5000, 131072, 1 << 20])
