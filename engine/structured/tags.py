@@ -141,6 +141,9 @@ class Composition:
         self.rule("tag", *(f"tag_{i}" for i in range(len(tags.tags))))
         more = f"({self.literal(tags.between)} tag)* " if tags.several else ""
         end = f"{more}{self.literal(tags.closing)}"
+        if tags.several:  # some models end the last call with a line break, which is also how a further call may begin
+            self.rules.append(f"TRAIL: /{SPACE}{{1,4}}/")
+            end += " TRAIL?"
         self.rule("tags", f"{self.literal(tags.opening)} tag {end}")
         # Some tokenizers add a space before the first word after a special token.
         space = '" "? ' if tags.trigger in self.special else ""

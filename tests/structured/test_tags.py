@@ -118,6 +118,8 @@ def test_free_text_until_the_trigger(special: bool) -> None:
         (f"a {call}\n{call}", "end"),
         (f"a {call}\n<call>\n{G}\n</call>", "end"),
         (f"a {call} b", "no"),
+        (f"a {call}\n", "end"),
+        (f"a {call}\n\n\n\n\n", "no"),
         (f"a {call} {{", "no"),
         (call.replace("1", '"1"'), "no"),
         (call.replace('"f"', '"h"'), "no"),

@@ -11,6 +11,7 @@ from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine, make_tokenizer
 from tests.support.live_server import Live
 from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
+from tests.support.tool_templates import SHAPES
 
 WEATHER = {
     "type": "function",
@@ -312,3 +313,26 @@ def test_templates_that_read_optional_fields(serve: Serve) -> None:
     assert response.status_code == 200
     assert "optional fields of tools" in response.json()["warnings"][0]
     assert "warnings" not in live.chat(tools=[TOOLS[0]]).json()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_formats_that_are_not_listed(serve: Serve, shape: str) -> None:
+    source, text = SHAPES[shape]
+    properties = {"x": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        for name in ("f", "g")
+    ]
+    live = start(serve, source, f"Well. {text}")
+    answer = live.chat(tools=tools).json()
+    assert "warnings" not in answer
+    (choice,) = answer["choices"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("f", {"x": "a b", "n": 3}),
+        ("g", {"x": "c"}),
+    ]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Well.", "tool_calls")
+    parts, _ = streamed(live, tools=tools)
+    assert parts["content"] == "Well."
+    assert [tuple(call) for call in parts["calls"]] == calls
