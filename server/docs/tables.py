@@ -28,6 +28,7 @@ from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeChatRe
 from server.apis.openai.responses.protocol import ResponsesRequest
 from server.apis.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
 from server.apis.parameters import LEFT_OUT
+from server.docs.chat_formats import formats_table
 from server.http.bodies import NOT_SUPPORTED, WITHOUT_EFFECT
 from server.settings import ServerConfig
 
@@ -70,6 +71,7 @@ def tables() -> dict[str, str]:
     parameters = {name: head + "".join(rows.values()) for name, rows in found.items()}
     flags = {"engine": _flags(EngineConfig), "server": _flags(ServerConfig)}
     models = {"families": _described("architecture", families()), "formats": _described("method", quantizations())}
+    models["tool calls"] = formats_table()
     fields = {"taken": _fields(None), "refused": _fields(NOT_SUPPORTED), "ignored": _fields(WITHOUT_EFFECT)}
     return parameters | flags | models | fields
 

@@ -15,7 +15,8 @@ from engine.text.tokenizer import Tokenizer
 from server.generation.request import RESERVED_TEMPLATE_VARIABLES, GenerationRequest, PromptRequest
 from server.parsing.formats import GENERIC, ToolFormat
 from server.parsing.probe import find_tool_format
-from server.parsing.reasoning import HARMONY, ReasoningFormat, find_reasoning_format
+from server.parsing.probe_reasoning import probe_reasoning_format
+from server.parsing.reasoning import HARMONY, ReasoningFormat
 from server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class ChatFormat:
     def of(cls, template: ChatTemplate, settings: ServerConfig) -> ChatFormat:
         """Return the formats that the settings name, else those found in the template."""
         tools = find_tool_format(settings.tool_call_parser, template)
-        reasoning = find_reasoning_format(settings.reasoning_parser, template.source)
+        reasoning = probe_reasoning_format(settings.reasoning_parser, template)
         if tools is not None and tools.name == "openai":
             reasoning = HARMONY  # tool calls can be told apart only with this format
         return cls(ChatRenderer(template, settings.default_chat_template_kwargs), tools, reasoning)

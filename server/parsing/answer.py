@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from server.parsing.pieces import Content, Piece, Reasoning
+from server.parsing.pieces import Content, Piece, Reasoning, begun
 from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
 
@@ -49,6 +49,8 @@ class MarkedReader:
         """`counter`: counts reasoning tokens. Without readers the whole answer is content."""
         self._reasoning, self._tools, self._counter = reasoning, tools, counter
         self._shows_reasoning = shows_reasoning
+        answer = reasoning.answer if reasoning is not None else ("", "")
+        self._wrapping = Wrapping(*answer) if any(answer) else None
 
     def push(self, text: str, token_ids: Iterable[int], finished: bool, cut: bool = False) -> list[Piece]:
         pieces: list[Piece] = []
@@ -60,6 +62,8 @@ class MarkedReader:
                 pieces.append(Reasoning(reasoning))
             if not (text or self._reasoning.over):
                 return pieces
+        if self._wrapping is not None:
+            text = self._wrapping.push(text, finished)
         if self._tools is not None:
             return pieces + self._tools.push(text, finished, cut)
         if text:
@@ -88,6 +92,23 @@ class MarkedReader:
         if self._reasoning is None or self._counter is None or not self._reasoning.found:
             return 0
         return self._counter.num_tokens
+
+
+class Wrapping:
+    """Removes the marks around the content as it arrives."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._marks = [mark for mark in (begin, end) if mark]
+        self._held = ""
+
+    def push(self, text: str, finished: bool) -> str:
+        """Return the text that is certain, without marks."""
+        text = self._held + text
+        for mark in self._marks:
+            text = text.replace(mark, "")
+        kept = 0 if finished else max(begun(text, mark) for mark in self._marks)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
 
 
 class TokenCounter:

@@ -349,6 +349,12 @@ _FORMATS = (
         separator="<|function_call|>",
     ),
     ToolFormat(
+        name="gigachat3_role",
+        begin="<|message_sep|>\n\nfunction call<|role_sep|>",
+        call=("\n" + _JSON[0], _JSON[1], _JSON[2]),
+        separator="<|message_sep|>\n\nfunction call<|role_sep|>",
+    ),
+    ToolFormat(
         name="internlm",
         begin="<|action_start|><|plugin|>",
         call=_LLAMA,

@@ -129,9 +129,13 @@ def _render(template: ChatTemplate, messages: list[dict[str, Any]], add_generati
 def _start(text: str, plain: str | None, opened: str | None) -> int:
     """Return where a message with calls begins, after the header of its role."""
     start = len(text.partition(_QUESTION)[0]) + len(_QUESTION)
-    empty = plain.replace(_CONTENT, "") if plain is not None else None
-    headers = [_shared(text, each) for each in (opened, plain, empty) if each is not None]
-    return max(start, *(len(each if each == opened else _whole_marks(each)) for each in headers), 0)
+    for each in (opened, plain, plain.replace(_CONTENT, "") if plain is not None else None):
+        if each is not None:
+            shared = _shared(text, each)
+            end = len(shared if shared == opened else _whole_marks(shared))
+            # The rest begins with a mark. What precedes it may be marks around no content.
+            start = max(start, end) if each in (opened, plain) or _MARK.match(text[end:]) else start
+    return start
 
 
 def _shared(one: str, other: str) -> str:

@@ -15,6 +15,7 @@ class ReasoningFormat:
     end: str
     label: str = ""  # text between `begin` and the reasoning
     is_harmony: bool = False  # the answer is a series of messages: see harmony.py
+    answer: tuple[str, str] = ("", "")  # marks around the content, which are no part of it
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
         """Whether the prompt ends inside the reasoning, so that the answer continues it.
@@ -41,6 +42,22 @@ REASONING_FORMATS = {
     "openai_gptoss": HARMONY,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "gemma4": ReasoningFormat("<|channel>", "<channel|>", "thought\n"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>"),
+    "cohere_command3": ReasoningFormat(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    "cohere_command4": ReasoningFormat(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_TEXT|>", "<|END_TEXT|>")
+    ),
+    "kimi_k3": ReasoningFormat(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    "granite": ReasoningFormat("<think>", "</think>", answer=("<response>", "</response>")),
+    "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 }
 
 
@@ -48,10 +65,19 @@ def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     """Return the format with this name; for "auto", the one whose markers the chat template contains, or None."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
-    for each in REASONING_FORMATS.values():
-        if each.begin in template or (each.end in template and not each.is_harmony):
+    found = [
+        each
+        for each in REASONING_FORMATS.values()
+        if each.begin in template or (each.end in template and not each.is_harmony)
+    ]
+    # Several formats may have the same marks around the reasoning, and differ in those around the content.
+    alike = [each for each in found if (each.begin, each.end) == (found[0].begin, found[0].end)]
+    plain = [each for each in alike if not each.answer[0]]
+    for each in alike:
+        begin, end = each.answer
+        if begin and (f"{begin}{end}" if plain else end) in template:
             return each
-    return None
+    return (plain or found)[0] if found else None
 
 
 class ReasoningReader:
@@ -65,6 +91,11 @@ class ReasoningReader:
         self._read = self._read_start
         self.found = opened  # the answer has reasoning
         self.over = False  # all remaining text is content
+
+    @property
+    def answer(self) -> tuple[str, str]:
+        """The marks around the content."""
+        return self._format.answer
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Return the new (reasoning, content) that is certain. `finished`: no more text follows."""
