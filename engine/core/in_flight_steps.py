@@ -120,7 +120,7 @@ class InFlightSteps:
         nothing to report but the tokens.
         """
         num_known, end = len(request.token_ids), len(request.token_ids) + len(token_ids)
-        if end <= request.steady_until and request.stop_ids.isdisjoint(token_ids):
+        if len(token_ids) > 1 and end <= request.steady_until and request.stop_ids.isdisjoint(token_ids):
             request.token_ids += token_ids
             return None
         if num_known == request.num_prompt_tokens:

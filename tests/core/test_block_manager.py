@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.engine_request import EngineRequest
 from engine.core.kv.block_manager import BlockManager
+from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.block_pools import UNHELD
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.params.sampling import SamplingParams
@@ -390,3 +391,27 @@ def test_what_a_request_holds_at_most_is_known(num_tokens: int, max_chunk: int) 
         r.num_computed_tokens = min(end, num_tokens)
         small.commit(r)
         small.check([r])
+
+
+def test_a_table_may_have_holes() -> None:
+    """They are neither held nor released."""
+    blocks, r = BlockManager(4, SIZE), request(9)
+    assert blocks.grow(r, 9) == [[0, 1, 2]]
+    blocks.pools.release(0, r.block_tables[0][:1])
+    r.block_tables[0][0] = UNHELD
+    blocks.check([r])
+    assert blocks.num_free_blocks == 2
+    blocks.release(r)
+    assert blocks.num_free_blocks == 4
+
+
+def test_a_pool_is_not_reset_while_a_block_is_held() -> None:
+    pool = BlockPool(2)
+    pool.publish(0, b"name", pool.take(1)[0])
+    version = pool.version
+    assert not pool.reset()
+    assert (pool.version, pool.name_of(0)) == (version, (0, b"name"))
+    pool.release([0])
+    assert pool.reset()
+    assert pool.name_of(0) is None
+    assert pool.version != version

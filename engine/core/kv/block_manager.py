@@ -162,8 +162,9 @@ class BlockManager:
         if not self.pools.has_room(counts, held, num_spare):
             return None
         num_cached = len(cached[0]) if cached else 0
-        for pool, block_ids in zip(of_group, held, strict=True):
-            pool.hold(block_ids)
+        if num_cached:
+            for pool, block_ids in zip(of_group, held, strict=True):
+                pool.hold(block_ids)
         new_ids = [pool.take(count) for pool, count in zip(of_group, counts, strict=True)]
         if not request.block_tables:
             request.num_cached_blocks, request.num_admitted_tokens = num_cached, len(request.token_ids)

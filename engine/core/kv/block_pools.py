@@ -57,8 +57,10 @@ class BlockPools:
         each group left free in every pool.
         """
         for pool, groups in zip(self.pools, self._groups_of, strict=True):
-            num_taken = sum(counts[g] + pool.num_unheld(held[g]) for g in groups)
-            if num_taken + num_spare * len(groups) > pool.num_free:
+            num_taken = num_spare * len(groups)
+            for g in groups:
+                num_taken += counts[g] + (pool.num_unheld(held[g]) if held[g] else 0)
+            if num_taken > pool.num_free:
                 return False
         return True
 
