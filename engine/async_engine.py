@@ -141,10 +141,10 @@ class AsyncEngine:
         """The number of requests with a reader."""
         return len(self._streams)
 
-    async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams:
+    async def prepare(self, sampling: SamplingParams, tenant: str = "") -> SamplingParams:
         """Check the parameters and do the slow preparations for `generate`, once for all `n` completions of a request.
 
-        Raises `ValueError` if they cannot be used. Does not block the event loop, and is fair between owners.
+        Raises `ValueError` if they cannot be used. Does not block the event loop, and is fair between tenants.
         """
         structured, prepare = sampling.structured_outputs, self._input_processor.prepare
         texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
@@ -152,7 +152,7 @@ class AsyncEngine:
             return prepare(sampling)
         if self._release is None:
             self._release = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._release_threads)
-        return await asyncio.wrap_future(self._compile_threads.submit(owner, prepare, sampling))
+        return await asyncio.wrap_future(self._compile_threads.submit(tenant, prepare, sampling))
 
     def _release_threads(self) -> None:
         again = self._compile_threads.release()

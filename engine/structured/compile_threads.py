@@ -24,7 +24,7 @@ STACK_BYTES = 64 << 20  # the library recurses as deeply as a grammar is nested
 
 
 class CompileThreads:
-    """Low-priority threads, started with the first grammar, that serve owners alternately.
+    """Low-priority threads, started with the first grammar, that serve tenants alternately.
 
     `release` ends idle threads, since deep grammars leave them with large stacks.
     """
@@ -37,14 +37,14 @@ class CompileThreads:
         self._num_working = 0  # running tasks
         self._used = 0.0  # when the last task finished
 
-    def submit(self, owner: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Submit a task, like `FairExecutor.submit`."""
         if self._fair is None:
             self._executor = make_executor(self._num_threads)
             self._fair = FairExecutor(self._executor)
         with self._lock:
             self._num_working += 1
-        work = self._fair.submit(owner, function, *args, **kwargs)
+        work = self._fair.submit(tenant, function, *args, **kwargs)
         work.add_done_callback(self._ended)
         return work
 

@@ -44,7 +44,7 @@ async def beam_searches(
             warnings.add("has no effect in a beam search", name)
     params = BeamSearchParams(beam_width=width, max_tokens=1)
     try:
-        step = await model.engine.prepare(params.step_sampling(sampling.logprobs or 0), request.owner)
+        step = await model.engine.prepare(params.step_sampling(sampling.logprobs or 0), request.tenant)
     except ValueError as error:
         raise InvalidRequestError(
             f"{width} beams need more log probabilities than the server gives: {error}", "n"

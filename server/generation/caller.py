@@ -17,8 +17,8 @@ class Caller:
     tokens_per_minute: int | None = None  # of prompts and outputs together; None: no limit
     address: str = ""  # of the client, if the server requires no keys
 
-    def owner(self, user: str) -> str:
-        """Return the owner for fair scheduling: the key; without keys, the request's `user`, else the address."""
+    def tenant(self, user: str) -> str:
+        """Return the tenant for fair scheduling: the key; without keys, the request's `user`, else the address."""
         if self.name:
             return f"key {self.name}"
         return f"user {user[:MAX_USER_LENGTH]}" if user else f"address {self.address}"

@@ -53,7 +53,7 @@ async def guided(
         tags = _tags(request, format, several, free_form) if format is not None else None
         try:
             structured = StructuredOutputs(**content, tags=tags, thoughts=thoughts, in_messages=in_messages)
-            sampling = await model.engine.prepare(sampling.clone(structured_outputs=structured), request.owner)
+            sampling = await model.engine.prepare(sampling.clone(structured_outputs=structured), request.tenant)
         except TagsError as error:
             assert not free_form
             free_form = _not_enforced(request, error, warnings)

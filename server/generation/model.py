@@ -56,16 +56,16 @@ class Model:
             )
         return self.info.tokenizer
 
-    async def in_thread(self, function: Callable[..., T], *args: Any, owner: str, num_chars: int | None = None) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any, tenant: str, num_chars: int | None = None) -> T:
         """Run text processing in a worker thread, so that long prompts and slow templates do not delay other requests.
 
-        The threads are divided fairly between owners. `num_chars`: length of the text, if known. Short text is
+        The threads are divided fairly between tenants. `num_chars`: length of the text, if known. Short text is
         processed on the event loop, which is faster than switching threads. Raises `RequestError` on `TokenizerError`.
         """
         try:
             if num_chars is not None and num_chars <= _SHORT_TEXT:
                 return function(*args)
-            return await self._workers.run(function, *args, owner=owner)
+            return await self._workers.run(function, *args, tenant=tenant)
         except TokenizerError as error:
             raise InvalidRequestError(str(error)) from None
 
@@ -85,7 +85,7 @@ class Model:
                 given,
                 request.add_special_tokens,
                 check,
-                owner=request.owner,
+                tenant=request.tenant,
                 num_chars=num_chars,
             )
         if (chat := self.chats.of(request)) is None:
@@ -97,7 +97,7 @@ class Model:
                 given,
                 request.add_special_tokens,
                 check,
-                owner=request.owner,
+                tenant=request.tenant,
                 num_chars=given.num_chars,
             )
         ]

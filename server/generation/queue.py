@@ -1,4 +1,4 @@
-"""Back-pressure: bounds the number of waiting requests, and keeps any one owner from filling the queue."""
+"""Back-pressure: bounds the number of waiting requests, and keeps any one tenant from filling the queue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_SECONDS = 600
 class RequestQueue:
     """Accepts up to `max_num_seqs` running plus `max_num_queued` waiting requests, and rejects the rest.
 
-    A request for several answers counts as that many. An owner is the API key, user or client address that a request
-    is accounted to. When the queue is full, an owner below its equal part of it is still accepted, so one client cannot
-    lock out the others. With k owners the total can reach 1 + 1/2 + … + 1/k times the limit.
+    A request for several answers counts as that many. A tenant is the API key, user or client address that a request
+    is accounted to. When the queue is full, a tenant below its equal part of it is still accepted, so one client cannot
+    lock out the others. With k tenants the total can reach 1 + 1/2 + … + 1/k times the limit.
     """
 
     def __init__(
@@ -28,33 +28,33 @@ class RequestQueue:
         """`refused` is called for each rejected request, with a one-word reason."""
         self._in_flight, self._refused = in_flight, refused
         self._max_num_seqs, self._most = max_num_seqs, max_num_seqs + max_num_queued
-        self._preparing: Counter[str] = Counter()  # requests on their way to the engine, by owner
+        self._preparing: Counter[str] = Counter()  # requests on their way to the engine, by tenant
 
     @contextmanager
-    def entering(self, num_new: int, owner: str) -> Iterator[None]:
+    def entering(self, num_new: int, tenant: str) -> Iterator[None]:
         """Count `num_new` requests while they are prepared; the engine counts them once they are sent to it.
 
         Raises `BusyError` while the queue is full, `InvalidRequestError` when `num_new` exceeds the total limit.
         """
-        self._check(num_new, owner)
-        self._preparing[owner] += num_new
+        self._check(num_new, tenant)
+        self._preparing[tenant] += num_new
         try:
             yield
         finally:
-            self._preparing[owner] -= num_new
-            if not self._preparing[owner]:
-                del self._preparing[owner]
+            self._preparing[tenant] -= num_new
+            if not self._preparing[tenant]:
+                del self._preparing[tenant]
 
-    def _check(self, num_new: int, owner: str) -> None:
+    def _check(self, num_new: int, tenant: str) -> None:
         if num_new > self._most:
             reason = f"the request asks for {num_new} answers, and this server accepts at most {self._most} at a time"
             raise InvalidRequestError(reason)
         sent, preparing = self._in_flight, self._preparing
-        total, own = len(sent) + preparing.total(), sent.of(owner) + preparing[owner]
+        total, own = len(sent) + preparing.total(), sent.of(tenant) + preparing[tenant]
         if total + num_new <= self._most:
             return
-        num_owners = len(sent.owners | preparing.keys() | {owner})
-        if own + num_new <= self._most // num_owners:
+        num_tenants = len(sent.tenants | preparing.keys() | {tenant})
+        if own + num_new <= self._most // num_tenants:
             return
         self._refused("queue_full")
         num_waiting = max(total - self._max_num_seqs, 0)

@@ -149,13 +149,13 @@ class PromptRequest:
     cache_salt: str = ""
     priority: int = 0
     user: str = ""  # end user, as named by the client
-    owner: str = ""  # API key, user or client address, for fair scheduling; see `of`
+    tenant: str = ""  # API key, user or client address, for fair scheduling; see `of`
     timeout_ms: int | None = None  # milliseconds from arrival to the end of the answer; None: no limit
     arrival: float = field(default_factory=monotonic)  # monotonic seconds
 
     def of(self, caller: Caller) -> Self:
-        """Return the request with its owner set from the caller."""
-        return replace(self, owner=caller.owner(self.user))
+        """Return the request with its tenant set from the caller."""
+        return replace(self, tenant=caller.tenant(self.user))
 
     @property
     def deadline(self) -> float:

@@ -39,7 +39,7 @@ async def completed(
         changes |= step(model, request, prompt, sampling, warnings)
     try:
         sampling = sampling.clone(**changes) if changes else sampling
-        sampling = await model.engine.prepare(sampling, request.owner)
+        sampling = await model.engine.prepare(sampling, request.tenant)
     except ValueError as error:
         raise invalid(error) from None
     for name in ("logprobs", "prompt_logprobs"):

@@ -57,7 +57,7 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
         check_stop(request)
         sampling = given_values(model, request)
         check_num_samples(request, sampling.n)
-        with server.queue.entering(request.num_prompts * sampling.n, request.owner):
+        with server.queue.entering(request.num_prompts * sampling.n, request.tenant):
             return await _generate(server, request, caller, sampling, warnings)
 
 
@@ -102,7 +102,7 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
         except ValueError as error:
             raise invalid(error) from None
         check_num_samples(request, 1)
-        with server.queue.entering(request.num_prompts, request.owner):
+        with server.queue.entering(request.num_prompts, request.tenant):
             prompts = await model.encode(request, is_to_fit=True)
             token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
             check_prompts(model, token_ids, 0)
@@ -144,7 +144,7 @@ async def _begin(
             asked_of_engine = sampling.clone(stop=None, detokenize=False) if has_stops else sampling
             one = EngineRequest(
                 sample_id, prompt, asked_of_engine, pooling,
-                request.cache_salt, request.priority, request.owner, request.deadline, request.arrival,
+                request.cache_salt, request.priority, request.tenant, request.deadline, request.arrival,
             )  # fmt: skip
             updates = begin_one(one)
             if has_stops and reader is not None:

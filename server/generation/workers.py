@@ -24,12 +24,12 @@ class Workers:
         self._threads = FairExecutor(ThreadPoolExecutor(NUM_THREADS, "worker"))
         self._trim: asyncio.TimerHandle | None = None
 
-    async def run(self, function: Callable[..., _T], *args: object, owner: str) -> _T:
-        """Run a function in a thread. `owner`: of the request; owners get threads alternately."""
+    async def run(self, function: Callable[..., _T], *args: object, tenant: str) -> _T:
+        """Run a function in a thread. `tenant`: of the request; tenants get threads alternately."""
         loop = asyncio.get_running_loop()
         if self._trim is None:
             self._trim = loop.call_later(_TRIM_SECONDS, self._return_memory)
-        return await asyncio.wrap_future(self._threads.submit(owner, function, *args))
+        return await asyncio.wrap_future(self._threads.submit(tenant, function, *args))
 
     def close(self) -> None:
         if self._trim is not None:

@@ -34,7 +34,7 @@ class ConnectionLimits:
 class Connections:
     """The connections of a server. If there are too many, the connection that was idle longest is closed.
 
-    Requests of different owners start alternately, so that a burst of one owner does not delay others.
+    Requests of different tenants start alternately, so that a burst of one tenant does not delay others.
     """
 
     def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
@@ -189,12 +189,12 @@ class Connection(HttpToolsProtocol):
             self._sending.start()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start requests of different owners alternately. Drop a request whose client has disconnected meanwhile."""
-        owner = self._others.entrance.owner(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
-        if owner is None:
+        """Start requests of different tenants alternately. Drop a request whose client has disconnected meanwhile."""
+        tenant = self._others.entrance.tenant(cycle.scope)  # type: ignore[arg-type]  # uvicorn has types of its own
+        if tenant is None:
             self.start(cycle, app)
         else:
-            self._others.fair.add(owner, _Arrived(self, cycle, app))
+            self._others.fair.add(tenant, _Arrived(self, cycle, app))
 
     def start(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the request."""

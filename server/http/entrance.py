@@ -1,4 +1,4 @@
-"""Finds the owner of a request before any work is done for it. Requests of different owners start alternately."""
+"""Finds the tenant of a request before any work is done for it. Requests of different tenants start alternately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN_AT_ONCE = 1  # requests started in one iteration of the event loop, which 
 
 
 class Entrance:
-    """Finds the owners of requests. Refuses nothing."""
+    """Finds the tenants of requests. Refuses nothing."""
 
     def __init__(self, find_caller: FindCaller | None = None) -> None:
         """`find_caller`: None if the server requires no keys."""
@@ -27,8 +27,8 @@ class Entrance:
         proxies = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")  # uvicorn's default
         self._as_forwarded = ProxyHeadersMiddleware(_nothing, proxies)
 
-    def owner(self, scope: Scope) -> str | None:
-        """Return the owner of a request, as `Caller.owner`; None for probes, which never wait."""
+    def tenant(self, scope: Scope) -> str | None:
+        """Return the tenant of a request, as `Caller.tenant`; None for probes, which never wait."""
         if scope["path"].removeprefix(scope.get("root_path", "")) in PROBES:
             return None
         caller = self._find_caller(key_of(scope)) if self._find_caller is not None else None
@@ -37,7 +37,7 @@ class Entrance:
                 # uvicorn has types of its own
                 self._as_forwarded(scope, _nothing, _nothing).send(None)  # type: ignore[arg-type]
             caller = caller_in(scope)
-        return caller.owner("")
+        return caller.tenant("")
 
 
 async def _nothing(*args: Any) -> None: ...

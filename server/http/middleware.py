@@ -29,7 +29,7 @@ class FairMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            await self._fair.wait(caller_in(scope).owner(""))
+            await self._fair.wait(caller_in(scope).tenant(""))
         await self._app(scope, receive, send)
 
 
@@ -63,7 +63,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, watched)
         finally:
-            del scope[DIRECT_SEND]  # breaks a reference cycle: `send` is a method of the scope's owner
+            del scope[DIRECT_SEND]  # breaks a reference cycle: `send` is a method of the scope's tenant
             handler = getattr(scope.get("route"), "path", "none")
             counted = method if method in _METHODS else "other"  # clients may invent methods
             self._metrics.observe(counted, status, handler, time.monotonic() - context.received)

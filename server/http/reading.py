@@ -80,9 +80,9 @@ class Arrivals:
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
         self._fair = FairTasks(_READ_AT_ONCE)
 
-    async def receive(self, request: Request, owner: str = "") -> bytes:
+    async def receive(self, request: Request, tenant: str = "") -> bytes:
         """Receive a body, which counts towards the total until `release`. Parts after the first are read alternately
-        between owners.
+        between tenants.
 
         Raises `APIError` 413 if the body is too large, 408 if it takes too long, 503 if there are too many bodies.
         """
@@ -93,7 +93,7 @@ class Arrivals:
             async with asyncio.timeout(self._timeout):
                 while more:
                     if data:
-                        await self._fair.wait(owner)
+                        await self._fair.wait(tenant)
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise APIError(_CLIENT_CLOSED, "the client hung up")
@@ -139,12 +139,12 @@ class Bodies:
 
     async def receive(self, request: Request) -> bytes:
         """Receive a body, for `checked`. Raises `APIError` like `Arrivals.receive`."""
-        return await self._arrivals.receive(request, caller_of(request).owner(""))
+        return await self._arrivals.receive(request, caller_of(request).tenant(""))
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """Decode and validate a received body. Raises `APIError` if it is invalid."""
         try:
-            await self._fair.wait(caller_of(request).owner(""))
+            await self._fair.wait(caller_of(request).tenant(""))
             return await self._checked(request, data, body_type)
         finally:
             self._arrivals.release(data)
@@ -160,8 +160,8 @@ class Bodies:
                 warnings.add(WARNING, "body")
             return warnings, convert(body)
 
-        owner = caller_of(request).owner("")
-        return await self._workers.run(work, owner=owner) if is_long or is_large(request) else work()
+        tenant = caller_of(request).tenant("")
+        return await self._workers.run(work, tenant=tenant) if is_long or is_large(request) else work()
 
     async def _checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
@@ -172,7 +172,7 @@ class Bodies:
         if is_small(data):
             return _read(data, body_type, request.scope)
         request.scope[_LARGE] = True
-        return await self._workers.run(_read, data, body_type, request.scope, owner=caller_of(request).owner(""))
+        return await self._workers.run(_read, data, body_type, request.scope, tenant=caller_of(request).tenant(""))
 
 
 async def converted(

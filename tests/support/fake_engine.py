@@ -139,7 +139,7 @@ class FakeEngine:
         spec: Any = SimpleNamespace(vocab_size=size, eos_token_ids=(257,), hidden_size=HIDDEN_SIZE, has_head=True)
         return InputProcessor(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
 
-    async def prepare(self, sampling: SamplingParams, owner: str = "") -> SamplingParams:
+    async def prepare(self, sampling: SamplingParams, tenant: str = "") -> SamplingParams:
         """The grammar is checked, and heeded by `GrammarEngine` alone."""
         if sampling.structured_outputs is None:
             return self._input_processor.prepare(sampling)

@@ -154,4 +154,4 @@ def test_owners(key: str, headers: dict[str, str], owner: str) -> None:
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
         },
     )
-    assert Entrance(CALLERS.get).owner(scope) == owner
+    assert Entrance(CALLERS.get).tenant(scope) == owner

@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
             prompt.token_ids,
             bool(body.return_token_strs),
             warnings,
-            owner=caller_of(request).owner(""),
+            tenant=caller_of(request).tenant(""),
             num_chars=num_tokens,
         )
 
@@ -65,7 +65,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         warnings = warnings_about(body, server.settings.strict)
         model.check_name(body.model)
         return await model.in_thread(
-            _text, model, body.tokens, warnings, owner=caller_of(request).owner(""), num_chars=len(body.tokens)
+            _text, model, body.tokens, warnings, tenant=caller_of(request).tenant(""), num_chars=len(body.tokens)
         )
 
 

@@ -60,7 +60,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         classifier = _classifier(model)
         generation = await embed(server, asked, caller_of(request))
         states = await generation.embeddings()
-        found = await model.in_thread(_activated, classifier, states, body.is_activated, owner=generation.owner)
+        found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=generation.owner)
         data = [
             {
                 "index": index,
@@ -107,8 +107,8 @@ async def _scores(
     )
     states, owner = await generation.embeddings(), generation.owner
     if classifier is None:
-        return generation, await model.in_thread(_cosines, texts, states, pairs, owner=owner)
-    found = await model.in_thread(_activated, classifier, states, body.is_activated, owner=owner)
+        return generation, await model.in_thread(_cosines, texts, states, pairs, tenant=owner)
+    found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=owner)
     return generation, [scores[0] for scores in found]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.replicas import in_flight as outstanding
+from engine.replicas import in_flight
 from engine.replicas.in_flight import NUM_ENDS, InFlight
 
 
@@ -10,7 +10,7 @@ from engine.replicas.in_flight import NUM_ENDS, InFlight
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be set."""
     now = [1000.0]
-    monkeypatch.setattr(outstanding, "monotonic", lambda: now[0])
+    monkeypatch.setattr(in_flight, "monotonic", lambda: now[0])
     return now
 
 
@@ -18,10 +18,10 @@ def test_requests_are_counted_by_owner() -> None:
     sent = InFlight()
     for request_id, owner in (("1", "a"), ("2", "a"), ("3", "b")):
         sent.add(request_id, owner)
-    assert (len(sent), sent.of("a"), sent.of("b"), sent.of("c"), sent.owners) == (3, 2, 1, 0, {"a", "b"})
+    assert (len(sent), sent.of("a"), sent.of("b"), sent.of("c"), sent.tenants) == (3, 2, 1, 0, {"a", "b"})
     for request_id in ("3", "3", "unknown"):
         sent.end(request_id)
-    assert (len(sent), sent.of("b"), sent.owners) == (2, 0, {"a"})
+    assert (len(sent), sent.of("b"), sent.tenants) == (2, 0, {"a"})
 
 
 def test_the_pace_is_that_of_the_newest_ends(clock: list[float]) -> None:
