@@ -1,7 +1,8 @@
 """Grammars of objects that are not written as JSON: parameters between marks, and literals.
 
-`prepare_arguments` reads a JSON Schema once; `ArgumentRules` writes it in Lark's notation with the vocabulary's special tokens.
-Strings are written without quotes, so that a string which reads as another type that the schema allows is not generated.
+`prepare_arguments` reads a JSON Schema once; `ArgumentRules` writes it in Lark's notation with the vocabulary's special
+tokens. Strings are written without quotes, so that a string which reads as another type that the schema allows is not
+generated.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _HARD_OBJECT = (*_HARD, "patternProperties", "propertyNames", "minProperties", "
     "dependentSchemas", "dependencies", "unevaluatedProperties", *_LISTS)  # fmt: skip
 _HARD_ARRAY = (*_HARD, "contains", "uniqueItems", "prefixItems", "unevaluatedItems")
 _ANYTHING = r"(?s:.*)"
-# Texts that a parser may read as JSON or Python of this type. A lexer that has read `null` cannot tell whether more text
-# follows, so no text begins with JSON's words.
+# Texts that a parser may read as JSON or Python of this type. A lexer that has read `null` cannot tell whether more
+# text follows, so no text begins with JSON's words.
 _READ_AS = {
     "null": rf"\s*(null{_ANYTHING}|None\s*)",
     "boolean": rf"\s*(true{_ANYTHING}|false{_ANYTHING}|True\s*|False\s*)",

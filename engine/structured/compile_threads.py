@@ -17,8 +17,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_SECONDS = 5.0
-# A low priority, but not the lowest: between library calls these threads hold Python's global lock, and a thread that gets no
-# core meanwhile would block its whole process for up to a second.
+# A low priority, but not the lowest: between library calls these threads hold Python's global lock, and a thread that
+# gets no core meanwhile would block its whole process for up to a second.
 NICENESS = 5
 STACK_BYTES = 64 << 20  # the library recurses as deeply as a grammar is nested
 
@@ -54,7 +54,9 @@ class CompileThreads:
             self._used = self._clock()
 
     def release(self) -> bool:
-        """End the threads if they have been idle for some seconds, and return their memory. Returns whether there are threads."""
+        """End the threads if they have been idle for some seconds, and return their memory. Returns whether there
+        are threads.
+        """
         with self._lock:
             is_idle = not self._num_working and self._clock() - self._used >= IDLE_SECONDS
         if self._executor is not None and is_idle:

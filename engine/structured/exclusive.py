@@ -25,7 +25,9 @@ _RANGES = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"
 
 
 def views(schema: Any, resolve: Resolve) -> list[Schema]:
-    """Return all schemas that an instance of `schema` must match: itself, `$ref` targets and `allOf`, without duplicates."""
+    """Return all schemas that an instance of `schema` must match: itself, `$ref` targets and `allOf`, without
+    duplicates.
+    """
     found: dict[int, Schema] = {}
     rest = [schema]
     while rest:
@@ -253,7 +255,9 @@ def _apart(schema: Schema, other: Schema, judge: Judge) -> Any:
 
 
 def _with_a_name(schema: Schema, other: Schema, judge: Judge) -> Any:
-    """Return the objects with a property whose allowed values in both schemas are disjoint, or None if there is none."""
+    """Return the objects with a property whose allowed values in both schemas are disjoint, or None if there is
+    none.
+    """
     own, others = judge.views(schema), judge.views(other)
     everything = set(TYPES)
     found = [

@@ -1,7 +1,7 @@
 """Builds grammars for llguidance from requests, compiles them for a vocabulary, and tries them out.
 
-A compiled grammar is an `LLMatcher` at its initial state. Compiling and trying release Python's global lock, and their cost
-is bounded: the library limits its own work, and the limits here keep inputs where that accounting is reliable.
+A compiled grammar is an `LLMatcher` at its initial state. Compiling and trying release Python's global lock, and their
+cost is bounded: the library limits its own work, and the limits here keep inputs where that accounting is reliable.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class Compiler:
         self._num_characters = 0  # total length of these grammars
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Compile a grammar. Takes a millisecond to a second, or no time if cached. Raises `ValueError` if it is invalid."""
+        """Compile a grammar. Takes a millisecond to a second, or no time if cached. Raises `ValueError` if it is
+        invalid.
+        """
         found = self.remembered(grammar)
         if found is None:
             matcher = self._build(grammar)

@@ -1,5 +1,5 @@
-"""Grammars of guided requests: compiles them outside the engine's loop, advances them by each token, and fills their masks
-before the device needs them.
+"""Grammars of guided requests: compiles them outside the engine's loop, advances them by each token, and fills their
+masks before the device needs them.
 
 Everything here runs in the engine's thread, except for compilation.
 """
@@ -65,8 +65,8 @@ class _Method:
 class _Filler:
     """Fills masks in this thread, or in several threads if that was faster recently.
 
-    Waking threads may take as long as filling 50 masks (on a virtual machine, a millisecond). So for many masks both methods
-    are tried, and the slower one is tried again now and then.
+    Waking threads may take as long as filling 50 masks (on a virtual machine, a millisecond). So for many masks both
+    methods are tried, and the slower one is tried again now and then.
     """
 
     def __init__(self) -> None:
@@ -133,11 +133,11 @@ def _caught(function: Callable[..., None], *args: Any) -> str:
 class GrammarManager(Generic[T]):
     """Holds guided requests until their grammars are compiled, then follows the grammars until the requests finish.
 
-    `add` a request. Once `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks. Finally `remove`
-    it.
+    `add` a request. Once `take_compiled` returns it, `advance` it by each of its tokens and `fill` its masks. Finally
+    `remove` it.
 
-    A step that has other requests does not wait for masks beyond a deadline: the time that the device is busy with the work
-    before sampling. The device cannot be asked for that time, so `learn_deadline` estimates it.
+    A step that has other requests does not wait for masks beyond a deadline: the time that the device is busy with the
+    work before sampling. The device cannot be asked for that time, so `learn_deadline` estimates it.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -187,8 +187,8 @@ class GrammarManager(Generic[T]):
         return self._compile_thread.submit(held.owner, self._compiler.compile, held.grammar)
 
     def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
-        """Return the requests whose grammars are compiled; and by request id, the errors of grammars that failed to compile.
-        Their requests are removed.
+        """Return the requests whose grammars are compiled; and by request id, the errors of grammars that failed to
+        compile. Their requests are removed.
 
         `idle`: there is no other work, so wait a little for one of the grammars.
         """
@@ -222,7 +222,8 @@ class GrammarManager(Generic[T]):
     def advance(self, request_id: str, token_ids: Sequence[int]) -> str:
         """Advance the request's grammar by its new tokens. If a mask did not allow a token, `fill` reports the error.
 
-        After the end of the grammar, only end-of-text tokens are allowed. Returns an error of the grammar library, or "".
+        After the end of the grammar, only end-of-text tokens are allowed. Returns an error of the grammar library, or
+        "".
         """
         followed = self._followed.get(request_id)
         if followed is None:
@@ -239,10 +240,11 @@ class GrammarManager(Generic[T]):
     def fill(
         self, request_ids: Sequence[str], masks: np.ndarray, by_deadline: bool = False
     ) -> tuple[list[int], dict[str, str]]:
-        """Write the mask of allowed next tokens for each request. A request that is no longer followed may get any token.
+        """Write the mask of allowed next tokens for each request. A request that is no longer followed may get any
+        token.
 
-        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: one bit per token, the lowest first. Returns the
-        rows that are not filled, none unless `by_deadline`; and the errors of grammars by request id.
+        masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: one bit per token, the lowest first.
+        Returns the rows that are not filled, none unless `by_deadline`; and the errors of grammars by request id.
         """
         wanted: _Wanted = []
         for i, request_id in enumerate(request_ids):
@@ -279,7 +281,9 @@ class GrammarManager(Generic[T]):
         followed.forced = followed.matcher.compute_ff_tokens()[::-1]
 
     def _split(self, wanted: _Wanted) -> tuple[_Wanted, list[int]]:
-        """Return the masks that the deadline allows for, and the rows of the others. The next fill begins with these."""
+        """Return the masks that the deadline allows for, and the rows of the others. The next fill begins with
+        these.
+        """
         most = max(self._fill.number_in(self._seconds), LEAST, -(-len(wanted) // LEAST_FRACTION))
         if most >= len(wanted):
             return wanted, []
@@ -293,7 +297,9 @@ class GrammarManager(Generic[T]):
         self._compile_thread.release()
 
     def learn_deadline(self, missed: bool, seconds_left: float) -> None:
-        """Update the deadline. `missed`: the device waited for the last fill; otherwise it was busy for `seconds_left` longer."""
+        """Update the deadline. `missed`: the device waited for the last fill; otherwise it was busy for
+        `seconds_left` longer.
+        """
         if missed:
             self._seconds = 0.9 * min(self._seconds, self._seconds_spent)
         else:

@@ -1,7 +1,7 @@
 """Prepares JSON Schemas for the grammar library: sound, bounded, portable.
 
-The library refuses most unsupported keywords. This module also refuses what the library would enforce only partially or at
-great cost, and tightens what JSON Schema validators check more strictly than the library.
+The library refuses most unsupported keywords. This module also refuses what the library would enforce only partially or
+at great cost, and tightens what JSON Schema validators check more strictly than the library.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ _LACKING = (
 
 
 def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) -> str:
-    """Return a schema (parsed, or as JSON) as JSON for the library. Raises `ValueError`, which names an unsupported keyword.
+    """Return a schema (parsed, or as JSON) as JSON for the library. Raises `ValueError`, which names an unsupported
+    keyword.
 
     `lenient`: omit what cannot be enforced. `notes` gets a line about each omission, including unknown formats.
     """
@@ -182,7 +183,9 @@ def _subschemas(schema: Schema) -> Iterator[Any]:
 
 @dataclass
 class _Preparation:
-    """Changes all schemas inside a schema in place. First normalises all of them, since rewrites look at other schemas."""
+    """Changes all schemas inside a schema in place. First normalises all of them, since rewrites look at other
+    schemas.
+    """
 
     root: Schema
     is_lenient: bool = False
@@ -397,7 +400,8 @@ def _check_value(value: Any) -> None:
 
 
 def _drop_endless(root: Schema) -> None:
-    """Replace each `$ref` to a schema without finite instances by `false`, in place. Raises `ValueError` if the root is one.
+    """Replace each `$ref` to a schema without finite instances by `false`, in place. Raises `ValueError` if the root is
+    one.
 
     Computes a least fixed point: a schema counts as infinite until shown to be finite. In doubt, it counts as finite.
     """

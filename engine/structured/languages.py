@@ -1,9 +1,9 @@
 """Regular languages that can be intersected, subtracted and compared. No expression is executed.
 
-Dialects differ in what an expression matches (`\\d`, `$` before a final newline). The `narrow` language contains what all
-dialects match, the `wide` language what any of them may match: the first may be generated, the second must be avoided by
-`not`. Derivatives by a character (Brzozowski) are the states of an automaton, which can be written as an expression without
-lookaround. All work is bounded.
+Dialects differ in what an expression matches (`\\d`, `$` before a final newline). The `narrow` language contains what
+all dialects match, the `wide` language what any of them may match: the first may be generated, the second must be
+avoided by `not`. Derivatives by a character (Brzozowski) are the states of an automaton, which can be written as an
+expression without lookaround. All work is bounded.
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ class Language:
 
 
 class Languages:
-    """Creates languages. Equal ones, as far as detected, are the same object. Raises `UndecidedError` if there are too many."""
+    """Creates languages. Equal ones, as far as detected, are the same object. Raises `UndecidedError` if there are
+    too many.
+    """
 
     def __init__(self, limit: int = MAX_NODES) -> None:
         self._limit = limit
@@ -326,7 +328,9 @@ class Languages:
         return self._make("rep", (language, 0 if language.has_empty else least, most), not least or language.has_empty)
 
     def _translated(self, parsed: Parsed, rest: Language, at_start: bool | None, narrow: bool) -> Language:
-        """Return the texts with a matching prefix and a remainder in `rest`. `at_start`: at the text's start; None: unknown."""
+        """Return the texts with a matching prefix and a remainder in `rest`. `at_start`: at the text's start; None:
+        unknown.
+        """
         match parsed:
             case ("set", *both):
                 return self.joined(self._make("set", both[0 if narrow else 1], False), rest)
@@ -359,7 +363,9 @@ class Languages:
         return self._looking_at_each(inner, least, most, rest, narrow)
 
     def _looking_at_each(self, inner: Parsed, least: int, most: int | None, rest: Language, narrow: bool) -> Language:
-        """Translate `(?:(?!…).)*` and `(?:.(?!…))*`. If narrow, the refused text occurs nowhere in the remaining text."""
+        """Translate `(?:(?!…).)*` and `(?:.(?!…))*`. If narrow, the refused text occurs nowhere in the remaining
+        text.
+        """
         items = inner[1] if inner[0] == "seq" and len(inner[1]) == 2 else []
         looks = [each for each in items if each[0] == "look" and not each[2] and _is_plain(each[1])]
         chars = [each for each in items if each[0] == "set"]

@@ -1,7 +1,7 @@
 """Bounds Lark grammars: the size of their terminals, and JSON Schemas inside them. Does not parse anything else.
 
-The library limits most of its work, but not repetitions in terminals: `X{1000}` of a `Y{1000}` is a regular expression with a
-million positions.
+The library limits most of its work, but not repetitions in terminals: `X{1000}` of a `Y{1000}` is a regular expression
+with a million positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _Token = tuple[str, str]  # kind, text
 
 
 def bounded(grammar: str) -> str:
-    """Return the grammar with prepared JSON Schemas. Raises `ValueError` if it is too large or a schema is not supported."""
+    """Return the grammar with prepared JSON Schemas. Raises `ValueError` if it is too large or a schema is not
+    supported.
+    """
     check_length(grammar)
     out: list[str] = []
     definitions: dict[str, list[_Token]] = {}
@@ -66,8 +68,8 @@ def check_length(grammar: str) -> None:
 
 
 def tokens(grammar: str) -> Iterator[_Token]:
-    """Split a grammar into tokens that cover all of its text. Raises `ValueError` for unsupported directives and for unclosed
-    quotes, since searching for the end from each quote would take quadratic time.
+    """Split a grammar into tokens that cover all of its text. Raises `ValueError` for unsupported directives and for
+    unclosed quotes, since searching for the end from each quote would take quadratic time.
     """
     at = 0
     while at < len(grammar):
@@ -91,7 +93,9 @@ def tokens(grammar: str) -> Iterator[_Token]:
 
 
 def _size(name: str, definitions: dict[str, list[_Token]], sizes: dict[str, int]) -> int:
-    """Return the positions of a terminal as one regular expression. Rules count 0, since the library counts them itself."""
+    """Return the positions of a terminal as one regular expression. Rules count 0, since the library counts them
+    itself.
+    """
     if name not in sizes:
         sizes[name] = 1  # ends the recursion if it contains itself, which the library refuses
         is_terminal = name.isupper()

@@ -1,8 +1,8 @@
 """Lark grammars inside JSON: objects with one string that, once decoded, is a sentence of the grammar.
 
 Each terminal is written with JSON's short escapes; control characters without a short escape are excluded. A regular
-expression becomes a rule of its parts, because the library's lexer does not backtrack, and an escape may end one terminal or
-start the next.
+expression becomes a rule of its parts, because the library's lexer does not backtrack, and an escape may end one
+terminal or start the next.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def object_with_text(name: str, grammar: str) -> str:
     written = "".join(map(_rewritten, tokens(_IMPORT.sub("", grammar))))
     written += "".join(f"\n{_own(found)}: {_rule(pattern or '')}" for found, pattern in imported.items())
     key = json.dumps(json.dumps(name))
-    start = f'start: "{{" SPACE? {key} SPACE? ":" SPACE? "\\"" {_own("start")} "\\"" SPACE? "}}"\nSPACE: /[ \\t\\n]{{1,4}}/\n'
+    start = f'start: "{{" SPACE? {key} SPACE? ":" SPACE? "\\"" {_own("start")} "\\"" SPACE? "}}"\n'
+    start += "SPACE: /[ \\t\\n]{1,4}/\n"
     return bounded(start + written)
 
 

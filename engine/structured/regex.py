@@ -1,7 +1,7 @@
 """Translates regular expressions (Python, JavaScript) to the dialect of the grammar library. Executes none.
 
-Where dialects differ, the result matches only what all of them match: `\\d` is 0 to 9, and `\\D` excludes the digits of all
-scripts. So generated text passes a check in any dialect.
+Where dialects differ, the result matches only what all of them match: `\\d` is 0 to 9, and `\\D` excludes the digits of
+all scripts. So generated text passes a check in any dialect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _BRACED = re.compile(r"\\[pPux]\{\w*\}")
 
 
 def portable(pattern: str) -> str:
-    """Return `pattern` for the library. Raises `ValueError` for unsupported constructs; the library reports syntax errors."""
+    """Return `pattern` for the library. Raises `ValueError` for unsupported constructs; the library reports syntax
+    errors.
+    """
     return read(pattern)[0]
 
 
@@ -54,7 +56,9 @@ def read(pattern: str) -> tuple[str, int]:
 
 
 def end_of_group(pattern: str, at: int) -> int | None:
-    """Return the end of the group that opens at `at`; None: it is unclosed, or an alternative to the whole pattern follows."""
+    """Return the end of the group that opens at `at`; None: it is unclosed, or an alternative to the whole pattern
+    follows.
+    """
     level, end = 0, None
     while at < len(pattern):
         match pattern[at]:

@@ -1,7 +1,7 @@
 """Rewrites JSON Schema keywords that the grammar library does not support in terms of keywords that it does.
 
-A rewritten schema has the same instances or fewer, so generated instances are always valid. Keywords that cannot be rewritten
-remain, and the library refuses them by name.
+A rewritten schema has the same instances or fewer, so generated instances are always valid. Keywords that cannot be
+rewritten remain, and the library refuses them by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grammars of answers with several parts: reasoning, then content, or free text that ends in tags (tool calls).
 
-A mark is written as its special token if the vocabulary has one, else as text. Where the model may write freely, both forms
-are recognised.
+A mark is written as its special token if the vocabulary has one, else as text. Where the model may write freely, both
+forms are recognised.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Composition:
         return json.dumps({"grammars": grammars, "begins": self.begins()})
 
     def begins(self) -> dict[str, list[str]]:
-        """Return the texts after which content and schemas begin; "": at the start of the answer. Used by `UniqueItems`."""
+        """Return the texts after which content and schemas begin; "": at the start of the answer. Used by
+        `UniqueItems`.
+        """
         tags, thoughts = self.tags, self.thoughts
         content = [thoughts.end] if thoughts is not None else [""]
         content += [""] if thoughts is not None and not thoughts.opened else []

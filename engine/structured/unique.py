@@ -1,7 +1,7 @@
 """Enforces `uniqueItems`, which no grammar of bounded size can express.
 
-In addition to its grammar, an answer is parsed as JSON while it is generated. A duplicate element is an error. To prevent it,
-tokens that would complete a duplicate are removed from the masks.
+In addition to its grammar, an answer is parsed as JSON while it is generated. A duplicate element is an error. To
+prevent it, tokens that would complete a duplicate are removed from the masks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class NotUniqueError(ValueError):
 
 
 class Endings:
-    """A vocabulary's tokens that end a string or a number, by the text before that end, and those that end other values."""
+    """A vocabulary's tokens that end a string or a number, by the text before that end, and those that end other
+    values.
+    """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         texts: dict[str, list[int]] = {}

@@ -59,7 +59,9 @@ def pattern_without(texts: list[str]) -> str | None:
 
 
 def _other_than(texts: list[str]) -> str:
-    """Return a pattern for texts that share a prefix with some of `texts` and then differ. `texts`: sorted and unique."""
+    """Return a pattern for texts that share a prefix with some of `texts` and then differ. `texts`: sorted and
+    unique.
+    """
     ends = texts[:1] == [""]
     longer: dict[str, list[str]] = {}
     for text in texts[ends:]:

@@ -15,9 +15,9 @@ class Detokenizer:
     """Turns the new tokens of one sequence into text deltas, in constant time per token.
 
     The joined deltas equal the text that `decode` of prompt and output adds to the prompt's text, up to the first stop
-    string: see `StopStrings`. A stop string that is the text of a special token which the text omits ends it at that token.
-    How tokens are split between pushes does not matter. A delta never contains part of a character; text that may become a
-    stop string is held back.
+    string: see `StopStrings`. A stop string that is the text of a special token which the text omits ends it at that
+    token. How tokens are split between pushes does not matter. A delta never contains part of a character; text that
+    may become a stop string is held back.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ from engine.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Releases a text up to its first stop string: the one that ends first, and of several that end there the first given.
+    """Releases a text up to its first stop string: the one that ends first, and of several that end there the first
+    given.
 
     Text that may become a stop string is held back.
     """

@@ -1,4 +1,5 @@
-"""Writes the table of chat templates in docs/models.md: `python -m server.docs.chat_formats FOLDER`, with *.jinja in it.
+"""Writes the table of chat templates in docs/models.md: `python -m server.docs.chat_formats FOLDER`, with *.jinja in
+it.
 
 A file's name is the model's. Nothing but the template is looked at, so the table shows what is found for any model.
 """

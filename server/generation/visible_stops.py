@@ -17,8 +17,8 @@ from server.parsing.pieces import Content, Piece
 class StoppingReader:
     """Reads an answer with another reader, and ends it at the first stop string in its content.
 
-    Reasoning, tool calls, markup and the white space between them contain no stop strings. Push one token at a time, so that
-    the answer ends at the token that completes the stop string.
+    Reasoning, tool calls, markup and the white space between them contain no stop strings. Push one token at a time, so
+    that the answer ends at the token that completes the stop string.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class StoppingReader:
         min_tokens: int = 0,
         stop_tokens: Mapping[int, str] | None = None,
     ) -> None:
-        """`include`: the content includes the stop string. Those that end in the first `min_tokens` tokens do not count.
-        `stop_tokens`: the stop strings that are the text of a token which the text omits.
+        """`include`: the content includes the stop string. Those that end in the first `min_tokens` tokens do not
+        count. `stop_tokens`: the stop strings that are the text of a token which the text omits.
         """
         self._reader, self._stops = reader, StopStrings(stop, include=include)
         self._min_tokens, self._stop_tokens = min_tokens, stop_tokens or {}
@@ -115,8 +115,8 @@ def at_visible_stops(
 async def _by_token(
     updates: AsyncGenerator[RequestUpdate, None], detokenizer: Detokenizer, *, shows_stop_token: bool
 ) -> AsyncGenerator[RequestUpdate, None]:
-    """Yield updates without text as updates of one token each, with text. `shows_stop_token`: also that of the token that
-    stopped the engine.
+    """Yield updates without text as updates of one token each, with text. `shows_stop_token`: also that of the token
+    that stopped the engine.
     """
     async with aclosing(updates):
         async for update in updates:

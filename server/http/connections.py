@@ -286,7 +286,9 @@ class _HeadAndBody:
 
 
 class _Unframed(_HeadAndBody):
-    """Sends a response to a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): the body ends with the connection."""
+    """Sends a response to a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): the body ends with the
+    connection.
+    """
 
     __slots__ = ("_has_head", "_is_chunked")
 

@@ -34,7 +34,9 @@ class Call(Protocol):
     over: bool  # the call is complete, or is not a call
 
     def feed(self, text: str, finished: bool) -> int:
-        """Parse `text`; return the number of characters consumed. 0 if more text is needed. `finished`: no text follows."""
+        """Parse `text`; return the number of characters consumed. 0 if more text is needed. `finished`: no text
+        follows.
+        """
 
     def take_arguments(self) -> str:
         """Return the new part of the arguments."""
@@ -280,8 +282,11 @@ class ParametersCall(_Arguments):
         return end + len(self._mark)
 
     def _find_end(self, text: str, finished: bool) -> int | None:
-        """Return where the value ends, if that is certain. A mark inside a value is followed by none that may follow it."""
-        # A mark that may be part of a string inside JSON stays in the text: if nothing completes the JSON, it was the end.
+        """Return where the value ends, if that is certain. A mark inside a value is followed by none that may
+        follow it.
+        """
+        # A mark that may be part of a string inside JSON stays in the text: if nothing completes the JSON, it was the
+        # end.
         doubtful = text.find(self._mark) if self._num_searched else None
         self._pending = doubtful
         at = text.find(self._mark, self._num_searched)

@@ -1,7 +1,7 @@
 """Formats of tool calls, as data: the marks, and how names and arguments are written.
 
-A new format is a new entry of `TOOL_FORMATS`. `probe.py` finds a model's format from its chat template, and also formats
-that are not listed here.
+A new format is a new entry of `TOOL_FORMATS`. `probe.py` finds a model's format from its chat template, and also
+formats that are not listed here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MARK = re.compile(r"<[^<>\s]*>|[^\s<]+")
 class ToolFormat:
     """How a model family writes tool calls: `begin`, `opening`, calls with `separator` between them, `closing`.
 
-    A call is `call[0]`, the tool's name, `call[1]`, the arguments, `call[2]`. In these texts `{id}` stands for the call's
-    id, and `{index}` for its number.
+    A call is `call[0]`, the tool's name, `call[1]`, the arguments, `call[2]`. In these texts `{id}` stands for the
+    call's id, and `{index}` for its number.
     """
 
     name: str  # the name of vLLM's parser, where it has one

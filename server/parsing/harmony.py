@@ -40,8 +40,8 @@ class HarmonyReader:
     """Divides one answer into pieces: analysis is reasoning, messages to functions are calls, the rest is content.
 
     If the client gave tools, a message to `functions.…` or to one of the tools is a call. Other messages with a
-    recipient are reasoning. A message ends with `<|end|>` or where the next one begins. Text between messages is dropped,
-    unless no message follows.
+    recipient are reasoning. A message ends with `<|end|>` or where the next one begins. Text between messages is
+    dropped, unless no message follows.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Finds the marks around a model's reasoning: by name, by what its chat template contains, or by rendering reasoning."""
+"""Finds the marks around a model's reasoning: by name, by what its chat template contains, or by rendering
+reasoning.
+"""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class ToolReader:
         *,
         required: bool = False,
     ) -> None:
-        """`tools`: the schemas of the available tools' arguments, by name. Calls beyond the first `max_calls` are dropped.
-        `required`: a grammar guides the answer to consist of calls.
+        """`tools`: the schemas of the available tools' arguments, by name. Calls beyond the first `max_calls` are
+        dropped. `required`: a grammar guides the answer to consist of calls.
         """
         self._format, self._tools, self._max_calls = format, tools, max_calls
         self._header = _header(format)

@@ -1,4 +1,6 @@
-"""All kernels are tested with NaN in memory that nothing has written; where Triton interprets them, no load may read it."""
+"""All kernels are tested with NaN in memory that nothing has written; where Triton interprets them, no load may
+read it.
+"""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -19,7 +19,9 @@ NAN = float("nan")
 
 
 class Paged:
-    """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN, every unused table entry 2^30."""
+    """Random contexts in shuffled blocks; every slot that belongs to no context holds NaN, every unused table entry
+    2^30.
+    """
 
     def __init__(
         self,
@@ -254,7 +256,9 @@ def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(
 @ALL
 @pytest.mark.parametrize("num_keys", [16, 1024])
 def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:
-    """Relative error of attention over random keys and values: about the 2.6 % that rounding to three bits makes of each."""
+    """Relative error of attention over random keys and values: about the 2.6 % that rounding to three bits makes of
+    each.
+    """
     paged, query = Paged([num_keys], head_dim=64, dtype=torch.float32), torch.randn(1, 8, 64)
     whole, scale = (paged.block_tables, paged.rows, paged.context_lens), torch.ones(2, 2)
     caches = paged.caches.to(torch.float8_e4m3fn)

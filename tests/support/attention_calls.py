@@ -11,7 +11,8 @@ from kernels import AttentionArgs, PagedContext
 
 
 def spread(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `paged_attention_decode` or `paged_attention_prefill` as a function of query, caches, tables, rows and lengths.
+    """Return `paged_attention_decode` or `paged_attention_prefill` as a function of query, caches, tables, rows and
+    lengths.
 
     lens: (context_lens,), or for prefill (query_start, context_lens); options: of `AttentionArgs` and of the function.
     """

@@ -29,9 +29,11 @@ from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'refused' or m.content == 'refuse me' %}{{ raise_exception('no such words') }}"
+    "{% for m in messages %}"
+    "{% if m.role == 'refused' or m.content == 'refuse me' %}{{ raise_exception('no such words') }}"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{{ extra }}{{ tools | length if tools else '' }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{{ extra }}{{ tools | length if tools else '' }}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HIDDEN_SIZE = 8

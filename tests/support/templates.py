@@ -119,10 +119,13 @@ PECULIAR = {
     + "{%- endif %}{%- endfor %}",
     # Qwen3.5: others are refused, and so is a conversation without a question
     "system first": """
-{%- if not messages | selectattr('role', 'equalto', 'user') | list %}{{- raise_exception('No user query found.') }}{%- endif %}
+{%- if not messages | selectattr('role', 'equalto', 'user') | list %}
+{{- raise_exception('No user query found.') }}{%- endif %}
 {%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{- raise_exception('System message must be at the beginning.') }}{%- endif %}
-{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{- raise_exception('Unexpected message role.') }}{%- endif %}
+{%- if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{%- endif %}
+{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}
+{{- raise_exception('Unexpected message role.') }}{%- endif %}
 {{- '[' + m.role + ']' + m.content }}"""
     + _CALLS
     + "{%- endfor %}",
@@ -130,7 +133,8 @@ PECULIAR = {
     "first message only": """
 {%- if messages[0].role in ['system', 'developer'] %}{{- '[instructions]' + messages[0].content }}{%- endif %}
 {%- set last = namespace(answer=-1, call='') %}
-{%- for m in messages %}{%- if m.role == 'assistant' and not m.tool_calls %}{%- set last.answer = loop.index0 %}{%- endif %}
+{%- for m in messages %}{%- if m.role == 'assistant' and not m.tool_calls %}
+{%- set last.answer = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{- '[user]' + m.content }}
@@ -147,7 +151,8 @@ PECULIAR = {
     "turns only": """
 {%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
 {%- for m in messages %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate') }}{%- endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate') }}{%- endif %}
 {{- '<turn>' + m.role + '\\n' + (m.content | trim) }}
 {%- endfor %}""",
     # Mistral Small: turns; calls and results do not count, and calls have neither text nor long ids
@@ -161,7 +166,8 @@ PECULIAR = {
 {%- set ns.users = not ns.users %}{%- endif %}
 {%- if m.tool_calls %}
 {%- for c in m.tool_calls %}
-{%- if c.id | length != 9 %}{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
+{%- if c.id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
 {{- '[TOOL_CALLS]' + c.function.name + '[CALL_ID]' + c.id + '[ARGS]' + (c.function.arguments | tojson) }}
 {%- endfor %}
 {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content }}
@@ -186,13 +192,15 @@ PECULIAR = {
 {%- endfor %}""",
     # DeepSeek V3.1, functionary
     "arguments as text": """
-{%- for m in messages %}{%- for c in m.tool_calls or [] %}CALL {{ c.function.name + ' ' + c.function.arguments }}{%- endfor %}
+{%- for m in messages %}
+{%- for c in m.tool_calls or [] %}CALL {{ c.function.name + ' ' + c.function.arguments }}{%- endfor %}
 {{- m.content or '' }}|{%- endfor %}""",
     # Llama 3.2; Hermes leaves out texts beside calls
     "one call": """
 {%- for m in messages %}
 {%- if m.tool_calls %}
-{%- if m.tool_calls | length != 1 %}{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
+{%- if m.tool_calls | length != 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
 {{- '<' + m.role + '>' + (m.tool_calls[0].function | tojson) }}
 {%- else %}{{- '<' + m.role + '>' + m.content }}{%- endif %}
 {%- endfor %}""",

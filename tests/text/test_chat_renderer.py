@@ -120,7 +120,8 @@ def test_what_a_template_takes_stays_as_it_is() -> None:
             [ASK, called(call("{}"), text="I look."), result("R")],
             '<user>2+2?<assistant>I look.<assistant>{"name": "lookup", "arguments": {}}<tool>R',
         ),
-        ("null beside calls", [ASK, called(call()), result("R")], '[user]2+2?<call>lookup\n{"city": "Paris"}</call>[tool]R'),
+        ("null beside calls", [ASK, called(call()), result("R")],
+        '[user]2+2?<call>lookup\n{"city": "Paris"}</call>[tool]R'),
         ("arguments as text", [ASK, called(call("{}")), result()], "2+2?|CALL lookup {}|RESULT|"),
         (
             "thinking parts",

@@ -1,4 +1,6 @@
-"""Which cores a process computes on: files of the system as they are in containers and on machines with several nodes."""
+"""Which cores a process computes on: files of the system as they are in containers and on machines with several
+nodes.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What the scheduler says is what the device gets: random steps, packed and unpacked, against rows kept the plain way."""
+"""What the scheduler says is what the device gets: random steps, packed and unpacked, against rows kept the plain
+way.
+"""
 
 from __future__ import annotations
 

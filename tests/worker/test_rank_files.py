@@ -1,4 +1,6 @@
-"""Files of two ranks, each with its part of every block: a block is there where both have it, and an error ends nothing."""
+"""Files of two ranks, each with its part of every block: a block is there where both have it, and an error ends
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,8 @@ class SamplingParams:
     )
     logprobs: int | None = parameter(
         None,
-        "return log probabilities of the sampled tokens and of this many most likely tokens; -1: of all, up to --max-logprobs",
+        "return log probabilities of the sampled tokens and of this many most likely tokens; "
+        "-1: of all, up to --max-logprobs",
         at_least=-1,
         at_most=20,
         wanted="-1 or in [0, 20]",

@@ -51,7 +51,8 @@ class SamplingPlan:
     """How each sample of a batch is drawn. Valid for all steps of the batch until a processor is no longer needed.
 
     Indices are of samples, see `BatchSamples`. `guided` ones wait for masks, in the order of the masks. First come the
-    `num_masked` samples that need nothing else, which `Sampler.sample_filtered` draws, then those of the groups with masks.
+    `num_masked` samples that need nothing else, which `Sampler.sample_filtered` draws, then those of the groups with
+    masks.
     """
 
     members: Members | None = None
@@ -73,8 +74,8 @@ class SamplingPlan:
 
 
 class Sampler:
-    """Draws each sample of a step with its request's parameters and seed, independent of the rest of the batch. A sample
-    is a row and a position, see `kernels.data.layout.Samples`; S counts them.
+    """Draws each sample of a step with its request's parameters and seed, independent of the rest of the batch. A
+    sample is a row and a position, see `kernels.data.layout.Samples`; S counts them.
 
     There are three passes, and a step runs those that it needs. Random numbers depend only on seed and position, so a
     later pass replaces the tokens of an earlier one:

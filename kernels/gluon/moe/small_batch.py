@@ -64,7 +64,8 @@ def routed_tokens(
     E: gl.constexpr, M: gl.constexpr, CHOSEN: gl.constexpr, CHOICES: gl.constexpr, ONE_TOKEN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Local expert id of routed token `own`, whether this program computes that expert, each token's routed token of it.
+    """Local expert id of routed token `own`, whether this program computes that expert, each token's routed token of
+    it.
 
     The expert's first routed token's program does. A token without a routed token of the expert has -1.
     """

@@ -22,7 +22,9 @@ def native() -> Iterator[Native]:
 
 
 def test_each_piece_is_computed_once(native: Native) -> None:
-    """Added to a sum, a piece that is computed twice or not at all shows. Long enough for helpers to rest in between."""
+    """Added to a sum, a piece that is computed twice or not at all shows. Long enough for helpers to rest in
+    between.
+    """
     weight, x = torch.randn(512, 64), torch.randn(3, 64)
     packed = matmul.pack_weight(weight)
     assert isinstance(packed, NativeWeight)

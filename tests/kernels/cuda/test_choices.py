@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.heavy
 @pytest.mark.skipif(not GLUON, reason="this Triton's Gluon is not known")
 def test_the_choices_are_those_of_the_table() -> None:
-    """A change of choices changes the table: `python -m tests.support.kernel_choices 80 90 > tests/kernels/cuda/choices.txt`."""
+    """A change of choices changes the table: `python -m tests.support.kernel_choices 80 90 >
+    tests/kernels/cuda/choices.txt`.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.support.kernel_choices", "80", "90"]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

@@ -56,7 +56,9 @@ def test_dequantize(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.float32), (33, torch.float16)])
 def test_weight_only(form: str, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of rows that lie in a larger tensor, a number of rows that tiles do not divide, and a last group that is short."""
+    """Also of rows that lie in a larger tensor, a number of rows that tiles do not divide, and a last group that is
+    short.
+    """
     monkeypatch.setattr(quantized_linear, "quantizes", lambda x, weight: False)
     weight = random_weight(form, 130, 448 if FORMS[form][0] == "e4m3" else 384)
     x, bias = torch.randn(num_tokens, 1000).to(dtype)[:, : weight.num_channels], torch.randn(130).to(dtype)
@@ -185,7 +187,9 @@ def test_the_last_group_of_a_row_may_be_shorter(exact_float8: None) -> None:
 
 
 def test_quantize_pairs_in_the_order_of_experts(exact_float8: None) -> None:
-    """Each pair of a token and a local expert gets its token's row; experts 2 to 6 of 8 are local, and one token is padding."""
+    """Each pair of a token and a local expert gets its token's row; experts 2 to 6 of 8 are local, and one token is
+    padding.
+    """
     torch.manual_seed(0)
     x, ids = torch.randn(21, 512)[:, :384], torch.rand(21, 8).argsort(1)[:, :3].int()
     ids[-1] = -1

@@ -75,7 +75,8 @@ class Case:
         self, query: Any, num_programs: Any, max_seqs: Any = 9, cuts: Any = None, plan_window: Any = 0, **options: Any
     ) -> Any:
         shape = (
-            max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs, self.kv.dtype,
+            max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs,
+            self.kv.dtype,
             plan_window, options.get("sparse"),
         )  # fmt: skip
         plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
@@ -207,7 +208,8 @@ def test_a_plan_with_a_window_is_for_that_window() -> None:
 @pytest.mark.parametrize(
     ("num_programs", "fan_in", "min_tiles"),
     [
-        (1, 0, 2), (2, 0, 2), (3, 0, 1), (16, 0, 2), (61, 0, 1), (61, 2, 2), (61, 4, 2), (16, 1, 2), (61, 2, 1), (5, 0, 8),
+        (1, 0, 2), (2, 0, 2), (3, 0, 1), (16, 0, 2), (61, 0, 1), (61, 2, 2), (61, 4, 2), (16, 1, 2), (61, 2, 1),
+        (5, 0, 8),
     ],
 )  # fmt: skip
 def test_decode_is_the_same_however_it_is_split(num_programs: int, fan_in: int, min_tiles: int) -> None:

@@ -1,7 +1,8 @@
-"""The norm, activation, rotary and KV store kernels in Triton's interpreter, against the reference implementation in float64.
+"""The norm, activation, rotary and KV store kernels in Triton's interpreter, against the reference implementation in
+float64.
 
-The interpreter rounds float32 to bfloat16 towards zero, so a stored value may be off by one unit in the last place, which
-is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
+The interpreter rounds float32 to bfloat16 towards zero, so a stored value may be off by one unit in the last place,
+which is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
 """
 
 from typing import Any
@@ -235,7 +236,9 @@ def test_every_number_is_divided_as_by_division(dtype: torch.dtype, scale: float
 @pytest.mark.parametrize("rotary_dim", [0, 40, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float8: None) -> None:
-    """Keys are rounded to the model's dtype first, as they are where the cache holds that; few land on the other side."""
+    """Keys are rounded to the model's dtype first, as they are where the cache holds that; few land on the other
+    side.
+    """
     step = Step(4, 3, 80, dtype)
     table = torch.randn(40, rotary_dim) if rotary_dim else None
     caches, scale = quantised(step)

@@ -119,7 +119,9 @@ def random_stack(form: str, count: int, n: int, k: int) -> QuantizedWeight | Ten
 def check(
     form: str, num_tokens: int, activation: Any = "silu", biased: bool = False, first: int = 0, alone: bool = True
 ) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: `alone` and added to the residual stream."""
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: `alone` and added to the residual
+    stream.
+    """
     torch.manual_seed(0)
     hidden, inner = (256, 128) if form.startswith(("fp8", "int4")) else (160, 96)
     x = torch.randn(num_tokens, 2 * hidden)[:, :hidden]

@@ -17,8 +17,9 @@ from kernels.triton import pairs
 def test_pairs_in_the_order_of_their_experts(
     num_tokens: int, chosen: int, count: int, first: int, block_m: int, max_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of one expert in their own order, in tiles that hold each once. Of 8 experts some have other owners; one has no
-    pair, and there are tokens of padding."""
+    """Those of one expert in their own order, in tiles that hold each once. Of 8 experts some have other owners; one
+    has no pair, and there are tokens of padding.
+    """
     monkeypatch.setattr(pairs, "MANY", 1 if max_chunks else 1 << 30)
     monkeypatch.setattr(pairs, "MAX_CHUNKS", max_chunks)
     torch.manual_seed(0)

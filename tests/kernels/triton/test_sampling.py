@@ -55,7 +55,9 @@ def options(
 
 
 def allowed(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
-    """The slow and sure way: sort, cut, add up. Returns what may be sampled, and whether top_p's cut is too close to call."""
+    """The slow and sure way: sort, cut, add up. Returns what may be sampled, and whether top_p's cut is too close
+    to call.
+    """
     peak = max(logits)
     weights = [math.exp((x - peak) / temperature) for x in logits]
     kept = sorted((i for i, w in enumerate(weights) if w >= min_p), key=lambda i: -logits[i])
@@ -309,7 +311,8 @@ def test_parts(module: Any, small_blocks: Any) -> None:
     """Rows that nothing filters first, then the rest of them: those with filters, and those with a mask."""
     logits = torch.randn(7, 300)
     arguments = options(7, temperature=[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], top_k=[0, 5, 300, 0, 5, 0, 0],
-                        top_p=[1.0, 1.0, 1.0, 0.9, 0.9, 1.0, 1.0], min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0])  # fmt: skip
+                        top_p=[1.0, 1.0, 1.0, 0.9, 0.9, 1.0, 1.0],
+                        min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0])  # fmt: skip
     everywhere = module.sample(logits, *arguments).tolist()
     out = torch.arange(-1, -8, -1)
     assert module.sample(logits, *arguments, out=out.clone()).tolist() == everywhere

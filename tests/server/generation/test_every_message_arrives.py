@@ -95,12 +95,15 @@ def test_chat_messages_that_clients_send_back(live: Live, messages: list[dict[st
         ("/v1/responses", {"input": [{"type": "reasoning", "summary": None, "content": None}]}),
         ("/v1/messages", {"messages": [{"role": "assistant", "content": None}]}),
         ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "text", "text": None}]}]}),
-        ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": None}]}]}),
-        ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": '{"a'}]}]}),
+        ("/v1/messages",
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": None}]}]}),
+        ("/v1/messages",
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": '{"a'}]}]}),
         ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": None}]}]}),
         ("/api/chat", {"messages": [{"role": "assistant", "content": None, "tool_calls": None}]}),
-        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]}),
+        ("/api/chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]}),
     ],
 )  # fmt: skip
 def test_items_that_clients_send_back(live: Live, path: str, body: dict[str, Any]) -> None:
@@ -120,9 +123,12 @@ def test_items_that_clients_send_back(live: Live, path: str, body: dict[str, Any
 # ---- what Quire answers can be sent back ----
 
 FRAGMENTS = [
-    "Hello", " 👋 ", "\n\n", "<think>", "</think>", "Hm. ", "<tool_call>", "</tool_call>", '{"name": "lookup", "arguments": ',
-    '{"city": "Köln"}', '{"city": "\\ud83d"}', "{", "}", '"', "\\", "[TOOL_CALLS]", "lookup", "<|channel|>analysis<|message|>",
-    "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", " to=functions.lookup", "null", "[]", "<function=lookup>",
+    "Hello", " 👋 ", "\n\n", "<think>", "</think>", "Hm. ", "<tool_call>", "</tool_call>",
+    '{"name": "lookup", "arguments": ',
+    '{"city": "Köln"}', '{"city": "\\ud83d"}', "{", "}", '"', "\\", "[TOOL_CALLS]", "lookup",
+    "<|channel|>analysis<|message|>",
+    "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", " to=functions.lookup", "null", "[]",
+    "<function=lookup>",
     '<tool_call>\n{"name": "lookup", "arguments": {"city": "Köln"}}\n</tool_call>',
 ]  # fmt: skip
 

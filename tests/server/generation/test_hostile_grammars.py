@@ -1,4 +1,6 @@
-"""Hostile schemas, expressions, grammars and tools at a real server: all are answered, and no other request waits for them."""
+"""Hostile schemas, expressions, grammars and tools at a real server: all are answered, and no other request waits
+for them.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""Stop strings match the visible answer: not reasoning, markup, calls or the gaps between, in every API, whole or streamed."""
+"""Stop strings match the visible answer: not reasoning, markup, calls or the gaps between, in every API, whole or
+streamed.
+"""
 
 from __future__ import annotations
 

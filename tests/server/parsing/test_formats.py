@@ -163,7 +163,10 @@ def test_damaged_answers(name: str, num_cases: int) -> None:
 
 
 LIST = {"type": "object", "properties": {"x": {"type": "array"}, "y": {"type": "string"}}}
-INSIDE = "<tool_call>\n<function=f>\n<parameter=x>\n[{}]\n</parameter>\n<parameter=y>\nz\n</parameter>\n</function>\n</tool_call>"
+INSIDE = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n[{}]\n</parameter>\n<parameter=y>\nz\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 
 
 @pytest.mark.parametrize(

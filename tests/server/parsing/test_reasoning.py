@@ -79,7 +79,8 @@ def test_gemma_s_prompts() -> None:
 
 def test_thoughts_are_given_out_as_they_come() -> None:
     reader = ReasoningReader(THINK, False)
-    assert [reader.push(part, False) for part in ("<think>", "\n", "Hm", " so </", "i>", "\n</think>", "\n", "Yes")] == [
+    assert [reader.push(part, False) for part in ("<think>", "\n", "Hm", " so </", "i>", "\n</think>", "\n",
+    "Yes")] == [
         ("", ""), ("", ""), ("Hm", ""), (" so", ""), (" </i>", ""), ("", ""), ("", ""), ("", "Yes"),
     ]  # fmt: skip
 

@@ -122,7 +122,9 @@ def test_nothing_is_lost_or_slow_in_a_long_answer() -> None:
     "text", ['<tool_call>{"id": {}' + ', "id": {}' * 20_000, "[TOOL_CALLS]" + "a" * 100_000 + "[ARGS]{}"]
 )
 def test_hostile_answers_take_linear_time(text: str) -> None:
-    """Each opening bracket or letter might be where the arguments begin: a minute's work, if all before were read again."""
+    """Each opening bracket or letter might be where the arguments begin: a minute's work, if all before were read
+    again.
+    """
     format = TOOL_FORMATS["hermes" if text.startswith("<") else "mistral"]
     reader, start = ToolReader(format, {"f": None}, None), time.process_time()
     for at in range(0, len(text), 20):

@@ -90,7 +90,8 @@ def test_filters_keep_the_same_tokens(params: SamplingParams, banned: int) -> No
         seed, position = rng.getrandbits(63), rng.randrange(1000)
         logits = torch.tensor([row])
         column = {name: torch.tensor([float(getattr(params, name))]) for name in SamplingParams.__slots__ if name in (
-            "temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")}  # fmt: skip
+            "temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_threshold",
+            "xtc_probability")}  # fmt: skip
         if params.top_n_sigma:
             filters.keep_top_n_sigma(logits, column["top_n_sigma"])
         temperature = column["temperature"]

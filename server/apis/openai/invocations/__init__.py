@@ -1,4 +1,6 @@
-"""/invocations: the one path that Amazon SageMaker sends requests to. The body's fields say which endpoint it is for."""
+"""/invocations: the one path that Amazon SageMaker sends requests to. The body's fields say which endpoint it is
+for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _PATHS: dict[type[Any], str] = {
 
 
 def _kind(body: Any) -> str:
-    """Return the tag of a body's type; a body without the field of any is taken for a chat, which then lacks messages."""
+    """Return the tag of a body's type; a body without the field of any is taken for a chat, which then lacks
+    messages.
+    """
     given = body if isinstance(body, dict) and "messages" not in body else {}
     return "completion" if "prompt" in given else "embeddings" if "input" in given else "chat"
 

@@ -24,7 +24,8 @@ from tests.support.gluon_on_tensors import Barriers, Descriptor, Pointers, Share
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 HELPERS = (
-    "_piece_of_pair", "_following", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined", "_load_partial",
+    "_piece_of_pair", "_following", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined",
+    "_load_partial",
     "_store_partial", "_store_heads", "_arrive", "_attend", "ask_boxes", "blocks_of_boxes",
 )  # fmt: skip
 KV_HEADS = 2

@@ -1,4 +1,6 @@
-"""The Hopper prefill kernel on a Hopper GPU against the reference implementation in float64; run with TRITON_INTERPRET=0."""
+"""The Hopper prefill kernel on a Hopper GPU against the reference implementation in float64; run with
+TRITON_INTERPRET=0.
+"""
 
 import itertools
 import os
@@ -55,7 +57,9 @@ OPTIONS = {
 def test_prefill_on_hopper(
     group: int, num_kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, layer: bool, options: dict[str, Any]
 ) -> None:
-    """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong block."""
+    """Whole prompts and chunks on a context; slots outside the contexts hold NaN, table entries behind them a wrong
+    block.
+    """
     torch.manual_seed(0)
     lens, query_lens = [1, 300, 64, 1300, 17, 3000, 129, 128], [1, 70, 64, 500, 17, 129, 129, 1]
     counts = [-(-n // page) for n in lens]

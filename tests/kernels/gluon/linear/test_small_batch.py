@@ -1,4 +1,5 @@
-"""Products for up to 16 tokens against the reference implementation: the kernel's arithmetic here, the kernel itself on a GPU.
+"""Products for up to 16 tokens against the reference implementation: the kernel's arithmetic here, the kernel itself on
+a GPU.
 
 Gluon has no interpreter: see `gluon_on_tensors`.
 """

@@ -1,4 +1,6 @@
-"""Products of tens to hundreds of tokens with matrices of few bits: the kernel's arithmetic here, the kernel itself on a GPU."""
+"""Products of tens to hundreds of tokens with matrices of few bits: the kernel's arithmetic here, the kernel itself
+on a GPU.
+"""
 
 import os
 from typing import Any
@@ -205,7 +207,9 @@ def test_bits_less_zero_points_times_scales(kind: str) -> None:
 
 
 def test_bits_of_e2m1() -> None:
-    """The PTX, on random words of four bytes: the values of their low codes in order, then of the high ones, exactly."""
+    """The PTX, on random words of four bytes: the values of their low codes in order, then of the high ones,
+    exactly.
+    """
     codes = torch.randint(256, (500, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     values = torch.cat(values_of(codes, "e2m1"), 1).double()
     for text, factor in ((codes_in_bits.E2M1_SMALL, 2.0**126), (codes_in_bits.E2M1, 1.0)):

@@ -56,7 +56,8 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = ("_bring", "_ask", "_decoded", "_small_weights", "_multiply", "_step", "_tile")
     steps_on_tensors(monkeypatch, compressed_experts, "_compressed_experts_kernel", helpers)
     few_helpers = (
-        "_load_words", "_add_step", "_listed", "_add_small", "columns", "routed_tokens", "_chunks", "_load_x", "last", "middle",
+        "_load_words", "_add_step", "_listed", "_add_small", "columns", "routed_tokens", "_chunks", "_load_x", "last",
+        "middle",
     )  # fmt: skip
     run_on_tensors(monkeypatch, compressed_few, "_compressed_few_kernel", few_helpers)
     run_on_tensors(
@@ -80,7 +81,9 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    stream.
+    """
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)

@@ -40,7 +40,9 @@ def packed(gate_up: QuantizedWeight, down: QuantizedWeight) -> Any:
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    stream.
+    """
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)

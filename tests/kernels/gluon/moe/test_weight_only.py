@@ -33,7 +33,9 @@ def check(
     first: int = 0,
     num_tokens: int = 40,
 ) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual stream."""
+    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    stream.
+    """
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
