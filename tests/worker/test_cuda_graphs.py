@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import ScheduledBatch, SchedulerOutput
+from engine.models.families import read_spec
 from engine.models.shard import WHOLE
 from engine.worker.attention.group_attention import CapturedPrefills
 from engine.worker.cuda_graphs import PrefillGraphs, PrefillShape
@@ -20,6 +22,8 @@ from engine.worker.device import CpuDevice
 from engine.worker.executor import StepRequest
 from engine.worker.forward_pass import StepSize
 from engine.worker.input_batch import Members, PackedStep
+from engine.worker.options import RunnerOptions
+from engine.worker.startup import build_runner
 
 QUERIES = 16  # in a tile
 
@@ -87,6 +91,24 @@ def test_steps_that_do_not_prefill_or_count_experts_run_elsewhere() -> None:
     assert graphs.fits(step([1, 1])) is None
     assert graphs.fits(step([1, 20])._replace(counts_experts=True)) is None
     assert graphs.fits(step([1, 20])._replace(scored=[1])) is not None
+
+
+def test_a_step_that_appends_more_blocks_than_the_graphs_buffer_holds_runs_eagerly(tiny_model: Path) -> None:
+    options = {"device": CpuDevice(), "dtype": torch.float32, "kv_dtype": torch.float32, "max_model_len": 64}
+    spec = read_spec(tiny_model)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16, "enforce_eager": True}
+    runner = build_runner(tiny_model, spec, RunnerOptions(**options, **limits))  # type: ignore[arg-type]
+    graphs = make_graphs(Forward())
+    runner.executors = [graphs]
+    small, large = step([20]), step([20])
+    for each, num_blocks in ((small, 1), (large, 30)):
+        each.output.new_block_ids["0"] = [[0] * num_blocks]
+    padding = graphs.fits(small)
+    assert padding is not None
+    length = runner.batch.packed_size(small.output, *padding)
+    graphs._buffer = torch.zeros(length, dtype=torch.int32)
+    assert runner._executor(small) == (graphs, padding)
+    assert runner._executor(large) == (runner._eager, (0, 0))
 
 
 def test_latent_attention_decodes_in_no_graph_of_steps_that_prefill() -> None:

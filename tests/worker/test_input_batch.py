@@ -47,14 +47,19 @@ class Device:
     def run(self, output: SchedulerOutput) -> StepResult:
         batch, before = output.batch, self.batch._members
         self.batch.apply(output)
+        sizes: tuple[int, ...]
         padding = self.rng.choice([0, 2])  # tokens: of a sequence each, or of one beside decodes and prompts
         if batch.num_decodes == len(batch):
             num_seqs = len(batch) + padding
-            packed = self.batch.pack(output, num_seqs if padding else 0)
+            sizes = (num_seqs if padding else 0,)
         else:
             num_seqs = ROWS + 2 if padding else len(batch)
             num_tokens = batch.total_num_tokens + padding
-            packed = self.batch.pack(output, num_seqs, num_tokens) if padding else self.batch.pack(output)
+            sizes = (num_seqs, num_tokens) if padding else ()
+        length = self.batch.packed_size(output, *sizes)
+        packed = self.batch.pack(output, *sizes)
+        assert len(packed.packed) == length, "by this number an executor is chosen before the step is packed"
+        if batch.num_decodes < len(batch):
             assert packed.num_decodes == batch.num_decodes
         self.num_kept += packed.members is before
         self.num_padded += padding > 0
