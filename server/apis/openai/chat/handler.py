@@ -14,6 +14,7 @@ from engine.core.batch import TokenLogprobs
 from server.apis.openai.chat.protocol import ChatCompletionRequest
 from server.apis.openai.errors import DONE, failure
 from server.apis.openai.logprobs import logprobs_content, prompt_logprobs
+from server.apis.openai.streaming import CompletionStream, head_members
 from server.apis.openai.usage import metrics_object, usage_object
 from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.model import Model
@@ -76,10 +77,7 @@ def _encoded(
     """Encode the response. `scores`: log probabilities of the prompt's tokens."""
     prompt = generation.prompts[0]
     answer = {
-        "id": generation.id,
-        "object": "chat.completion",
-        "created": generation.created,
-        "model": generation.model,
+        **head_members(generation, "chat.completion"),
         "choices": [choice.as_dict(index) for index, choice in enumerate(choices)],
         "usage": usage_object(generation.usage),
         "metrics": metrics_object(generation.timings),
@@ -161,22 +159,13 @@ async def _events(
         yield stream.usage_event()
 
 
-class _Stream:
+class _Stream(CompletionStream):
     """Writes the events of a streamed response."""
 
     def __init__(self, model: Model, body: ChatCompletionRequest, generation: Generation, warnings: Warnings) -> None:
-        self._model, self._body, self._generation, self._warnings = model, body, generation, warnings
-        options = body.stream_options
-        self.with_usage = options is not None and bool(options.include_usage)
-        self._usage_always = self.with_usage and options is not None and bool(options.continuous_usage_stats)
-        head = {
-            "id": generation.id,
-            "object": "chat.completion.chunk",
-            "created": generation.created,
-            "model": generation.model,
-        }
-        self._head = _encode(head)[:-1]
-        self._only_text = not (self._usage_always or body.return_token_ids)
+        super().__init__(body, generation, "chat.completion.chunk")
+        self._model, self._body, self._warnings = model, body, warnings
+        self._only_text = not (self.usage_always or body.return_token_ids)
         self._begun: set[int] = set()
         # By choice index: the start of events that contain only text. Empty if every event contains more.
         self.text_begins: dict[int, bytes] = {}
@@ -214,7 +203,7 @@ class _Stream:
                 more += b',"prompt_token_ids":' + _encode(self._generation.prompts[0])
         self._begun.add(index)
         if self._only_text:
-            self.text_begins[index] = b"data: " + self._head + _TEXT_BEGIN % index
+            self.text_begins[index] = b"data: " + self.head + _TEXT_BEGIN % index
         first = b'{"role":%b,"content":""}' % _encode(self._generation.role)
         nothing_yet = Usage(self._generation.usage.prompt_tokens)
         return event(
@@ -222,14 +211,7 @@ class _Stream:
         )
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, end: bytes, usage_so_far: Usage | None = None) -> bytes:
-        so_far = usage_so_far or self._generation.usage
-        usage = b',"usage":' + _encode(usage_object(so_far)) if self._usage_always else b""
-        return _CHOICE % (self._head, index, delta, logprobs, end, usage)
-
-    def usage_event(self) -> bytes:
-        usage = _encode(usage_object(self._generation.usage))
-        metrics = _encode(metrics_object(self._generation.timings))
-        return event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (self._head, usage, metrics))
+        return _CHOICE % (self.head, index, delta, logprobs, end, self.usage_member(usage_so_far))
 
 
 def _deltas(pieces: list[Piece]) -> list[bytes]:

@@ -15,6 +15,7 @@ from server.apis.openai.completions.protocol import CompletionRequest
 from server.apis.openai.errors import DONE, failure
 from server.apis.openai.fields import prompts_of
 from server.apis.openai.logprobs import LegacyLogprobs, prompt_logprobs
+from server.apis.openai.streaming import CompletionStream, head_members
 from server.apis.openai.usage import metrics_object, usage_object
 from server.generation.generation import Generation, Sample
 from server.generation.model import Model
@@ -147,10 +148,7 @@ def _encoded(
             taken["prompt_logprobs"] = prompt_logprobs(model.info.tokenizer, generation.prompts[at], found)
         choices.append(taken)
     answer = {
-        "id": generation.id,
-        "object": "text_completion",
-        "created": generation.created,
-        "model": generation.model,
+        **head_members(generation, "text_completion"),
         "choices": choices,
         "usage": usage_object(generation.usage),
         "metrics": metrics_object(generation.timings),
@@ -179,7 +177,7 @@ async def _events(
         yield stream.usage_event()
 
 
-class _Stream:
+class _Stream(CompletionStream):
     """Writes the events of a streamed response."""
 
     def __init__(
@@ -191,21 +189,12 @@ class _Stream:
         echoes: list[str],
     ) -> None:
         """`echoes`: the echo before the answers to each prompt."""
-        self._model, self._body, self._generation, self._echoes = model, body, generation, echoes
-        options = body.stream_options
-        self.with_usage = options is not None and bool(options.include_usage)
-        self._usage_always = self.with_usage and options is not None and bool(options.continuous_usage_stats)
-        head = {
-            "id": generation.id,
-            "object": "text_completion",
-            "created": generation.created,
-            "model": generation.model,
-        }
-        self.head = _encode(head)[:-1]
+        super().__init__(body, generation, "text_completion")
+        self._model, self._body, self._echoes = model, body, echoes
         self._choices: dict[int, _Choice] = {}
         self._warnings = warnings.member  # cleared once an event has carried them
         self._only_text = not (
-            self._usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
+            self.usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
         )
         # Indexes of choices with text-only events until their last event.
         self.only_text_from_here: set[int] = set()
@@ -226,13 +215,7 @@ class _Stream:
             return b""
         if is_first and body.return_token_ids:
             taken["prompt_token_ids"] = prompt
-        usage = b',"usage":' + _encode(usage_object(self._generation.usage)) if self._usage_always else b""
         warnings, self._warnings = self._warnings, b""
         if self._only_text:
             self.only_text_from_here.add(index)
-        return event(b'%b,"choices":[%b]%b%b}' % (self.head, _encode(taken), usage, warnings))
-
-    def usage_event(self) -> bytes:
-        usage = _encode(usage_object(self._generation.usage))
-        metrics = _encode(metrics_object(self._generation.timings))
-        return event(b'%b,"choices":[],"usage":%b,"metrics":%b}' % (self.head, usage, metrics))
+        return event(b'%b,"choices":[%b]%b%b}' % (self.head, _encode(taken), self.usage_member(), warnings))
