@@ -57,7 +57,7 @@ class MarkedReader:
         if self._reasoning is not None and not self._reasoning.over:
             if self._counter is not None:
                 self._counter.add(token_ids)
-            reasoning, text = self._reasoning.push(text, finished)
+            reasoning, text = self._reasoning.push(text, finished, cut)
             if reasoning and self._shows_reasoning:
                 pieces.append(Reasoning(reasoning))
             if not (text or self._reasoning.over):

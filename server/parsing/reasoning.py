@@ -80,6 +80,9 @@ def find_reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     return (plain or found)[0] if found else None
 
 
+_LEAST_MARK = 2  # characters of a marker by which the end of a cut answer is told from text
+
+
 class ReasoningReader:
     """Splits one answer as it arrives. White space around the reasoning is dropped with the markers."""
 
@@ -89,6 +92,7 @@ class ReasoningReader:
         self._label = "" if opened else format.label  # expected before the reasoning
         self._held = ""
         self._read = self._read_start
+        self._is_cut = False  # the answer was cut off here: a marker that has begun is no text
         self.found = opened  # the answer has reasoning
         self.over = False  # all remaining text is content
 
@@ -97,9 +101,12 @@ class ReasoningReader:
         """The marks around the content."""
         return self._format.answer
 
-    def push(self, text: str, finished: bool) -> tuple[str, str]:
-        """Return the new (reasoning, content) that is certain. `finished`: no more text follows."""
+    def push(self, text: str, finished: bool, cut: bool = False) -> tuple[str, str]:
+        """Return the new (reasoning, content) that is certain. `finished`: no more text follows; `cut`: the answer was
+        cut off, not ended.
+        """
         self._held += text
+        self._is_cut = cut
         return self._read(finished)
 
     def _read_start(self, finished: bool) -> tuple[str, str]:
@@ -109,6 +116,8 @@ class ReasoningReader:
         elif begin.startswith(text) and not finished:
             return "", ""
         elif not self._opened:
+            if self._is_cut and len(text) >= _LEAST_MARK and begin.startswith(text):
+                self._held = ""
             return self._content(finished)
         self._read = self._read_lead
         return self._read(finished)
@@ -130,7 +139,8 @@ class ReasoningReader:
             return reasoning.rstrip(), self._read(finished)[1]
         if finished:
             self._held = ""
-            return reasoning, ""
+            num_begun = begun(reasoning, self._format.end) if self._is_cut else 0
+            return reasoning[:-num_begun].rstrip() if num_begun >= _LEAST_MARK else reasoning, ""
         certain = reasoning[: len(reasoning) - begun(reasoning, self._format.end)].rstrip()
         self._held = reasoning[len(certain) :]
         return certain, ""

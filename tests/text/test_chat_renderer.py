@@ -33,7 +33,7 @@ from tests.support.conversations import (
     texts_of,
 )
 
-PUBLISHED = Path(os.environ.get("QUIRE_CHAT_TEMPLATES", "/nonexistent"))
+PUBLISHED = Path(os.environ.get("QUIRE_TEST_TEMPLATES", "/nonexistent"))
 
 
 def renderer(source: str) -> ChatRenderer:
@@ -61,7 +61,7 @@ def test_no_message_is_lost_or_refused(name: str) -> None:
     check_all_is_kept(renderer(templates.ALL[name]))
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="QUIRE_CHAT_TEMPLATES names no folder of chat templates")
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="QUIRE_TEST_TEMPLATES names no folder of chat templates")
 def test_published_templates_lose_nothing() -> None:
     paths = sorted(PUBLISHED.glob("*.jinja"))
     assert paths

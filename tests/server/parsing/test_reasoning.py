@@ -119,3 +119,15 @@ def test_tokens_of_the_thoughts(text: str, opened: bool, tokens: int) -> None:
             blocks.extend(reader.push(part, map(ord, part), at + size >= len(text)))
         assert (blocks.text(Reasoning), blocks.text(Content)) == (("ab" if tokens else ""), "cd")
         assert reader.num_reasoning_tokens == tokens
+
+
+def test_a_marker_that_was_cut_is_no_text() -> None:
+    for text, kept in (
+        ("<thin", ("", "")),
+        ("<", ("", "<")),
+        ("<think>Hm.\n</thi", ("Hm.", "")),
+        ("<think>a <", ("a <", "")),
+    ):
+        assert ReasoningReader(THINK, False).push(text, True, cut=True) == kept
+    assert ReasoningReader(THINK, False).push("<thin", True) == ("", "<thin")
+    assert ReasoningReader(THINK, True).push("a </thi", True) == ("a </thi", "")

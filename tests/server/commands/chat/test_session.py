@@ -111,7 +111,7 @@ def test_sampling_parameters(typed: Typed) -> None:
     assert typed("/set temperature", "/set temperatur 1", "/set top_p 7") == [
         "temperature is reset to the default of the model",
         "There is no parameter temperatur (did you mean temperature?).",
-        "top_p must be a number above 0 and at most 1, got '7'",
+        "top_p must be a number at least 0 and at most 1, got '7'",
     ]
 
 
