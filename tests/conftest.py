@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws and what is logged in it does not depend on the tests before it."""
+    """Make a test's random numbers and log levels independent of the tests before it."""
     for package in ("engine", "kernels", "server", "uvicorn"):
         logging.getLogger(package).setLevel(logging.NOTSET)  # commands have set it
     random.seed(0)

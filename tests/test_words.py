@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,23 @@ ALLOWED = (
     ("benchmarks/report/plot.py", 'layout="constrained"'),  # a name of matplotlib's
     ("tests/clients/test_lm_eval.py", "Who was called"),
 )
+
+
+# A docstring begins with a verb or a noun.
+FIRST_WORDS = ("Of", "What", "That", "Whether", "Which", "How", "Where", "As")
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Docstrings of a module, its classes and functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def badly_begun(source: str) -> list[str]:
+    """First lines of docstrings that begin with one of `FIRST_WORDS`."""
+    lines = [text.splitlines()[0] for text in docstrings(source) if text]
+    return [line for line in lines if re.split(r"\W", line, maxsplit=1)[0] in FIRST_WORDS]
 
 
 def files() -> Iterator[str]:
@@ -128,3 +146,18 @@ def test_other_meanings_are_allowed(line: str) -> None:
 
 def test_what_is_allowed_exists() -> None:
     assert [file for file, _ in ALLOWED if not (ROOT / file).is_file()] == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    sources = [name for name in files() if name.endswith(".py")] + [str(path) for path in (ROOT / "demo").glob("*.py")]
+    assert len(sources) > 700
+    found = [f"{name}: {line}" for name in sources for line in badly_begun((ROOT / name).read_text(encoding="utf-8"))]
+    assert found == [], "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_bad"),
+    [("Of each row.", True), ("How, and when.", True), ("Offer it.", False), ("Return whether.", False)],
+)
+def test_a_bad_beginning_is_found(line: str, is_bad: bool) -> None:
+    assert bool(badly_begun(f'def f():\n    """{line}"""')) == is_bad

@@ -114,7 +114,7 @@ class Judge:
         return found
 
     def disjoint(self, one: Any, other: Any, types: set[str], levels: int = MAX_LEVELS) -> bool:
-        """Whether certainly no instance of one of `types` matches both schemas."""
+        """Return whether certainly no instance of one of `types` matches both schemas."""
         if one is False or other is False:
             return True
         if not levels:
@@ -172,7 +172,7 @@ class Judge:
         return "pattern" in one and "pattern" in other and self.texts.are_disjoint(one["pattern"], other["pattern"])
 
     def forbids(self, schema: Schema, name: str) -> bool:
-        """Whether certainly no object with this property matches."""
+        """Return whether certainly no object with this property matches."""
         if name in schema.get("properties", {}):
             return schema["properties"][name] is False
         patterns = schema.get("patternProperties", {})
@@ -182,7 +182,7 @@ class Judge:
         )
 
     def _covers(self, wide: Any, schema: Schema, levels: int) -> bool:
-        """Whether certainly every instance of `schema` matches `wide`."""
+        """Return whether certainly every instance of `schema` matches `wide`."""
         if wide is True or wide == {}:
             return True
         if not isinstance(wide, dict) or not levels:

@@ -435,7 +435,7 @@ def _drop_endless(root: Schema) -> None:
 
 
 def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
-    """Whether a finite instance may match, given the references that are known to be finite."""
+    """Return whether a finite instance may match, given the references that are known to be finite."""
     if not isinstance(schema, dict):
         return schema is not False
     if "const" in schema or "enum" in schema:

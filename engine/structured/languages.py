@@ -413,7 +413,7 @@ class Languages:
 
 
 def _after(parsed: Parsed, at_start: bool | None) -> bool | None:
-    """Whether what follows is at the start of the text."""
+    """Return whether what follows is at the start of the text."""
     match parsed:
         case ("set", *_):
             return False
@@ -430,7 +430,7 @@ def _after(parsed: Parsed, at_start: bool | None) -> bool | None:
 
 
 def _is_plain(parsed: Parsed) -> bool:
-    """Whether the expression has no conditions on its position."""
+    """Return whether the expression has no conditions on its position."""
     match parsed:
         case ("seq" | "alt", items):
             return all(map(_is_plain, items))
@@ -610,7 +610,7 @@ class Texts:
         return found
 
     def is_plain(self, pattern: str) -> bool:
-        """Whether all dialects certainly match the same texts."""
+        """Return whether all dialects certainly match the same texts."""
 
         def work(languages: Languages) -> bool:
             narrow = languages.opposite(languages.of(pattern, narrow=True))
@@ -620,7 +620,7 @@ class Texts:
         return bool(self._answer((pattern, "plain"), work))
 
     def are_disjoint(self, one: str, other: str) -> bool:
-        """Whether certainly no text matches both."""
+        """Return whether certainly no text matches both."""
 
         def work(languages: Languages) -> bool:
             both = languages.intersection([languages.of(each, narrow=False) for each in (one, other)])
@@ -629,7 +629,7 @@ class Texts:
         return bool(self._answer((one, other), work))
 
     def refuses(self, pattern: str, text: str) -> bool:
-        """Whether the text certainly does not match."""
+        """Return whether the text certainly does not match."""
 
         def work(languages: Languages) -> bool:
             language = languages.of(pattern, narrow=False)

@@ -406,7 +406,7 @@ def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] |
 
 
 def _may_be(name: str, names: Schema) -> bool:
-    """Whether `names` may allow the name."""
+    """Return whether `names` may allow the name."""
     values = values_of(names)
     in_list = values is None or name in values
     return in_list and names.get("minLength", 0) <= len(name) <= names.get("maxLength", len(name))

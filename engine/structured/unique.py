@@ -211,7 +211,9 @@ class UniqueItems:
             mask[:] = before  # the element may still become longer
 
     def _may_come(self, token_id: int, matcher: LLMatcher, tokens: Sequence[bytes]) -> bool:
-        """Whether the array stays free of duplicates after the token and the tokens that the grammar then forces."""
+        """Return whether the array stays free of duplicates after the token and the tokens that the grammar then
+        forces.
+        """
         after, trial = matcher.deep_copy(), self.copy()
         if not after.consume_token(token_id):
             return False
@@ -222,7 +224,7 @@ class UniqueItems:
         return trial._can_differ()
 
     def _can_differ(self) -> bool:
-        """Whether an element with few possible values may still become a new one."""
+        """Return whether an element with few possible values may still become a new one."""
         top = self._open[-1] if self._open else None
         if top is None or top.choices is None or top.start is None or self._state not in ("text", "scalar"):
             return True

@@ -40,7 +40,9 @@ class Sample:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string in the visible text has ended the answer, although the engine may still run it."""
+        """Return whether a stop string in the visible text has ended the answer, although the engine may still run
+        it.
+        """
         return isinstance(self.reader, StoppingReader) and self.reader.stopped_by is not None
 
     def read(self, update: RequestUpdate) -> list[Piece]:

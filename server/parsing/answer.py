@@ -15,17 +15,17 @@ class AnswerReader(Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole answer is content."""
+        """Return whether the whole answer is content."""
 
     @property
     def has_calls(self) -> bool: ...
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended inside a tool call."""
+        """Return whether the answer ended inside a tool call."""
 
     @property
     def in_content(self) -> bool:
-        """Whether the next text is content, unless a marker begins."""
+        """Return whether the next text is content, unless a marker begins."""
 
     @property
     def num_reasoning_tokens(self) -> int:

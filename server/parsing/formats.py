@@ -22,7 +22,7 @@ _MARK = re.compile(r"<[^<>\s]*>|[^\s<]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model family writes tool calls: `begin`, `opening`, calls with `separator` between them, `closing`.
+    """Form of a model family's tool calls: `begin`, `opening`, calls with `separator` between them, `closing`.
 
     A call is `call[0]`, the tool's name, `call[1]`, the arguments, `call[2]`. In these texts `{id}` stands for the
     call's id, and `{index}` for its number.

@@ -75,7 +75,7 @@ def _described(source: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a template writes for a message with calls, between the header of its role and the calls' results."""
+    """Text of a template for a message with calls, between the header of its role and the calls' results."""
 
     text: str
     num_calls: int

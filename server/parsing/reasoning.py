@@ -18,7 +18,7 @@ class ReasoningFormat:
     answer: tuple[str, str] = ("", "")  # marks around the content, which are no part of it
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Whether the prompt ends inside the reasoning, so that the answer continues it.
+        """Return whether the prompt ends inside the reasoning, so that the answer continues it.
 
         `continued`: the start of the answer, if the prompt contains it (`continue_final_message`).
         """
@@ -26,7 +26,7 @@ class ReasoningFormat:
         return before.endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end)
 
     def closed_by(self, prompt: str, continued: str = "") -> bool:
-        """Whether no reasoning follows: it is in the prompt, or the answer began without reasoning."""
+        """Return whether no reasoning follows: it is in the prompt, or the answer began without reasoning."""
         if self.is_harmony:
             return bool(continued)
         return not self.opened_by(prompt, continued) and (bool(continued) or prompt.rstrip().endswith(self.end))

@@ -86,7 +86,7 @@ class ToolReader:
 
     @property
     def in_calls(self) -> bool:
-        """Whether the next text belongs to a call, or is between calls."""
+        """Return whether the next text belongs to a call, or is between calls."""
         return self._in_calls or self._call is not None
 
     def push(self, text: str, finished: bool, cut: bool = False) -> list[Piece]:

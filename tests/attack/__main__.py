@@ -57,7 +57,7 @@ HOSTILE_MODELS = "tests/models/test_hostile_folders.py"
 
 @dataclass
 class Result:
-    """What an attack did to the server and to another client. Seconds, and bytes of memory."""
+    """Effects of an attack on the server and to another client. Seconds, and bytes of memory."""
 
     name: str
     seconds: float
@@ -78,12 +78,12 @@ class Result:
 
     @property
     def slower(self) -> float:
-        """How many times as long another client's request took as alone."""
+        """Time of another client's request over its time alone."""
         return self.request / self.alone
 
     @property
     def slow(self) -> list[str]:
-        """Which times are too long."""
+        """Names of the times that are too long."""
         found = [f"/health {self.health:.2f} s"] if self.health > HEALTH_SECONDS else []
         return found + ([f"another's request {self.slower:.1f} times as long"] if self.slower > SLOWER else [])
 

@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request went: `OK`, `REFUSED` as it deserved, `BUSY` with advice when to come back, `FAILED` with the
+    """Outcome of a request: `OK`, `REFUSED` as it deserved, `BUSY` with advice when to come back, `FAILED` with the
     reason.
     """
 

@@ -24,7 +24,7 @@ def arm(folder: Path, name: str) -> None:
 
 
 def strikes(name: str) -> bool:
-    """Whether the fault was armed; it is not any more."""
+    """Return whether the fault was armed; it is not any more."""
     try:
         os.unlink(Path(os.environ[FOLDER], f"fault-{name}"))
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def strikes(name: str) -> bool:
 
 
 class PanicException(BaseException):
-    """What a panic in an extension written in Rust raises: no `Exception`."""
+    """Stand-in for a panic in an extension written in Rust: no `Exception`."""
 
 
 def api() -> None:

@@ -1,4 +1,4 @@
-"""How long nothing is answered after the engine process was killed under load: `python -m tests.attack.recovery`.
+"""Time without answers after the engine process was killed under load: `python -m tests.attack.recovery`.
 
     python -m tests.attack.recovery             three kills
     python -m tests.attack.recovery --kills 10
@@ -30,7 +30,7 @@ BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos"
 
 @dataclass
 class Recovery:
-    """What the kills did."""
+    """Effects of the kills."""
 
     start_seconds: float  # of the server, until it was ready
     seconds: list[float] = field(default_factory=list)  # from each kill to the first answer
@@ -52,7 +52,7 @@ class Recovery:
 
 
 def recovery(num_kills: int = 3) -> Recovery:
-    """Of a server of its own, of whose requests only some run at a time."""
+    """Measure a server of its own, of whose requests only some run at a time."""
     with serving("--kv-cache-memory-bytes", "64m", "--max-num-seqs", str(NUM_RUNNING)) as target:
         return asyncio.run(_recovery(target, num_kills))
 

@@ -164,7 +164,7 @@ class Soak:
 
 
 def what_is_left(target: Target, files_before: int) -> dict[str, float]:
-    """What should all be nothing once the clients have gone."""
+    """Leaks: figures that must be zero once the clients have gone."""
     in_use = blocks_in_use(target.url, 60)
     load = httpx.get(f"{target.url}/load", timeout=60).json()
     time.sleep(8)  # connections that clients kept open have ended by then

@@ -27,7 +27,7 @@ START_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back before the server closed the connection. `status` 0: nothing that is HTTP."""
+    """Bytes that came back before the server closed the connection. `status` 0: nothing that is HTTP."""
 
     status: int
     body: bytes
@@ -48,7 +48,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process and it has not ended: its parent may not have waited for it yet."""
+    """Return whether there is such a process and it has not ended: its parent may not have waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -77,21 +77,21 @@ class Target:
         return descendants(self.process.pid)
 
     def engine_pid(self) -> int:
-        """Of the process that holds the model."""
+        """Id of the process that holds the model."""
         if not (pids := self.engine_pids()):
             raise ProcessLookupError("there is no engine process")
         return pids[0]
 
     def engine_pids(self) -> list[int]:
-        """Of each replica's process."""
+        """Ids of the replicas' processes."""
         return self._pids_of(b"ipc:")
 
     def follower_pids(self) -> list[int]:
-        """Of the ranks other than 0."""
+        """Ids of the ranks other than 0."""
         return self._pids_of(b"engine.worker.parallel.follower")
 
     def _pids_of(self, word: bytes) -> list[int]:
-        """Of the processes with this in their command line."""
+        """Ids of the processes with this in their command line."""
         found = []
         for pid in self.pids()[1:]:
             with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ class Target:
         return found
 
     def resident_bytes(self) -> int:
-        """Of all its processes."""
+        """Resident memory of all its processes."""
         return sum(self.resident_by_process())
 
     def resident_by_process(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Target:
         return await self.send(self.request("POST", path, body, **headers), patience)
 
     def request(self, method: str, path: str, body: bytes = b"", client: str = "attacker", **headers: str) -> bytes:
-        """As bytes, with the client's key; the server closes the connection after its answer."""
+        """A request as bytes, with the client's key; the server closes the connection after its answer."""
         lines = {
             "Host": "127.0.0.1",
             "Connection": "close",

@@ -1,4 +1,4 @@
-"""What the clients meet: the bundled model behind `quire serve`; and the table of those that were tried."""
+"""Fixtures of the clients: the bundled model behind `quire serve`; and the table of those that were tried."""
 
 from collections.abc import Iterator
 from pathlib import Path

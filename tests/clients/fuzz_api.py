@@ -105,7 +105,7 @@ class Broken:
 
 
 class Watch:
-    """What came back, from all threads."""
+    """Responses of all threads."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -152,7 +152,7 @@ def narrowed(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def fuzz(url: str, seconds: float, patience: float, seed: int, schemathesis: str | None) -> list[str]:
-    """What was wrong."""
+    """Send requests; return the faults."""
     description = httpx.get(f"{url}/openapi.json", timeout=patience).json()
     bodies, watch, end = examples(description), Watch(patience), time.monotonic() + seconds
     hello = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}).encode()

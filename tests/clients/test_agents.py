@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    """What it prints. It sees no other settings of this user."""
+    """Run a program and return its output. It sees no other settings of this user."""
     done = subprocess.run(
         command,
         cwd=folder,

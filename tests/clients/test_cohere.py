@@ -24,7 +24,7 @@ QUERY, DOCUMENTS = "Is it sunny?", ["Bread.", "It is sunny."]
 
 
 def probabilities(folder: Path) -> list[float]:
-    """Of "yes" beside "no" as the next token, behind the query and each document."""
+    """Probabilities of "yes" beside "no" as the next token, behind the query and each document."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer.convert_tokens_to_ids(RERANKER["classifier_from_token"])

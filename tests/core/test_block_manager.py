@@ -23,7 +23,7 @@ def request(tokens: list[int] | int, salt: str = "") -> Request:
 
 
 def compute(blocks: BlockManager, request: Request) -> Request:
-    """As the scheduler does for one that is alone: match, grow, compute all, publish."""
+    """Run a request as the scheduler does if it is alone: match, grow, compute all, publish."""
     cached = blocks.match_prefix(request)
     assert blocks.grow(request, request.num_tokens, cached) is not None
     request.num_computed_tokens = request.num_tokens

@@ -1,4 +1,4 @@
-"""What the parameters of embeddings refuse."""
+"""Refusals of the parameters of embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica takes a request."""
+"""Choice of the replica that takes a request."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What sampling parameters refuse."""
+"""Refusals of sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved of the prefix cache, and where; and that the blocks of one run serve the next."""
+"""Blocks of the prefix cache that are saved, and their slots; and that the blocks of one run serve the next."""
 
 from __future__ import annotations
 

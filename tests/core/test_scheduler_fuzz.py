@@ -269,7 +269,7 @@ class Workload:
         return output
 
     def _check_published(self) -> None:
-        """What the cache offers under a name is what the name says, in the very step that publishes it."""
+        """Check that a block holds the tokens of its name, in the very step that publishes it."""
         size, published = self.block_size, dict[Name, int]()
         for pool in self.scheduler.blocks.pools.pools:
             names = {block_id: pool.name_of(block_id) for block_id in range(pool.num_blocks)}

@@ -34,7 +34,7 @@ def encoder() -> Any:
 
 
 def messages(chat: Any) -> Any:
-    """As a client sends them: results of tools have a role of their own, calls are objects."""
+    """Messages as a client sends them: results of tools have a role of their own, calls are objects."""
     found = [{"role": "system", "content": chat.persona.system}] if chat.persona.system else []
     for turn in chat.turns:
         result, call = TOOL_RESPONSE.fullmatch(turn.user), TOOL_CALL.fullmatch(turn.answer)

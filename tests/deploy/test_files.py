@@ -1,4 +1,4 @@
-"""What is shipped for systemd, Kubernetes and proxies: it is taken as it is, and names flags and paths that there
+"""Files for systemd, Kubernetes and proxies: they are taken as they are, and names flags and paths that there
 are.
 """
 

@@ -204,7 +204,9 @@ def test_the_default_is_the_models(llm: LLM, tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
 def test_embedding_models(architecture: str, tmp_path: Path) -> None:
-    """As sentence-transformers keeps them: flat names, no output head though config.json ties none, pooling beside."""
+    """Folders as sentence-transformers keeps them: flat names, no output head though config.json ties none, pooling
+    beside.
+    """
     from transformers import AutoModel, Qwen3Config
 
     config = Qwen3Config(

@@ -40,7 +40,7 @@ def test_errors_and_cancelled_tasks() -> None:
 
 def test_what_a_failed_task_was_given_is_freed_with_its_error() -> None:
     class Large:
-        """What a request holds."""
+        """Memory that a request holds."""
 
     def fail(large: Large) -> None:
         raise ValueError("no")

@@ -180,7 +180,7 @@ def test_what_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_story_model_tells_nearly_the_same(story_model: Path) -> None:
-    """Of each token that it should choose: 91 % are still its first choice, log-probabilities are off by 0.06 on
+    """Compare each token that it should choose: 91 % are still its first choice, log-probabilities are off by 0.06 on
     average.
     """
     stories = json.loads((story_model / "expected_greedy.json").read_text())

@@ -1,4 +1,4 @@
-"""What was asked for before is neither written nor refused anew, within bounds."""
+"""Grammars that were asked for before are neither written nor refused anew, within bounds."""
 
 import math
 

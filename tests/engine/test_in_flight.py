@@ -1,4 +1,4 @@
-"""What was sent and has not ended: counted by owner, with the pace of the ends."""
+"""Requests that were sent and have not ended: counted by owner, with the pace of the ends."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a model needs of a GPU: as much as the engine takes, never less speed than was measured."""
+"""Needs of a model on a GPU: as much as the engine takes, never less speed than was measured."""
 
 import json
 from dataclasses import replace

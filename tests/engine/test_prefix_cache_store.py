@@ -72,7 +72,7 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 6, salt: str = "") 
 
 
 def slot_bytes(engine: Engine) -> int:
-    """How far blocks are apart in the file."""
+    """Distance of blocks in the file, bytes."""
     assert engine._store is not None
     return engine._store._file._file.slot_bytes
 

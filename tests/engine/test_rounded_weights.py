@@ -14,7 +14,7 @@ STORY = "Once upon a time, there was a friendly boy named Jonas. One day Jonas f
 
 
 def logprobs(model: Path, **options: Any) -> list[float]:
-    """Of each token of a text, and of a greedy answer to it."""
+    """Log-probabilities of each token of a text, and of a greedy answer to it."""
     llm = LLM(model=str(model), device="cpu", max_model_len=128, max_num_seqs=2, **options)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     (output,) = llm.generate([STORY], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What the engine says that it is doing."""
+"""States that the engine reports."""
 
 import asyncio
 

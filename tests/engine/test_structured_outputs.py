@@ -130,7 +130,7 @@ def test_guided_answers_obey_and_others_do_not_change(tiny_model: Path, settings
 def test_deferred_requests_get_the_same_answers_later(
     tiny_model: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where masks take longer than the device, requests without a mask are deferred, and no others are."""
+    """If masks take longer than the device, requests without a mask are deferred, and no others are."""
 
     def run(**settings: Any) -> tuple[dict[str, list[int]], int, int]:
         loop = Loop(tiny_model, **settings)

@@ -67,7 +67,7 @@ def make_engine(
 
 
 def device_tensors(runner: ModelRunner) -> list[Tensor]:
-    """What the device itself writes in the order of its queue: a step that runs late sees its own."""
+    """Tensors that the device itself writes in the order of its queue: a step that runs late sees its own."""
     step = runner.forward.step
     values = [getattr(owner, field.name) for owner in (step, step.samples) for field in fields(owner)]
     return [runner.sampler._mask_of, *(value for value in values if isinstance(value, Tensor))]

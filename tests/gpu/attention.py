@@ -149,7 +149,7 @@ def wide_prefill(
 
 
 def shapes() -> Iterator[Shape]:
-    """What is checked, the newest kernels first."""
+    """Shapes to check, the newest kernels first."""
     for group in (7, 3, 6, 5):
         yield Shape(128, group, 16)
     yield Shape(64, 7, 64)
@@ -242,7 +242,7 @@ def check_many(checks: Checks) -> None:
 
 
 def check_rounding(checks: Checks, contexts: Sequence[int] = CONTEXTS, queries: Sequence[int] = QUERIES) -> None:
-    """What an e4m3 cache costs: attention against the bfloat16 values before they are stored."""
+    """Error of an e4m3 cache: attention against the bfloat16 values before they are stored."""
     device = checks.device
     wide = Paged.make(contexts, 16, 128, BF16, device)
     slots = torch.arange(wide.kv.shape[1] * 16, device=device)

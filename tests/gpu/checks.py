@@ -18,7 +18,7 @@ BANDWIDTH = 4.3e12  # bytes a second that an H200 copies
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Of two tensors of one shape, by their norms in float64."""
+    """Relative error of two tensors of one shape, by their norms in float64."""
     difference = torch.linalg.vector_norm(got.double() - want.double())
     return float(difference / torch.linalg.vector_norm(want.double()).clamp(min=1e-30))
 

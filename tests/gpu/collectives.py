@@ -75,7 +75,7 @@ def _report(queue: Any, name: str, errors: list[float], limit: float) -> None:
 
 
 def _inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Of all ranks."""
+    """Inputs of all ranks."""
     size, generator = dist.get_world_size(), torch.Generator(device).manual_seed(seed)
     if dtype == torch.int64:
         return [torch.randint(-(2**62), 2**62, shape, generator=generator, device=device) for _ in range(size)]
@@ -91,7 +91,7 @@ def _late(chance: random.Random) -> None:
 def _errors_of_sums(
     communicator: GpuCommunicator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, graph: bool
 ) -> tuple[list[float], list[float]]:
-    """Of sums, and of their norms where the communicator computes them."""
+    """Errors of sums, and of their norms where the communicator computes them."""
     rank, chance, errors, errors_of_norms = dist.get_rank(), random.Random(dist.get_rank()), [], [0.0]
     x, plain, residual, normalised, normed = (torch.empty(shape, dtype=dtype, device=device) for _ in range(5))
     weight = _inputs(shape[1:], 7, dtype, device)[0]

@@ -124,7 +124,7 @@ def _check_restarts(checks: Checks, name: str, target: Target, expected: int) ->
 
 @dataclass
 class Loss:
-    """What was seen of a lost process. Seconds since the signal; infinite: never."""
+    """Observations of a lost process. Seconds since the signal; infinite: never."""
 
     named: float = float("inf")  # /readyz says why
     reason: str = ""
@@ -140,13 +140,13 @@ class Loss:
 
     @property
     def told(self) -> str:
-        """How the requests ended, with an error."""
+        """Errors with which the requests ended."""
         statuses = Counter(answer.status for answer in self.answers)
         counts = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
         return ": ".join([counts, *(answer.body.decode(errors="replace")[:160] for answer in self.failed[:1])])
 
     def are_told(self, reason: str, most: int) -> bool:
-        """Whether some requests failed, at most so many, each with an error that gives the reason."""
+        """Return whether some requests failed, at most so many, each with an error that gives the reason."""
         told = [answer for answer in self.failed if answer.status == 500 and reason.encode() in answer.body]
         return 0 < len(told) <= most and len(told) == len(self.failed)
 
@@ -179,7 +179,7 @@ async def lose(target: Target, body: bytes, pid: int, number: signal.Signals) ->
 
 
 async def _num_ready(http: httpx.AsyncClient) -> int:
-    """How many replicas take requests: only those have statistics."""
+    """Number of replicas that take requests: only those have statistics."""
     return (await http.get("/metrics")).text.count("\nvllm:kv_cache_usage_perc{")
 
 
@@ -205,7 +205,7 @@ async def _kill_under_load(target: Target, body: bytes, pids: Sequence[int]) -> 
 
 
 def left_running(pids: Sequence[int], seconds: float) -> list[int]:
-    """Which of the processes still run after at most so many seconds."""
+    """Processes that still run after at most so many seconds."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -21,7 +21,7 @@ from tests.oracles.rounded_experts import rounded_experts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer of a published model."""
+    """Shape of a layer of a published model."""
 
     hidden: int
     inner: int
@@ -146,7 +146,7 @@ def _check_form(checks: Checks, name: str, shape: Shape, form: str, num_tokens: 
 
 
 def _bytes_read(ids: Tensor, weight: ExpertWeight) -> int:
-    """Of the experts that were chosen."""
+    """Bytes of the experts that were chosen."""
     return weight.nbytes // len(weight) * len(ids[ids >= 0].unique())
 
 

@@ -1,4 +1,4 @@
-"""What `quire plan` says of the KV cache, beside what the engine allocates; it takes the whole GPU."""
+"""KV cache as `quire plan` counts it, beside what the engine allocates; it takes the whole GPU."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Step:
         return kernels.paged_attention_prefill(query, self.start, context, args, tiles=self.tiles)
 
     def error(self, got: Tensor) -> float:
-        """Of each sequence's newest queries."""
+        """Error of each sequence's newest queries."""
         newest = torch.cat([torch.arange(end - COMPARED, end) for end in itertools.accumulate(self.queries)])
         lens = [COMPARED] * len(self.queries)
         want = exact_attention(self.query[newest.to(got.device)], self.paged, lens, self.query.shape[2] ** -0.5)

@@ -51,7 +51,7 @@ def check_parts(
     checks: Checks, name: str, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     seeds: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
-    """What ranks with parts of the logits choose together, beside one that has them all."""
+    """Tokens that ranks with parts of the logits choose together, beside one that has them all."""
     vocab_size = logits.shape[1]
     want = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, positions, Part.PLAIN)
     for size in (2, 8):

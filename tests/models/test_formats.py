@@ -25,7 +25,7 @@ from tests.support.loaded import load as load_model
 
 @pytest.fixture(autouse=True)
 def weights_stay_as_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend makes of them is its own subject: `tests/kernels/cpu`."""
+    """Skip packing, which is a backend's own subject: `tests/kernels/cpu`."""
     monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
 
 
@@ -127,7 +127,7 @@ def test_what_ranks_cannot_divide(tmp_path: Path, name: str, size: int, message:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_dummy_weights(tmp_path: Path, name: str) -> None:
-    """As large as those of a model: so that a benchmark computes with ordinary numbers."""
+    """Dummy weights are as large as a model's, so that a benchmark computes with ordinary numbers."""
     make_quantised(name, tmp_path)
     model = load(tmp_path, load_format="dummy")
     weight = model.layers[0].mlp.gate_up.weight
@@ -290,7 +290,7 @@ def test_parts_of_one_product_must_be_stored_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int4-asymmetric", "int4-channel", "int8-groups", "nvfp4", "mxfp4"])
 def test_the_writers_agree_with_compressed_tensors(name: str) -> None:
-    """That package writes most such checkpoints."""
+    """Most such checkpoints are written by that package."""
     oracle = pytest.importorskip("compressed_tensors")
     config, writer = FORMATS[name]
     stored, exact = writer(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))

@@ -1,4 +1,4 @@
-"""What sentence-transformers keeps beside a model: read, or refused by name."""
+"""Files of sentence-transformers beside a model: read, or refused by name."""
 
 import json
 from pathlib import Path

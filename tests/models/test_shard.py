@@ -33,7 +33,7 @@ NUM_TOKENS = 8
 
 
 class Meeting:
-    """Where ranks that run in threads of one process exchange tensors."""
+    """Exchange of tensors between ranks in threads of one process."""
 
     def __init__(self, size: Any) -> None:
         self.barrier = threading.Barrier(size)
@@ -115,7 +115,7 @@ def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:
 
 
 def test_a_rank_holds_its_part_only(tmp_path: Path) -> None:
-    """Of the matrices half, of KV heads at least one, of everything else all."""
+    """Half of the matrices, at least one of the KV heads, all of everything else."""
     make_checkpoint("qwen2", tmp_path)
     whole, half = load(tmp_path), load(tmp_path, shard=Shard(1, 2))
     attention = half.layers[0].attention

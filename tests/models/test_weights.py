@@ -48,7 +48,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> An
 
 
 def memory(model: Any) -> Any:
-    """What each of the checkpoint's tensors fills, by its name."""
+    """Memory that each of the checkpoint's tensors fills, by its name."""
     return {name: tensor.memory for name, tensor in checkpoint_tensors(model).items()}
 
 

@@ -243,7 +243,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Writer]] = {
 
 
 def excludes(config: dict[str, Any]) -> bool:
-    """Whether the configuration leaves the second layer's MLP out."""
+    """Return whether the configuration leaves the second layer's MLP out."""
     return EXCLUDED in json.dumps(config).replace("\\", "")
 
 

@@ -1,4 +1,6 @@
-"""What is installed: the wheel holds the page, the bundled model and the types, and is found from any folder."""
+"""Contents of an installation: the wheel holds the page, the bundled model and the types, and is found from any
+folder.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def test_the_wheel_holds_what_serving_needs(tmp_path: Path) -> None:
 
 
 def test_pictures_and_links_of_the_readme_can_be_made_absolute(tmp_path: Path) -> None:
-    """As the release does it, for PyPI."""
+    """Make them absolute as the release does, for PyPI."""
     shutil.copy(ROOT / "README.md", tmp_path)
     raw, blob = "https://raw.example/quire/v1", "https://example/quire/blob/v1"
     subprocess.run([ROOT / ".ci" / "absolute_links", raw, blob], cwd=tmp_path, check=True)

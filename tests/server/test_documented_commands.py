@@ -99,7 +99,7 @@ def url(demo_model: Path) -> Iterator[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a command runs: as from the root of a clone, but what it writes does not stay."""
+    """Folder of a command: it runs as from the root of a clone, but what it writes does not stay."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "keys.yaml").write_text("bob: sha256:" + "0" * 64)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a replica's own measurements look like to Prometheus."""
+"""A replica's own measurements as Prometheus sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which JSON Schemas of a collection are accepted, by keyword, and whether what they allow is valid.
+"""Count the accepted JSON Schemas of a collection by keyword, and check instances that they allow.
 
     python -m tests.structured.coverage --packages openai.types anthropic.types     # of every pydantic model in them
     python -m tests.structured.coverage jsonschemabench/data                        # a clone of JSONSchemaBench

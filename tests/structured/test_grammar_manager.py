@@ -211,7 +211,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_alone(compiler: Compiler) -> No
 
 
 class Panic(BaseException):
-    """As the library's panics in Rust: no `Exception`."""
+    """Panic as the library's in Rust: no `Exception`."""
 
 
 def test_a_grammar_that_panics_is_told_apart(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_every_end_of_text_counts() -> None:
 
 
 def test_forced_text_has_the_tokens_that_the_model_has_learned(demo_model: Path) -> None:
-    """Where a grammar leaves no choice, a model must not be made to spell."""
+    """If a grammar leaves no choice, a model must not be made to spell."""
     tokenizer = Tokenizer.from_folder(demo_model)
     compiler = Compiler(lambda: vocabulary_of(tokenizer, 3072, [2]))
     schema = {"const": {"location": "San Francisco", "number_of_days": 3, "größe": "👋"}}

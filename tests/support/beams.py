@@ -13,7 +13,7 @@ Model = Callable[[list[int]], list[float]]  # the log-probabilities of the next 
 
 
 def chance(seed: int, vocab_size: int) -> Model:
-    """Of the tokens below `vocab_size`, by dice that depend on all tokens before."""
+    """Log-probabilities of the tokens below `vocab_size`, by dice that depend on all tokens before."""
 
     def logprobs(token_ids: list[int]) -> list[float]:
         dice = random.Random(f"{seed} {token_ids}")
@@ -24,7 +24,7 @@ def chance(seed: int, vocab_size: int) -> Model:
 
 
 def likeliest(logprobs: list[float], most: int) -> TokenLogprobs:
-    """As the engine gives them."""
+    """Likeliest tokens in the engine's form."""
     order = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[:most]
     return TokenLogprobs(logprobs[order[0]], 1, order, [logprobs[i] for i in order])
 

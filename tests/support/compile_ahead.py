@@ -214,7 +214,7 @@ def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
 
 
 def expert_weights(form: str, n: int, k: int) -> Weight:
-    """Of 32 experts; "float", or a form in `FORMS`."""
+    """Weights of 32 experts; "float", or a form in `FORMS`."""
     if form == "float":
         return tensor(32, n, k)
     one = random_weight(form, n, k)
@@ -238,7 +238,7 @@ def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> No
 
 
 def compressed_experts(tokens: int) -> None:
-    """Of 32 experts, of bfloat16 in 12 bits a weight."""
+    """Weights of 32 experts, of bfloat16 in 12 bits a weight."""
     from kernels.cuda.moe import experts
 
     gate_up, down = (
@@ -281,7 +281,7 @@ def parts() -> None:
 
 
 def pairs() -> None:
-    """Of tokens and experts, quantised in the experts' order."""
+    """Routed tokens, quantised in the experts' order."""
     from kernels.triton.scaled import quantize_pairs
 
     ids = tensor(60, 4, dtype=I32)
@@ -395,7 +395,7 @@ HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.w
 
 
 class Driver:
-    """As much of a device as the compilation asks for."""
+    """Stand-in for a device, as far as the compilation asks for it."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

@@ -121,7 +121,7 @@ ALL = PLAIN | CALLS
 
 
 def texts_of(messages: list[Message]) -> list[str]:
-    """What the prompt of a conversation must contain: texts, names of calls, and cities."""
+    """Parts that the prompt of a conversation must contain: texts, names of calls, and cities."""
     found = []
     for message in messages:
         found += [message["content"]] if message.get("content") else []

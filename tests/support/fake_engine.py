@@ -52,7 +52,7 @@ def make_tokenizer(template: str | Mapping[str, str] | None = TEMPLATE, special:
 
 
 def embedding_of(prompt: list[int], pooling: PoolingParams) -> list[float]:
-    """What the engine gives for a prompt: by its last token, or by all of them."""
+    """Embedding of a prompt: by its last token, or by all of them."""
     chosen = prompt if pooling.pooling == "mean" else prompt[-1:]
     vector = [math.fsum(math.sin(token * (i + 1) + 1) for token in chosen) for i in range(HIDDEN_SIZE)]
     vector = vector[: pooling.dimensions]

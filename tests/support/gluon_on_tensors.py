@@ -122,7 +122,7 @@ class Joined:
 
 
 class Descriptor:
-    """Of a tensor whose boxes are copied; what lies outside of it is zero."""
+    """Descriptor of a tensor whose boxes are copied; what lies outside of it is zero."""
 
     def __init__(self, tensor: Tensor, block_shape: list[int]) -> None:
         self.tensor, self.block_shape, self.dtype, self.layout = tensor, block_shape, tensor.dtype, None

@@ -70,7 +70,7 @@ class Replayed:
 
 
 def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    """What captured work has returned: a tensor, several, or None."""
+    """Tensors that captured work has returned: one, several, or None."""
     return (result,) if isinstance(result, torch.Tensor) else result or ()
 
 

@@ -93,7 +93,7 @@ vllm:prompt_tokens_total{{model_name="m",engine="0"}} 500.0
 
 @dataclass
 class Stub:
-    """What the stand-in is to do, and what it was asked."""
+    """Orders for the stand-in, and the requests that it got."""
 
     delay: float = 0.0  # seconds within each event
     api_key: str | None = None

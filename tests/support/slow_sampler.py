@@ -1,4 +1,4 @@
-"""What `SamplingParams` promise, in plain Python loops over one sequence: the oracle of the sampler."""
+"""Promises of `SamplingParams` in plain Python loops over one sequence: the oracle of the sampler."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Stub:
         writer.close()
 
     async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection stays open."""
+        """Return whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, path, _ = head.split(" ", 2)
         behaviour, _, path = path.lstrip("/").partition("/")

@@ -39,7 +39,7 @@ def next_token(state: int, vocab_size: int) -> int:
 def single_answer(
     prompt: list[int], sampling: SamplingParams, eos: frozenset[int], seed: int, max_model_len: int, vocab_size: int
 ) -> tuple[list[int], str, int | None]:
-    """What the model says to a request that is alone in the world: tokens, finish reason, stop reason."""
+    """Answer to a request that is alone: tokens, finish reason, stop reason."""
     tokens, states = list(prompt), states_of(prompt, seed)
     while True:
         token = next_token(states[-1], vocab_size)
@@ -56,7 +56,7 @@ def single_answer(
 
 
 def single_embedding(prompt: list[int], pooling: PoolingParams, seed: int) -> bytes:
-    """What a request for an embedding gets that is alone in the world."""
+    """Embedding of a request that is alone."""
     states = states_of(prompt, seed)
     return repr(states[-1] if pooling.pooling == "last" else sum(states)).encode()
 

@@ -34,7 +34,9 @@ def unwritten_is_unknown() -> contextlib.AbstractContextManager[None]:
 
 
 def holds_unwritten(data: Any) -> bool:
-    """Whether an element of a numpy array is the pattern of its size. Of single bytes any may be a value: False."""
+    """Return whether an element of a numpy array is the pattern of its size. Of single bytes any may be a value:
+    False.
+    """
     size = data.dtype.itemsize
     return size > 1 and bool((data.view(f"i{size}") == PATTERNS[size]).any())
 

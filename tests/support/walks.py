@@ -39,7 +39,7 @@ def walk(matcher: LLMatcher, dice: random.Random, unique: UniqueItems | None = N
 
 
 def follows(matcher: LLMatcher, text: str, unique: UniqueItems | None = None) -> bool:
-    """Whether the text can be written as a whole."""
+    """Return whether the text can be written as a whole."""
     matcher, written = matcher.deep_copy(), list(text.encode())
     if unique is None:
         return matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting()

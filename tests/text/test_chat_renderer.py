@@ -172,7 +172,7 @@ def test_thoughts_beside_a_call() -> None:
 
 
 def test_the_prompt_of_a_growing_conversation_grows() -> None:
-    """What was rendered stays the beginning of what comes: the prefix cache holds it."""
+    """A rendered prompt stays the beginning of the next one: the prefix cache holds it."""
     turns = [called(call(call_id=f"c{i}"), text=f"Step {i}.") for i in range(4)]
     rounds = [each for i, turn in enumerate(turns) for each in (turn, result(f"R{i}", f"c{i}"))]
     for name in ("turns with calls", "one call", "turns only", "null beside calls", "system first"):

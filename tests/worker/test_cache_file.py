@@ -49,7 +49,7 @@ def open_file(path: Path) -> Iterator[Callable[..., CacheFile]]:
 
 
 def valid(file: CacheFile) -> dict[Name, bytes]:
-    """What is read without complaint, the hottest first."""
+    """Slots that are read without complaint, the hottest first."""
     found = {}
     for entry in file.entries():
         buffer = bytearray(file.block_bytes)

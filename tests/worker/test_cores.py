@@ -1,4 +1,4 @@
-"""Which cores a process computes on: files of the system as they are in containers and on machines with several
+"""Cores that a process computes on: files of the system as they are in containers and on machines with several
 nodes.
 """
 

@@ -1,4 +1,6 @@
-"""Which steps run in graphs, and what the graphs read then. Graphs themselves are checked on a GPU (tests/gpu)."""
+"""Choice of the steps that run in graphs, and the inputs of the graphs. Graphs themselves are checked on a GPU
+(tests/gpu).
+"""
 
 from __future__ import annotations
 

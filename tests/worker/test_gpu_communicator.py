@@ -1,4 +1,4 @@
-"""What connects GPUs, as far as it needs none."""
+"""Communication between GPUs, as far as it needs none."""
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -8,7 +8,7 @@ from engine.worker.parallel.gpu_communicator import LARGE_BYTES, RenumberedStore
 
 
 def exchange(store: Store, number: int, rank: int, value: str) -> str:
-    """As PyTorch's symmetric memory does it, in C++ (so through another store here)."""
+    """Exchange as PyTorch's symmetric memory does it, in C++ (so through another store here)."""
     outer = PrefixStore("outer", store)
     outer.set(f"memory/{number}/{rank}", value)
     outer.wait([f"memory/{number}/{1 - rank}"])

@@ -1,5 +1,5 @@
-"""What the scheduler says is what the device gets: random steps, packed and unpacked, against rows kept the plain
-way.
+"""The device gets the step that the scheduler decided on: random steps, packed and unpacked, against rows kept the
+plain way.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_layers_share_blocks_of_one_size(windows: list[int], groups: list[int], 
 
 
 def test_narrow_layers_share_a_slot() -> None:
-    """As Gemma 4: heads of two sizes, layers that read the cache of another."""
+    """Layers as in Gemma 4: heads of two sizes, layers that read the cache of another."""
     narrow, wide = CachedLayer(64, 2, 8), CachedLayer(0, 4, 8)
     layers, sources = [narrow, narrow, wide, narrow, narrow, wide], [None, None, None, None, 3, 2]
     layout = KVCacheLayout.of_layers(layers, sources, block_size=4, dtype=torch.bfloat16)

@@ -78,7 +78,7 @@ class Pair:
             self.ranks[0].file = None
 
     def send_bytes(self, data: bytes) -> None:
-        """As the connection of rank 1."""
+        """Send as the connection of rank 1."""
         self.answers.put(json.loads(data))
 
     def call(self, call: FileCall) -> None:
@@ -153,7 +153,7 @@ def of_the_other_rank(pair: Pair) -> None:
 
 
 def of_one_rank(pair: Pair) -> None:
-    """Of the same settings, but for the part of the model."""
+    """Settings that are the same but for the part of the model."""
     options = BlockFileOptions(pair.rank1(), pair.path.parent, {"dtype": "float32"}, pair.max_bytes, 0)
     file = open_block_file(replace(options, identity={"part of the model": "all"}), pair.ranks[1].copier, Leader(pair))  # type: ignore[arg-type]
     assert file is not None

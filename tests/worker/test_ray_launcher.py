@@ -1,4 +1,4 @@
-"""Where the ranks of an engine go in a Ray cluster. Ray is played by a few functions; tests/ray has the real one."""
+"""Placement of an engine's ranks in a Ray cluster. Ray is played by a few functions; tests/ray has the real one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Group:
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """How each sample of a batch is drawn. Valid for all steps of the batch until a processor is no longer needed.
+    """Plan of the drawing of each sample of a batch. Valid for all steps of the batch until a processor is no longer
+    needed.
 
     Indices are of samples, see `BatchSamples`. `guided` ones wait for masks, in the order of the masks. First come the
     `num_masked` samples that need nothing else, which `Sampler.sample_filtered` draws, then those of the groups with
@@ -140,7 +141,7 @@ class Sampler:
         return tokens
 
     def sample_own(self, own_logits: Tensor, first_id: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """As `sample_unfiltered`, from this rank's logits [S, n], those of the tokens from `first_id` on.
+        """Sample as `sample_unfiltered` does, from this rank's logits [S, n], those of the tokens from `first_id` on.
 
         `gather`: returns the columns of all ranks, given this one's.
         """

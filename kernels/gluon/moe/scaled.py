@@ -255,7 +255,7 @@ def _store_few(
     sums, weights, order, out, out_scale, first, stop, n,
     N: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """As above for accumulators [64, BLOCK_M], one column per routed token.
+    """The same as above for accumulators [64, BLOCK_M], one column per routed token.
     Each thread stores at least 16 bytes that lie side by side.
     """
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])

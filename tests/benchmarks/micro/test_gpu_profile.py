@@ -1,4 +1,4 @@
-"""What the profile of a GPU makes of its events, which are made up here: idle time, the steps of a trace, the trace."""
+"""The profile of a GPU from made-up events: idle time, the steps of a trace, the trace."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What a step costs the CPU: every piece is there, for every batch."""
+"""CPU time of a step: every piece is there, for every batch."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What formats do to a model's answers is measured on texts of its own."""
+"""Errors of formats in a model's answers are measured on texts of its own."""
 
 import math
 from pathlib import Path

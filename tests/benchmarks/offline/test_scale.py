@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What runs, instead of engines."""
+    """Runs, recorded instead of started."""
     seen: list[dict[str, Any]] = []
 
     def run(

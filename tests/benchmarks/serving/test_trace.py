@@ -30,7 +30,7 @@ def write(tmp_path: Path) -> Any:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """How many tokens they have in common at the beginning."""
+    """Number of tokens that they have in common at the beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -79,7 +79,7 @@ WEIGHTS = {
 
 
 def in_eight_bits(x: Tensor, group: int) -> Tensor:
-    """What products read of x: eight bits and a scale for each group of a token."""
+    """x as GEMMs read it: eight bits and a scale for each group of a token."""
     groups = x.float().unflatten(1, (-1, group))
     scale = groups.abs().amax(2, keepdim=True) / 127
     return ((groups / scale).round() * scale).flatten(1)

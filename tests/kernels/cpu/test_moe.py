@@ -19,7 +19,9 @@ def needs_the_compiled_products() -> None:
 
 
 def check(gate_up: Weight, down: Weight, activation: Any, biased: bool, dtype: torch.dtype, tolerance: float) -> None:
-    """Of a rank that holds 6 experts from 1 on, among 8, with padding: as a result and added to the residual stream."""
+    """Check a rank that holds 6 experts from 1 on, among 8, with padding: as a result and added to the residual
+    stream.
+    """
     torch.manual_seed(0)
     packed = [matmul.pack_weight(weight) for weight in (gate_up, down)]
     size = gate_up.num_channels if isinstance(gate_up, QuantizedWeight) else gate_up.shape[2]

@@ -1,4 +1,4 @@
-"""What surrounds the layers of a step on a CPU, and recorded work."""
+"""Work around the layers of a step on a CPU, and captured steps."""
 
 import subprocess
 import sys

@@ -167,7 +167,7 @@ def test_quantize_rows(dtype: torch.dtype, shape: Any, exact_float8: None) -> No
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8])
 def test_quantize_rows_by_group(num_rows: int, exact_float8: None) -> None:
-    """As cuBLAS takes scales: those of a group side by side, rows in fours."""
+    """Scales as cuBLAS takes them: those of a group side by side, rows in fours."""
     x = torch.randn(num_rows, 384)
     codes, scale = scaled.quantize_rows(x, torch.float8_e4m3fn, group=128, by_group=True)
     assert codes.shape == (-(-num_rows // 4) * 4, 384)

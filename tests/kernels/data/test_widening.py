@@ -1,4 +1,4 @@
-"""What wide pages of an e4m3 cache would save."""
+"""Time that upcast copies of an e4m3 cache would save."""
 
 import random
 

@@ -27,7 +27,7 @@ def test_parts_bias_and_residual_are_added_in_float32(num_parts: int) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [(torch.int8, 0), (torch.float8_e4m3fn, 0), (torch.float8_e4m3fn, 128)])
 @pytest.mark.parametrize("by_group", [False, True])
 def test_the_norm_of_a_sum(dtype: torch.dtype, group: int, by_group: bool, exact_float8: None) -> None:
-    """As if it were read again; and the same codes as if it were rounded afterwards."""
+    """The same as if it were read again; and the same codes as if it were rounded afterwards."""
     parts, bias, residual = (
         torch.randn(3, 8, 384).bfloat16(),
         torch.randn(384).bfloat16(),

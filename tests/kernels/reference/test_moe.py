@@ -102,7 +102,7 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts(activation: Any, biased: bool) -> None:
-    """Of a rank that holds experts 2 to 5, in float64; ids elsewhere and -1 add nothing."""
+    """Check a rank that holds experts 2 to 5, in float64; ids elsewhere and -1 add nothing."""
     torch.manual_seed(0)
     x, weights = torch.randn(20, 16, dtype=F64), torch.rand(20, 3, dtype=F64)
     ids = torch.rand(20, 9).argsort(1)[:, :3].int() - 1

@@ -51,7 +51,7 @@ def test_decode(monkeypatch: Any, num_heads: int, processors: int) -> None:
 
 @pytest.mark.parametrize(("num_heads", "has_tiles"), [(3, True), (24, True), (24, False)])
 def test_prefill(num_heads: int, has_tiles: bool) -> None:
-    """Of contexts that have none, some or many keys before the step; rows of no sequence stay as they are."""
+    """Check contexts that have none, some or many keys before the step; rows of no sequence stay as they are."""
     torch.manual_seed(0)
     lens, new = [13, 70, 41], [13, 9, 1]
     cache, tables, rows = paged(lens)
@@ -93,7 +93,7 @@ def test_queries_are_absorbed_and_latents_stored(interleaved: bool) -> None:
 @pytest.mark.parametrize("backend", [latent, reference])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_queries_are_rotated_in_place_and_latents_stored(interleaved: bool, backend: Any) -> None:
-    """As by `absorb_and_store`; the plain channels stay as they are."""
+    """The same as by `absorb_and_store`; the plain channels stay as they are."""
     torch.manual_seed(0)
     tokens, num_heads, plain = 5, 18, 24
     query, latents = torch.randn(tokens, num_heads, plain + R), torch.randn(tokens, 48 + L + R)[:, 48:]

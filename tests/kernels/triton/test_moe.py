@@ -81,7 +81,7 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_tokens: int, num_parts: int) -> None:
-    """As exact as float32, also with float32 weights, in parts that need not be equal."""
+    """Errors are those of float32, also with float32 weights, in parts that need not be equal."""
     torch.manual_seed(0)
     x, bias = torch.randn(num_tokens, 530).to(dtype), torch.randn(60)
     weight = (torch.randn(60, 530) / 23).to(weight_dtype)
@@ -119,7 +119,7 @@ def random_stack(form: str, count: int, n: int, k: int) -> QuantizedWeight | Ten
 def check(
     form: str, num_tokens: int, activation: Any = "silu", biased: bool = False, first: int = 0, alone: bool = True
 ) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: `alone` and added to the residual
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: `alone` and added to the residual
     stream.
     """
     torch.manual_seed(0)

@@ -400,7 +400,7 @@ def test_a_rank_whose_best_value_overflows(module: Any) -> None:
 
 
 def test_kernel_and_reference_choose_the_same_tokens_from_parts() -> None:
-    """Of ranks with pieces of the size that they have on a GPU."""
+    """Compare ranks whose parts have the size that they have on a GPU."""
     logits, arguments = mixed(16, 2 * sampling.PIECE + 101, torch.bfloat16)
     expected = sample_on_ranks(reference, logits, arguments, 2)
     # Noise differs in its last bits: one row may.

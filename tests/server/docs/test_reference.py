@@ -82,7 +82,7 @@ def test_examples(described: Live, endpoint: Endpoint) -> None:
 
 
 def assert_same_shape(example: Any, answer: Any) -> None:
-    """What the example has the answer has too."""
+    """Check that the answer has all fields of the example."""
     if isinstance(example, dict):
         for name, value in example.items():
             assert_same_shape(value, answer[name])

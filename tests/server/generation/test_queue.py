@@ -1,4 +1,4 @@
-"""How many requests are taken: exactly as many as run and may wait, and a fair part for each owner."""
+"""Number of requests that are taken: exactly as many as run and may wait, and a fair part for each owner."""
 
 from contextlib import ExitStack
 

@@ -1,4 +1,4 @@
-"""What an answer has to be, over HTTP: a model that knows nothing obeys; what cannot be had is refused by name."""
+"""Required forms of answers, over HTTP: a model that knows nothing obeys; what cannot be had is refused by name."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -202,7 +202,7 @@ def test_thoughts_before_a_forced_call(serve: Serve) -> None:
 
 
 def valid_calls(message: dict[str, Any]) -> int:
-    """How many calls there are, all of them by their schema."""
+    """Count the calls, which must all obey their schema."""
     for call in message.get("tool_calls") or ():
         function = call["function"]
         arguments = json.loads(function["arguments"])

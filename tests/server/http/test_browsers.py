@@ -92,7 +92,7 @@ def test_with_keys_any_name_will_do(serve: Serve) -> None:
     ],
 )
 def test_pages_of_other_sites_cannot_send_requests(headers: dict[str, str], live: Live) -> None:
-    """As browsers send them without asking the server first."""
+    """Send requests that browsers send without asking the server first."""
     for kind in ({"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}, {}):
         response = live.http.post(COMPLETIONS, content='{"prompt": "Hi"}', headers={**headers, **kind})
         assert response.status_code == 403

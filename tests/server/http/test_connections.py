@@ -26,7 +26,7 @@ def connect(live: Live) -> socket.socket:
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """What still comes."""
+    """Bytes that still come."""
     data = b""
     try:
         while piece := connection.recv(65536):
@@ -37,7 +37,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def status(connection: socket.socket) -> int:
-    """Of the next response, which is read to its end."""
+    """Status of the next response, which is read to its end."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     response.read()

@@ -1,4 +1,4 @@
-"""What is too large is refused before work is done for it, and what is large leaves the event loop."""
+"""Bodies that are too large are refused before work is done for it, and what is large leaves the event loop."""
 
 import asyncio
 import contextlib
@@ -324,7 +324,7 @@ def test_work_for_a_client_that_has_gone_is_dropped(live: Live, monkeypatch: pyt
 
 
 class PanicException(BaseException):
-    """As libraries written in Rust raise it."""
+    """Panic as libraries written in Rust raise it."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, TOKENIZE, "/v1/messages"])

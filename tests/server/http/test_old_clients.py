@@ -1,4 +1,6 @@
-"""What older and particular clients send: HTTP/1.0, compressed bodies, preflights of private networks, empty values."""
+"""Requests of older and particular clients: HTTP/1.0, compressed bodies, preflights of private networks, empty
+values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is ignored is said: in the answer, in a header, and with --strict by refusing."""
+"""Parameters that are ignored are named: in the answer, in a header, and with --strict by refusing."""
 
 import json
 from collections.abc import Callable

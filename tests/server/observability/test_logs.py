@@ -18,7 +18,7 @@ Log = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def log(capsys: Log) -> Iterator[Log]:
-    """What is written to stderr."""
+    """Text written to stderr."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     token = CURRENT.set(None)
@@ -29,7 +29,7 @@ def log(capsys: Log) -> Iterator[Log]:
 
 
 def configure(*filters: logging.Filter) -> None:
-    """As a program does that pytest has not given handlers."""
+    """Configure logging as a program does that pytest has not given handlers."""
     logging.getLogger().handlers = []
     configure_logging(*filters)
 

@@ -1,4 +1,4 @@
-"""What the server remembers of requests: where their time went, whose they are, what keys use."""
+"""Records of requests: where their time went, whose they are, what keys use."""
 
 import re
 import time

@@ -250,7 +250,7 @@ def test_scores_of_prompts(live: Live) -> None:
 
 
 def test_echo_with_logprobs(live: Live) -> None:
-    """As evaluation harnesses score texts."""
+    """Score texts as evaluation harnesses do."""
     choices = live.complete(["Hüt", "x"], echo=True, logprobs=1, max_tokens=1, n=2).json()["choices"]
     for choice in choices[:2]:
         logprobs = choice["logprobs"]

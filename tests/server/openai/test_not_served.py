@@ -1,4 +1,4 @@
-"""What OpenAI's API has for other kinds of models."""
+"""Endpoints that OpenAI's API has for other kinds of models."""
 
 import io
 

@@ -109,7 +109,7 @@ def test_a_cross_encoder_reads_pairs(vectors: Live) -> None:
 
 
 def test_a_template_that_is_given_writes_the_pairs(serve: Callable[..., Live]) -> None:
-    """As vLLM has it: messages of the roles query and document. The model's own is for chats."""
+    """Templates as in vLLM: messages of the roles query and document. The model's own is for chats."""
     template = (
         "{% if messages[1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ system }}"
         "<{% for message in messages %}{{ message.role }}: {{ message.content }}|{% endfor %}>"

@@ -100,7 +100,7 @@ def test_prompts(scored: Scored) -> None:
 
 @pytest.mark.parametrize("more", [0, 8])
 def test_echoes(scored: Scored, more: int) -> None:
-    """As evaluation harnesses score texts: every token of the prompt but the first has its log-probability and its
+    """Score texts as evaluation harnesses do: every token of the prompt but the first has its log-probability and its
     place.
     """
     body = {

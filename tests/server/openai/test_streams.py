@@ -164,7 +164,7 @@ def test_samples_are_interleaved(live: Live) -> None:
 
 
 def test_updates_that_wait_together_are_one_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine merges while a client is slow stays merged."""
+    """Updates that the engine merges while a client is slow stay merged."""
     original = live.engine.generate
 
     async def merged(*args: Any, **options: Any) -> Any:

@@ -17,7 +17,7 @@ SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 
 
 def serious(page: ChatPage) -> list[Any]:
-    """What axe-core finds to be serious or worse."""
+    """Findings of axe-core that are serious or worse."""
     page.tab.wait_for_timeout(1000)  # colours fade in
     found = page.run("async () => (await axe.run()).violations")
     return [

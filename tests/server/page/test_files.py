@@ -1,4 +1,4 @@
-"""What the files of the chat page may hold."""
+"""Rules for the files of the chat page."""
 
 import re
 from pathlib import Path

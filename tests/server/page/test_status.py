@@ -1,4 +1,4 @@
-"""What the page says of the server: the dot in the header, and the panel behind it."""
+"""The server's status on the page: the dot in the header, and the panel behind it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def calls_of(blocks: Blocks) -> Calls:
 
 
 def is_ambiguous(format: ToolFormat, tools: dict[str, Any], calls: Calls) -> bool:
-    """Whether a text of a call contains a mark of its format, or reads as another type that its schema allows."""
+    """Return whether a text of a call contains a mark of its format, or reads as another type that its schema
+    allows.
+    """
     marks = [mark for text in format.texts for mark in text.split() if len(mark) > 2]
     texts = [text for _, arguments in calls for text in strings(arguments)]
     return format.arguments is not None and any(

@@ -1,4 +1,4 @@
-"""What a Ray Serve application is built from. Ray need not be installed."""
+"""Configuration of a Ray Serve application. Ray need not be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps prefill over upcast copies of an e4m3 cache's pages, and how much memory they take."""
+"""Choice of the steps that prefill over upcast copies of an e4m3 cache's pages, and how much memory they take."""
 
 from __future__ import annotations
 

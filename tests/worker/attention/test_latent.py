@@ -1,4 +1,4 @@
-"""Which steps expand latents."""
+"""Choice of the steps that expand latents."""
 
 from __future__ import annotations
 

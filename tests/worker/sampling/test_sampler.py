@@ -104,7 +104,7 @@ class Sampling:
         self.sampler.update_rows(*self.batch.apply(output))
 
     def groups(self) -> list[Any]:
-        """Of the last step."""
+        """Groups of the last step."""
         return [group for group, _ in self.sampler._plan.groups]
 
 
@@ -251,7 +251,9 @@ def test_min_tokens_needs_no_processor_when_nothing_ends_the_text() -> None:
 
 @pytest.mark.parametrize("world", range(8))
 def test_samples_of_a_row_are_the_tokens_of_as_many_steps(world: int) -> None:
-    """Of tokens that the CPU knows, as of drafts: each sample sees the history before it, and no token after it."""
+    """Sample after tokens that the CPU knows, such as drafts: each sample sees the history before it, and no token
+    after it.
+    """
     rng, per_seq = random.Random(world), 3
     one, several = Sampling(), Sampling(per_seq)
     params = {str(i): params_of(rng) for i in range(ROWS)}

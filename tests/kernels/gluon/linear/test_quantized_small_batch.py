@@ -21,7 +21,7 @@ if not GLUON:
 
 
 def decode(words: Tensor, kind: str, layout: object = None) -> tuple[Tensor, Tensor]:
-    """What the kernel's PTX does, see `test_bits`, in the order of `code_bits._in_order`."""
+    """Stand-in for the kernel's PTX, see `test_bits`, in the order of `code_bits._in_order`."""
     codes = words.contiguous().view(torch.uint8)
     low, high = values_of(codes.unflatten(2, (4, -1, 8)).transpose(2, 3).reshape(codes.shape), kind)
     return low, high

@@ -101,7 +101,7 @@ def test_bands_of_tokens(without_layouts: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_that_end_in_a_step(without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 96 bytes, as gpt-oss has; and an odd number of steps, also in parts."""
+    """Rows of 96 bytes, as gpt-oss has; and an odd number of steps, also in parts."""
     monkeypatch.setattr(weight_only, "config", lambda *shape: weight_only.Config(32, 3, 1 if shape[-1] else 2))
     check("mxfp4", 40, 64, 192, "cpu")
     check("int4 asymmetric", 40, 64, 3 * 128, "cpu")

@@ -20,7 +20,7 @@ from tests.support.steps_on_tensors import steps_on_tensors
 
 
 def decode(first: Tensor, second: Tensor, exponents: Tensor, warps: int) -> Tensor:
-    """What the kernel's PTX does: see `test_bits`."""
+    """Stand-in for the kernel's PTX: see `test_bits`."""
     words = []
     for bits, turned, shift in ((first, 0, -7), (first, 8, -3), (second, 0, 1), (second, 8, 5)):
         bits = bits.long() & 0xFFFFFFFF
@@ -81,7 +81,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
     stream.
     """
     torch.manual_seed(0)

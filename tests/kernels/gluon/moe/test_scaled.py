@@ -40,7 +40,7 @@ def packed(gate_up: QuantizedWeight, down: QuantizedWeight) -> Any:
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
     stream.
     """
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(form: str, num_tokens: int, activation: Any, biased: bool, first: int, panel: int = 0) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
     stream.
     """
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def check(
     first: int = 0,
     num_tokens: int = 40,
 ) -> None:
-    """Of a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
     stream.
     """
     torch.manual_seed(0)

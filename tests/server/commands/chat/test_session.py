@@ -63,7 +63,7 @@ class Typed:
         self._chat = Chat(self.model, self.terminal, SAMPLING_FLAGS(), None, runner)
 
     def __call__(self, *lines: str) -> list[str]:
-        """What is shown when these lines are typed."""
+        """Output when these lines are typed."""
         self.terminal.lines, self.terminal.shown = iter(lines), []
         self._chat.run()
         return self.terminal.shown

@@ -1,4 +1,4 @@
-"""How `quire chat` reads from and prints to a terminal."""
+"""Input and output of `quire chat` at a terminal."""
 
 from __future__ import annotations
 
