@@ -40,9 +40,7 @@ class Sample:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a stop string in the visible text has ended the answer, although the engine may still run
-        it.
-        """
+        """Return whether a stop string in visible text ended the output, which the engine may still compute."""
         return isinstance(self.reader, StoppingReader) and self.reader.stopped_by is not None
 
     def read(self, update: RequestUpdate) -> list[Piece]:

@@ -30,7 +30,7 @@ from server.generation.conversation import Prompt
 from server.generation.errors import InvalidRequestError, UnavailableError, invalid, spelled
 from server.generation.generation import Generation, Sample, already_running
 from server.generation.model import Model
-from server.generation.request import EmbeddingRequest, GenerationRequest, PromptRequest
+from server.generation.request import Conversation, EmbeddingRequest, GenerationRequest, PromptRequest
 from server.generation.sampling import completed, given_values, limited
 from server.generation.server_state import ServerState
 from server.generation.usage import Usage
@@ -161,9 +161,7 @@ async def _begin(
     chat = model.chats.of(request)
     if new_reader is not None and chat is not None and chat.reasoning_format is not None:
         usage.reasoning_tokens = 0
-    role, conversation = server.settings.response_role, request.conversation
-    if conversation is not None and not conversation.add_generation_prompt:
-        role = conversation.messages[-1].role
+    role = _role(request.conversation, server.settings.response_role)
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
@@ -172,6 +170,13 @@ async def _begin(
         public_id, caller.name, now, name, role, n, prompts, samples, usage, record,
         server.metrics, server.requests, server.running, ended,
     )  # fmt: skip
+
+
+def _role(conversation: Conversation | None, default: str) -> str:
+    """Return the role of the generated messages: that of the last message, if the outputs continue it."""
+    if conversation is None or conversation.add_generation_prompt:
+        return default
+    return conversation.messages[-1].role
 
 
 def _at_the_end(server: ServerState, caller: Caller, usage: Usage, recorded: Ended) -> list[Callable[[], None]]:
