@@ -36,7 +36,7 @@ def sound_tool(tool: Tool) -> tuple[Tool, list[str]]:
 
 
 def completed_definitions(definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the definitions with the optional fields that some chat templates read: description and parameters."""
+    """Return the definitions with the optional fields that some chat templates read: descriptions and parameters."""
     return [_completed(each) for each in definitions]
 
 
@@ -47,6 +47,13 @@ def _completed(definition: dict[str, Any]) -> dict[str, Any]:
     function = {**function, "description": function.get("description") or ""}
     parameters = function.get("parameters")
     parameters = {**_EMPTY, **parameters} if isinstance(parameters, dict) else _EMPTY
+    properties = parameters.get("properties")
+    if isinstance(properties, dict):
+        described = {
+            name: {**each, "description": each.get("description") or ""} if isinstance(each, dict) else each
+            for name, each in properties.items()
+        }
+        parameters = {**parameters, "properties": described}
     function["parameters"] = {**parameters, "required": parameters.get("required") or []}
     return {**definition, "function": function}
 

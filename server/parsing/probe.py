@@ -163,9 +163,9 @@ def _listed(turn: _Turn) -> ToolFormat | None:
     """Return the listed format that reads the turn, preferably one that writes the same."""
     found = [each for each in TOOL_FORMATS.values() if each.name != _HARMONY and _reads(each, turn)]
     is_single = turn.num_calls == 1
-    for each in found:
-        if written(each, turn.calls, _IDS) in turn.text:
-            return replace(each, single=is_single)
+    exact = [(each, text) for each in found if (text := written(each, turn.calls, _IDS)) in turn.text]
+    if exact:
+        return replace(max(exact, key=lambda pair: len(pair[1]))[0], single=is_single)
     if not found:
         return None
     own = _inferred(turn)

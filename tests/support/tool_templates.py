@@ -32,6 +32,32 @@ def _parameters(key: str, value: str, end: str) -> str:
 
 
 _OBJECT = """{{- '{"name": "' + c.name + '", "arguments": ' + (c.arguments | tojson) + '}' }}"""
+_PYTHON = (
+    "{{- c.name + '(' }}{%- for k, v in c.arguments.items() %}{{- k + '=' + (v | tojson) }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ')' }}"
+)
+# Templates of listed formats, by the format's name.
+LISTED: dict[str, str] = {
+    "xlam": template(_OBJECT, "[", ", ", "]"),
+    "llama4_pythonic": template(_PYTHON, "[", ", ", "]"),
+    "lfm2": template(_PYTHON, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "phi4_mini": template(_OBJECT, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "granite": template(_OBJECT, "<|tool_call|>[", ", ", "]"),
+    "phi4_mini_json": template(_OBJECT, "functools[", ", ", "]"),
+    "deepseek_v31": template(
+        "{{- '<｜tool▁call▁begin｜>' + c.name + '<｜tool▁sep｜>' + (c.arguments | tojson) + '<｜tool▁call▁end｜>' }}",
+        "<｜tool▁calls▁begin｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": template(
+        "{{- '<|tool_call_begin|>functions.' + c.name + ':' + loop.index0 | string + '<|tool_call_argument_begin|>' }}"
+        "{{- (c.arguments | tojson) + '<|tool_call_end|>' }}",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+}
 # Name of the shape → (template, the calls f(x="a b", n=3) and g(x="c") as it writes them).
 SHAPES: dict[str, tuple[str, str]] = {
     "objects between marks": (
@@ -75,13 +101,7 @@ SHAPES: dict[str, tuple[str, str]] = {
         "<use>f\n<k>x</k>\n<v>a b</v>\n<k>n</k>\n<v>3</v>\n</use>\n<use>g\n<k>x</k>\n<v>c</v>\n</use>",
     ),
     "python": (
-        template(
-            "{{- c.name + '(' }}{%- for k, v in c.arguments.items() %}{{- k + '=' + (v | tojson) }}"
-            "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ')' }}",
-            "<|use|>[",
-            ", ",
-            "]<|/use|>",
-        ),
+        template(_PYTHON, "<|use|>[", ", ", "]<|/use|>"),
         '<|use|>[f(x="a b", n=3), g(x="c")]<|/use|>',
     ),
     "relative of JSON": (

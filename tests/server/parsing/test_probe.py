@@ -13,7 +13,7 @@ from server.parsing.formats import PARSER_NAMES, TOOL_FORMATS, ToolFormat
 from server.parsing.probe import PROBED, find_tool_format
 from server.parsing.written import read, written
 from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
-from tests.support.tool_templates import SHAPES
+from tests.support.tool_templates import LISTED, SHAPES
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}
 TOOLS = {"f": SCHEMA, "g": SCHEMA}
@@ -57,6 +57,13 @@ def test_a_listed_format_is_found(source: str, name: str | None) -> None:
     assert (format.name if format else None) == name
     assert find_tool_format("none", template) is None
     assert find_tool_format("mistral", template) is TOOL_FORMATS["mistral"]
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_listed_format_is_told_by_its_calls(name: str) -> None:
+    format = found(LISTED[name])
+    assert format.name == name
+    assert read(format, written(format, CALLS), TOOLS) == ("", CALLS)
 
 
 def test_a_listed_format_takes_the_white_space_of_the_template() -> None:
