@@ -42,6 +42,7 @@ class ToolFormat:
     # Also read `name{…}` and `name[ARGS]{…}`.
     headed: bool = False
     short_ids: bool = False  # the chat template requires ids of nine letters and digits
+    names_are_ids: bool = False  # a call's id is its name as written, `functions.f:0`, also in later prompts
     signs: tuple[str, ...] = ()  # templates that do not write calls, but describe them, contain one of these
     # Derived: marks that may precede or follow any call, and the characters between calls.
     marks: tuple[str, ...] = field(init=False)
@@ -260,6 +261,7 @@ _FORMATS = (
         begin="<|tool_calls_section_begin|>",
         call=("<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         closing="<|tool_calls_section_end|>",
+        names_are_ids=True,
         signs=("<|tool_calls_section_begin|>",),
     ),
     ToolFormat(

@@ -15,6 +15,8 @@ from server.parsing.pieces import CallArguments, CallStart, Content, Piece, begu
 
 _HEADED = re.compile(rf"({NAME}+)(?:\[[\w\[\]]*)?")  # name[ARGS] or name[CALL_ID]id[ARGS]
 
+_MARKUP, _ID = re.compile(r"<[^<>]*>"), re.compile(r"[\w.:-]{1,300}")
+
 
 def call_tags(
     format: ToolFormat, tools: Sequence[tuple[str, dict[str, Any]]], *, required: bool, several: bool
@@ -81,6 +83,8 @@ class ToolReader:
         self._call: Call | None = None  # the current call
         self._in_calls = False  # after a marker: a call is expected
         self._may_be_bare = format.bare
+        self._written_id = ""  # of the current call, if the format has ids in the text
+        self._ids: set[str] = set()
         self.num_calls = 0
         self.is_cut = False  # the answer ended inside a call
 
@@ -218,6 +222,8 @@ class ToolReader:
         if not name:
             return False
         self._raw, self._held = self._raw + text[:end], text[end:]
+        if format.names_are_ids and found is not None:
+            self._written_id = _MARKUP.sub("", found[0]).strip()
         schema = self._tools.get(name)
         if isinstance(format.arguments, Parameters):
             self._call = ParametersCall(name, format.arguments, schema, format.marks)
@@ -247,7 +253,11 @@ class ToolReader:
 
     def _start(self, name: str) -> CallStart:
         self.num_calls += 1
-        return CallStart(self.num_calls - 1, self._format.new_id(), name)
+        call_id = self._written_id
+        if not _ID.fullmatch(call_id) or call_id in self._ids:
+            call_id = self._format.new_id()
+        self._ids.add(call_id)
+        return CallStart(self.num_calls - 1, call_id, name)
 
     def _give_up(self, pieces: list[Piece]) -> None:
         """It was not a call: the parsed text is content, and so, most probably, is the rest."""

@@ -133,6 +133,12 @@ def test_hostile_answers_take_linear_time(text: str) -> None:
 
 
 def test_ids() -> None:
+    reader = ToolReader(TOOL_FORMATS["kimi_k2"], {"f": None}, None)
+    call = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    pieces = reader.push(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>", True)
+    first, second = (piece.id for piece in pieces if isinstance(piece, CallStart))
+    assert first == "functions.f:3", "the template of the model writes this id, and no name"
+    assert second.startswith("call_"), "ids are unique"
     long, short = TOOL_FORMATS["hermes"].new_id(), TOOL_FORMATS["mistral"].new_id()
     assert long.startswith("call_")
     assert len(short) == 9
