@@ -30,7 +30,7 @@ ARGUMENTS = {"city": "Paris", "days": 3}
 Serve = Callable[..., Live]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS or [Path("none")], ids=lambda path: path.stem)
 @pytest.mark.parametrize("has_thoughts", [False, True])
 def test_a_call_in_the_templates_format(path: Path, has_thoughts: bool, serve: Serve) -> None:
     source = path.read_text()
