@@ -55,7 +55,7 @@ class ChatRenderer:
         """
         given, notes = _complete(messages)
         shapes, begun = self._shapes[bool(tools)], monotonic()
-        options = {**self._variables, "tools": tools, **options, **required_variables(shapes[0].variables, tools)}
+        options = {**self._variables, "tools": tools, **required_variables(shapes[0].variables, tools), **options}
         best: tuple[int, RenderedChat] | None = None
         refusal: ChatTemplateError | None = None
         tried: list[list[Message]] = []
@@ -83,6 +83,9 @@ class ChatRenderer:
             assert refusal is not None
             raise refusal
         num_lost, rendered = best
+        if tools and not any(tool["function"]["name"] in rendered.text for tool in tools if "function" in tool):
+            notes = [*rendered.changes, "the chat template does not show the tools"]
+            rendered = RenderedChat(rendered.text, rendered.messages, tuple(notes))
         if not num_lost:
             return rendered
         _log.warning("the chat template leaves out the text of %d messages, in every shape that was tried", num_lost)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from time import monotonic
 from typing import Any, Literal
 
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
@@ -17,6 +18,7 @@ from engine.text.chat_template import ChatTemplate, ChatTemplateError
 Message = dict[str, Any]
 ContentForm = Literal["empty", "null", "missing"]
 ReasoningForm = Literal["reasoning_content", "thinking", "part"]
+MAX_SECONDS = 10.0  # of probing; a usual template takes some hundredths of a second
 CALL_ID = "call00001"  # accepted by templates that require nine letters and digits
 
 
@@ -106,14 +108,17 @@ def probe(
     """Return the traits of `template`. `with_tools`: for requests with tools. `variables`: additional template
     variables.
     """
-    tools = [_TOOL] if with_tools else None
-    for required in ("", "tools", "functions"):
-        given = {"tools": tools, **(variables or {}), **required_variables(required, tools)}
-        for parts in (False, True):
-            probe = _Probe(template, given, parts)
-            text = probe.render([_user()]) or ""
-            if "PROBEASK" in text and not (parts and "type" in text):  # and not a list written as it is
-                return replace(probe.traits(), parts=parts, variables=required)
+    tools, deadline = [_TOOL] if with_tools else None, monotonic() + MAX_SECONDS
+    try:
+        for required in ("", "tools", "functions"):
+            given = {"tools": tools, **(variables or {}), **required_variables(required, tools)}
+            for parts in (False, True):
+                probe = _Probe(template, given, parts, deadline)
+                text = probe.render([_user()]) or ""
+                if "PROBEASK" in text and not (parts and "type" in text):  # and not a list written as it is
+                    return replace(probe.traits(), parts=parts, variables=required)
+    except TimeoutError:
+        pass
     return TemplateTraits()  # nothing is known: requests will show what the template refuses
 
 
@@ -143,12 +148,14 @@ def _said(role: str, text: str) -> Message:
 class _Probe:
     """Renders probes with one template."""
 
-    def __init__(self, template: ChatTemplate, variables: dict[str, Any], parts: bool) -> None:
-        """`parts`: content is given as parts."""
-        self._template, self._variables, self._parts = template, variables, parts
+    def __init__(self, template: ChatTemplate, variables: dict[str, Any], parts: bool, deadline: float) -> None:
+        """`parts`: content is given as parts. `deadline`: in monotonic seconds."""
+        self._template, self._variables, self._parts, self._deadline = template, variables, parts, deadline
 
     def render(self, messages: Sequence[Message]) -> str | None:
-        """Return the prompt; None if the template refuses the messages."""
+        """Return the prompt; None if the template refuses the messages. `TimeoutError` after the deadline."""
+        if monotonic() > self._deadline:
+            raise TimeoutError
         if self._parts:
             messages = [in_parts(message) for message in messages]
         try:

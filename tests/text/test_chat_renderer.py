@@ -254,3 +254,19 @@ def test_lost_texts() -> None:
 def test_the_search_for_lost_texts_is_bounded() -> None:
     messages = [said("user", f"<{i}>") for i in range(20_000)]
     lost_messages(messages, "x" * (1 << 20))
+
+
+def test_a_slow_template_is_not_probed_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.text.template_traits.MAX_SECONDS", -1.0)
+    assert renderer(templates.HERMES).traits(True) == TemplateTraits()
+
+
+def test_tools_that_the_template_does_not_show() -> None:
+    words = "the chat template does not show the tools"
+    assert words in render("turns only", [ASK], tools=[TOOL]).changes
+    assert words not in render("turns only", [ASK]).changes
+    assert renderer(templates.HERMES).render([ASK], tools=[TOOL]).changes == ()
+
+
+def test_requests_may_set_variables_that_templates_require() -> None:
+    assert render("functions", [ASK], functions="F;", datetime="D;").text.startswith("F;D;")
