@@ -35,7 +35,7 @@ def cases() -> Iterator[dict[str, Any]]:
     for path in sorted(FOLDERS["CASES"].glob("*.json")):
         case = json.loads(path.read_text(encoding="utf-8"))
         request = case["request"]
-        if case["id"].split("-")[0] in ("F1", "F2", "F4", "F7", "F10", "F11", "M5") and "body" in request:
+        if case["id"].split("-")[0] in ("F1", "F2", "F4", "F6", "F7", "F8", "F10", "F11", "M1", "M5") and "body" in request:
             yield case
 
 

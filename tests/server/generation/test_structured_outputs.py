@@ -347,8 +347,8 @@ def test_tools_whose_schema_cannot_be_enforced(hermes: Live, serve: Serve) -> No
     live = serve(GrammarEngine(template=HERMES), ServerConfig(strict=True))
     assert live.chat(tools=[WEATHER, strange]).json()["error"]["param"] == "tools[1]"
     text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
-    error = hermes.chat(tools=[text]).json()["error"]
-    assert error["message"] == 'tools[0]: the schema of f must have the type "object"'
+    (warning,) = hermes.chat(tools=[text], max_tokens=3000).json()["warnings"]
+    assert warning.startswith("tools[0]: f: parameters: the type must be")
 
 
 def test_content_by_a_schema_or_calls(hermes: Live, serve: Serve) -> None:
