@@ -19,6 +19,7 @@ from engine.structured.kinds import ALL_KINDS, Schema, kind_of, kinds_of
 from engine.structured.languages import Texts
 from engine.structured.values import pointed_to
 
+MAX_SCHEMAS = 5000  # with references written out
 MAX_ITEMS = 64  # repetitions of an array's items that are written out
 _LISTS = ("anyOf", "oneOf")
 _OF_TEXT = ("enum", "const", "pattern", "format", "minLength", "maxLength")
@@ -102,6 +103,7 @@ class _Preparation:
     notes: list[str]
     is_lenient: bool
     texts: Texts = field(default_factory=Texts)
+    num_schemas: int = 0
 
     @property
     def writes_json(self) -> bool:
@@ -124,7 +126,14 @@ class _Preparation:
             return Arguments(tuple(found))
         return Arguments(tuple(found), self.value({} if others is True else others, depth - 1))
 
+    def _count(self) -> None:
+        """Count one schema: references may repeat them without bounds."""
+        self.num_schemas += 1
+        if self.num_schemas > MAX_SCHEMAS:
+            raise ValueError("the schema is too large when its references are written out")
+
     def value(self, schema: Any, depth: int) -> Value:
+        self._count()
         if schema is False:
             raise ValueError("nothing matches the JSON Schema false")
         if not isinstance(schema, Mapping) or not _constraints(schema):
@@ -194,6 +203,7 @@ class _Preparation:
     # ---- strings ----
 
     def _texts(self, schema: Schema, depth: int) -> Iterator[Text]:
+        self._count()
         schema = self._target(schema)
         options = [name for name in _LISTS if isinstance(schema.get(name), list)]
         self._leave_out(schema, [name for name in _HARD if name in schema])

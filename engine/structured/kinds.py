@@ -10,11 +10,18 @@ from engine.structured.values import TYPES, listed, pointed_to
 Schema = Mapping[str, Any]
 ALL_KINDS = frozenset(TYPES)
 _MAX_DEPTH = 16  # of references and combinations of schemas
+_MAX_SCHEMAS = 256
 
 
-def kinds_of(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> frozenset[str]:
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """Return the JSON types that a schema may allow. `root`: the schema that its references point into."""
-    if not isinstance(schema, Mapping) or not depth:
+    return _kinds(schema, root, _MAX_DEPTH, [_MAX_SCHEMAS])
+
+
+def _kinds(schema: Any, root: Any, depth: int, left: list[int]) -> frozenset[str]:
+    """`left` [1]: how many more schemas are looked at; the types of others may be any."""
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or not depth or left[0] < 0:
         return ALL_KINDS
     kinds = ALL_KINDS
     if "type" in schema:
@@ -26,12 +33,12 @@ def kinds_of(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> frozenset[str]:
     if isinstance(schema.get("enum"), list) and schema["enum"]:
         kinds &= set(map(kind_of, schema["enum"]))
     if isinstance(reference := schema.get("$ref"), str) and isinstance(target := pointed_to(root, reference), Mapping):
-        kinds &= kinds_of(target, root, depth - 1)
+        kinds &= _kinds(target, root, depth - 1, left)
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list) and options:
-            kinds &= frozenset().union(*(kinds_of(each, root, depth - 1) for each in options))
+            kinds &= frozenset().union(*(_kinds(each, root, depth - 1, left) for each in options))
     for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        kinds &= kinds_of(each, root, depth - 1)
+        kinds &= _kinds(each, root, depth - 1, left)
     return kinds or ALL_KINDS
 
 

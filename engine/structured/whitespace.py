@@ -13,6 +13,7 @@ from engine.structured.values import pointed_to
 
 MAX_LEVELS = 6  # of indentation, where a schema does not bound them
 INDENT = 4  # blanks of one level, at most
+_MAX_OPEN = 64  # longest chain of references and combinations that is followed
 _SAME_LEVEL = ("anyOf", "oneOf", "allOf")
 
 
@@ -32,17 +33,20 @@ class _Levels:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._found: dict[tuple[int, int], int] = {}
+        self._num_open = 0  # schemas that are being looked at
 
     def of(self, schema: Any, most: int) -> int:
         """Return the number of levels, or `most` if there may be more."""
         if not most or schema is False:
             return 0
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or self._num_open == _MAX_OPEN:
             return most
         key = (id(schema), most)
         if key not in self._found:
             self._found[key] = most  # for references to itself
+            self._num_open += 1
             self._found[key] = self._count(schema, most)
+            self._num_open -= 1
         return self._found[key]
 
     def _count(self, schema: Mapping[str, Any], most: int) -> int:

@@ -72,3 +72,11 @@ def test_other_white_space(text: str, compiler: Compiler) -> None:
 def test_blanks_are_bounded_by_the_levels_of_the_schema(schema: Any, levels: int) -> None:
     pattern = whitespace_options(schema)["whitespace_pattern"]
     assert pattern == rf"\n {{0,{INDENT * levels}}}|\n\t{{0,{levels}}}"
+
+
+def test_chains_of_references_are_bounded() -> None:
+    chain: dict[str, Any] = {f"s{i}": {"$ref": f"#/$defs/s{i + 1}"} for i in range(2000)}
+    doubled: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    for first in ("s0", "d0"):
+        schema = {"$ref": f"#/$defs/{first}", "$defs": {**chain, **doubled, "s2000": STRING, "d40": STRING}}
+        assert whitespace_options(schema)["whitespace_pattern"].startswith(rf"\n {{0,{INDENT * MAX_LEVELS}}}")
