@@ -56,6 +56,23 @@ def test_the_text_model_of_one_with_images(tmp_path: Path, name: str) -> None:
     assert (got.logits - expected).abs().max() <= MAX_ERROR
 
 
+@pytest.mark.parametrize(("top", "inner"), [(True, False), (False, True)])
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_the_whole_models_field_ties_the_head(tmp_path: Path, name: str, top: bool, inner: bool) -> None:
+    family, more = WITH_IMAGES[name]
+    torch.manual_seed(0)
+    text = {**SHAPE, **CASES[name][1], "tie_word_embeddings": inner}
+    config = getattr(transformers, f"{family}Config")(text_config=text, tie_word_embeddings=top, **more)
+    oracle = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    oracle.save_pretrained(tmp_path)
+    change(tmp_path, tie_word_embeddings=top)
+    prompt = make_prompts()[1]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([prompt])).logits[0]
+    (got,) = decode(load(tmp_path), [prompt], 1)
+    assert (got.logits - expected).abs().max() <= MAX_ERROR
+
+
 @pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_small"])
 def test_the_published_spelling_of_head_sizes(tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path)

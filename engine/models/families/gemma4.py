@@ -141,5 +141,7 @@ def _text_of(family: Callable[[Config], ModelSpec], config: Config) -> ModelSpec
     if not isinstance(text, dict):
         raise ModelError(f"'text_config' must be an object, got {text!r}")
     said = {name: value for name, value in text.items() if value is not None}
-    spec = family({**config, **said, "architectures": config["architectures"]})
+    # Transformers ties the head by the whole model's field. Old releases, which took the text model's, wrote no other.
+    whole = {name: config[name] for name in ("architectures", "tie_word_embeddings") if config.get(name) is not None}
+    spec = family({**config, **said, **whole})
     return replace(spec, names=TEXT_NAMES, unused=(*OTHER_THAN_TEXT, *spec.unused))

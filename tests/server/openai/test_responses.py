@@ -105,6 +105,28 @@ def test_events(serve: Serve) -> None:
     assert whole["output"][2]["arguments"] == '{"city": "Köln"}'
 
 
+@pytest.mark.parametrize(
+    ("answer", "max_tokens", "kinds"),
+    [
+        ("", 400, ["message"]),
+        ("<think>\nHm.\n</think>", 400, ["reasoning", "message"]),
+        ("<think>\nHm.", 10, ["reasoning"]),
+        ("<tool_call>", 3, ["message"]),
+        (CALL, 400, ["function_call"]),
+    ],
+)
+def test_an_answer_without_text_is_a_message(serve: Serve, answer: str, max_tokens: int, kinds: list[str]) -> None:
+    live = start(serve, QWEN3, answer)
+    body = {"input": "Hi", "tools": [TOOL], "max_output_tokens": max_tokens}
+    found = events(live, **body)
+    final = found[-1]["response"]
+    assert [item["type"] for item in final["output"]] == kinds
+    assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == final["output"]
+    assert without_ids(live.post(PATH, **body).json()) == without_ids(final)
+    live.post(PATH, input="And?", previous_response_id=final["id"])
+    assert "Hi<|im_end|>\n<|im_start|>assistant\n" in prompt_text(live), "no two user messages in a row"
+
+
 def test_incomplete(live: Live) -> None:
     body = live.post(PATH, input="Hi", max_output_tokens=3).json()
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

@@ -128,6 +128,15 @@ def test_token_ids_in_streams(live: Live) -> None:
         assert live.engine.tokenizer.decode(ids) == "Grüße!"
 
 
+def test_token_ids_of_a_prompt_come_with_the_first_text(live: Live) -> None:
+    """A held-back beginning of a stop string is an update without text."""
+    found = chunks(raw_stream(live, COMPLETIONS, max_tokens=9, return_token_ids=True, stop="Gx"))
+    choices = [chunk["choices"][0] for chunk in found]
+    assert choices[0]["text"] == "Gr"
+    prompts = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
+    assert prompts == [choices[0]["prompt_token_ids"]] == [live.engine.requests[-1][1]]
+
+
 def test_scores_of_a_prompt_come_first(live: Live) -> None:
     found = chunks(raw_stream(live, COMPLETIONS, prompt="abc", echo=True, logprobs=1, max_tokens=2))
     first = found[0]["choices"][0]

@@ -192,6 +192,7 @@ class _Stream(CompletionStream):
         super().__init__(body, generation, "text_completion")
         self._model, self._body, self._echoes = model, body, echoes
         self._choices: dict[int, _Choice] = {}
+        self._begun: set[int] = set()  # indexes of choices that have had an event
         self._warnings = warnings.member  # cleared once an event has carried them
         self._only_text = not (
             self.usage_always or body.return_token_ids or body.only_echoes or body.logprobs is not None
@@ -203,8 +204,7 @@ class _Stream(CompletionStream):
         """Return the event of one update; empty if the update adds nothing."""
         body, index, at = self._body, sample.index, sample.prompt_index
         prompt = self._generation.prompts[at]
-        is_first = index not in self._choices
-        if is_first:
+        if index not in self._choices:
             self._choices[index] = _Choice(self._model, body, prompt)
             self._choices[index].begin(self._echoes[at], update.prompt_logprobs)
         self._choices[index].add(update)
@@ -213,8 +213,9 @@ class _Stream(CompletionStream):
         taken = self._choices[index].take(index)
         if taken is None:  # the text is held back: it may be the start of a stop string
             return b""
-        if is_first and body.return_token_ids:
+        if body.return_token_ids and index not in self._begun:
             taken["prompt_token_ids"] = prompt
+        self._begun.add(index)
         warnings, self._warnings = self._warnings, b""
         if self._only_text:
             self.only_text_from_here.add(index)

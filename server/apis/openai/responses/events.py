@@ -78,7 +78,10 @@ class ResponseBuilder:
     def finish(self, status: str, reason: str | None, usage: dict[str, Any]) -> bytes:
         """Return the last events. `status`: "completed", "incomplete" with a `reason`, or "cancelled"."""
         event_status = "completed" if status == "completed" else "incomplete"
-        data = self._close(event_status)
+        data = b""
+        if self._lacks_message(status):
+            data = self._close("completed") + self._begin(Block(Content))
+        data += self._close(event_status)
         if reason is not None:
             self.response["incomplete_details"] = {"reason": reason}
         if status == "completed":
@@ -89,6 +92,11 @@ class ResponseBuilder:
     def fail(self, error: RequestError) -> bytes:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self.response)
+
+    def _lacks_message(self, status: str) -> bool:
+        """Return True if the answer has no item yet that a conversation continues: it gets a message without text."""
+        kinds = {block.kind for block in self._blocks.all}
+        return status != "cancelled" and (not kinds or (status == "completed" and kinds == {Reasoning}))
 
     # ---- one item ----
 
