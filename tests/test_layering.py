@@ -51,11 +51,11 @@ ALLOWED = {
     "kernels.gluon": {"kernels.gluon", "kernels.gpu", "kernels.data"},
     "kernels.gpu": {"kernels.gpu", "kernels.data"},
     "engine.utils": {"engine.utils", "engine.errors", "engine.models.files"},  # the type of progress callbacks
-    "engine.models": {"engine.models", "engine.utils.one_line", "kernels", "kernels.data"},
+    "engine.models": {"engine.models", "engine.utils.folder_files", "engine.utils.one_line", "kernels", "kernels.data"},
     "engine.worker": {"engine.worker", "engine.models", "kernels", "kernels.data", "kernels.triton.collectives"}
     | CONTRACT,
     "engine.core": {"engine.core"},
-    "engine.text": {"engine.text", "engine.utils.one_line"},
+    "engine.text": {"engine.text", "engine.utils.folder_files", "engine.utils.one_line"},
     "engine.structured": {
         "engine.structured",
         "engine.core.params.structured",

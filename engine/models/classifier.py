@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul, sub
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from engine.models.errors import ModelError
 from engine.models.files import read_config, read_json
+from engine.utils.folder_files import open_file
 
 SUFFIX = "ForSequenceClassification"  # of architecture names
 HEAD = "score.weight"
@@ -132,33 +133,36 @@ def _read_rows(
             raise ModelError(f"{folder / _INDEX}: names no file that has {names[0]!r}, the classifier's head")
     path = folder / file
     try:
-        return _read_from(path, names, hidden_size, indices)
+        with open_file(path, folder) as opened:
+            return _read_from(opened, names, hidden_size, indices)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelError(f"{path}: {names[0]!r}, the classifier's head, cannot be read ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{path}: {names[0]!r}, the classifier's head, cannot be read ({reason})") from None
 
 
-def _read_from(path: Path, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None) -> list[array[float]]:
+def _read_from(
+    file: BinaryIO, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None
+) -> list[array[float]]:
     """Read the rows from one file, which begins with the length of its JSON header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError("the header is too long")
-        header = json.loads(file.read(length))
-        entry = header[next((name for name in names if name in header), names[0])]
-        kind, (num_rows, width), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if width != hidden_size or (indices is None and not 1 <= num_rows <= MAX_LABELS):
-            raise ValueError(f"its shape is {entry['shape']}, and the hidden size {hidden_size}")
-        if end - start != num_rows * width * _SIZES[kind]:
-            raise ValueError(f"it has {end - start} bytes")
-        rows = []
-        for index in range(num_rows) if indices is None else indices:
-            if not 0 <= index < num_rows:
-                raise ValueError(f"it has {num_rows} rows, none for token {index}")
-            file.seek(8 + length + start + index * width * _SIZES[kind])
-            data = file.read(width * _SIZES[kind])
-            if len(data) != width * _SIZES[kind]:
-                raise ValueError("the file is truncated")
-            rows.append(_floats(data, kind))
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("the header is too long")
+    header = json.loads(file.read(length))
+    entry = header[next((name for name in names if name in header), names[0])]
+    kind, (num_rows, width), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if width != hidden_size or (indices is None and not 1 <= num_rows <= MAX_LABELS):
+        raise ValueError(f"its shape is {entry['shape']}, and the hidden size {hidden_size}")
+    if end - start != num_rows * width * _SIZES[kind]:
+        raise ValueError(f"it has {end - start} bytes")
+    rows = []
+    for index in range(num_rows) if indices is None else indices:
+        if not 0 <= index < num_rows:
+            raise ValueError(f"it has {num_rows} rows, none for token {index}")
+        file.seek(8 + length + start + index * width * _SIZES[kind])
+        data = file.read(width * _SIZES[kind])
+        if len(data) != width * _SIZES[kind]:
+            raise ValueError("the file is truncated")
+        rows.append(_floats(data, kind))
     return rows
 
 

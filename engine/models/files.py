@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.errors import ModelError
+from engine.utils.folder_files import read_file
 
 WEIGHT_FILES = "*.safetensors"  # files of weights in a model's folder
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
@@ -21,12 +22,13 @@ def silent(phase: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
-def load_json(path: Path) -> Any:
-    """Read a JSON file. Raises `ModelError`, which names the file, if it is missing, unreadable or malformed."""
+def load_json(path: Path, folder: Path | None = None) -> Any:
+    """Read a JSON file. Raises `ModelError`, which names the file, if it is missing, unreadable or malformed.
+
+    folder: the model's, in which the file must lie; None: the file's own.
+    """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path}: is too large ({path.stat().st_size >> 20} MiB); download it again")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path, folder or path.parent, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
     except RecursionError:
@@ -35,9 +37,9 @@ def load_json(path: Path) -> Any:
         raise ModelError(f"{path}: is not valid JSON ({error}); download it again") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ModelError`, which names the file, if it is missing, unreadable or not an object."""
-    value = load_json(path)
+def read_json(path: Path, folder: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object. Raises `ModelError` as `load_json` does, and if it is another value."""
+    value = load_json(path, folder)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, not a {type(value).__name__}; download it again")
     return value
@@ -74,7 +76,7 @@ def fingerprint(folder: Path) -> str:
     A file is identified by its size and modification time; in Hugging Face's cache, where files are links to blobs
     named by their content, by that name.
     """
-    digest = sha256((folder / "config.json").read_bytes())
+    digest = sha256(read_file(folder / "config.json", folder, MAX_JSON_BYTES))
     for path in sorted(folder.glob(WEIGHT_FILES)):
         blob, found = path.resolve(), path.stat()
         version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,4 @@ def token_ids(config: dict[str, Any], name: str) -> tuple[int, ...]:
 
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if os.path.lexists(path) else {}

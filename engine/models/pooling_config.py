@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ SUPPORTED = ("Transformer", "Pooling", "Normalize")
 def is_embedding_model(folder: Path) -> bool:
     """Return True if the model in `folder` is an embedding model. Raises `ModelError` if it needs more than pooling."""
     path = folder / MODULES
-    if not path.exists():
+    if not os.path.lexists(path):
         return False
     try:
         types = [module["type"].rpartition(".")[2] for module in load_json(path)]
@@ -32,7 +33,7 @@ def read_pooling(folder: Path) -> str:
     Raises `ModelError` for another pooling method.
     """
     path = folder / "1_Pooling" / "config.json"
-    config = read_json(path) if path.exists() else {}
+    config = read_json(path, folder) if os.path.lexists(path) else {}
     prefix = "pooling_mode_"
     modes: list[Any] = [
         name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True

@@ -9,18 +9,23 @@ streamed to a client cannot be changed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tokenizers
 
+from engine.utils.folder_files import read_file
 from engine.utils.one_line import one_line
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Several times the sizes of the largest published files.
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TEMPLATES = 256 << 20, 64 << 20, 4 << 20, 100
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -116,14 +121,16 @@ class Tokenizer:
                 "save_pretrained, or give another folder with --tokenizer"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(_read(path, folder, MAX_TOKENIZER_BYTES))
+        except TokenizerError:
+            raise
         except BaseException as error:  # an Exception, or a Rust panic, which does not derive from it
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise TokenizerError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder, "special_tokens_map.json") | _read_json(folder, "tokenizer_config.json")
         return cls(backend, config, _read_chat_templates(folder, config))
 
     def _add_config_tokens(self, config: _Config) -> None:
@@ -341,14 +348,22 @@ def _token_text(entry: str | _Token | None) -> str | None:
     return entry.content if isinstance(entry, _Token) else entry
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _read(path: Path, folder: Path, max_bytes: int) -> bytes:
+    try:
+        return read_file(path, folder, max_bytes)
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read(path, folder, MAX_CONFIG_BYTES).decode("utf-8"))
     except RecursionError:
         raise TokenizerError(f"{path} is nested too deeply") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must contain a JSON object")
@@ -362,21 +377,24 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
     of named ones. The folder additional_chat_templates holds others.
     """
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        named = {"default": _read_text(path)}
+    if os.path.lexists(path):
+        named = {"default": _read_template(path, folder)}
     else:
-        template = _read_config(config | _read_json(folder / "chat_template.json")).chat_template
+        template = _read_config(config | _read_json(folder, "chat_template.json")).chat_template
         if isinstance(template, list):
             named = {entry.name: entry.template for entry in template}
         else:
             named = {"default": template} if template is not None else {}
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named.setdefault(path.stem, _read_text(path))
+    others = sorted(islice((folder / "additional_chat_templates").glob("*.jinja"), MAX_TEMPLATES + 1))
+    if len(others) > MAX_TEMPLATES:
+        raise TokenizerError(f"{folder / 'additional_chat_templates'} holds more than {MAX_TEMPLATES} templates")
+    for path in others:
+        named.setdefault(path.stem, _read_template(path, folder))
     return named
 
 
-def _read_text(path: Path) -> str:
+def _read_template(path: Path, folder: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return _read(path, folder, MAX_TEMPLATE_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except ValueError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ def with_context(model: Path, folder: Path) -> Path:
     """The model with a longer context."""
     for file in model.iterdir():
         if file.is_file() and file.name != "config.json":
-            (folder / file.name).symlink_to(file.resolve())
+            shutil.copyfile(file, folder / file.name)  # a link out of the folder would be refused
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}), encoding="utf-8")
     return folder

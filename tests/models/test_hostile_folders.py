@@ -92,7 +92,7 @@ def added(**fields: Any) -> Harm:
 
 def fifo(name: str) -> Harm:
     def harm(folder: Path) -> None:
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
 
     return harm
@@ -100,14 +100,48 @@ def fifo(name: str) -> Harm:
 
 def linked(name: str, target: str) -> Harm:
     def harm(folder: Path) -> None:
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
 
     return harm
 
 
 def sparse(name: str, num_bytes: int) -> Harm:
-    return lambda folder: os.truncate(folder / name, num_bytes)
+    def harm(folder: Path) -> None:
+        (folder / name).touch()
+        os.truncate(folder / name, num_bytes)
+
+    return harm
+
+
+def moved_out(name: str) -> Harm:
+    """A good file, but elsewhere: the model's folder has a link to it."""
+
+    def harm(folder: Path) -> None:
+        outside = folder.parent / "outside"
+        if (folder / name).exists():
+            shutil.move(folder / name, outside)
+        else:
+            outside.write_text("{}")
+        (folder / name).symlink_to(outside)
+
+    return harm
+
+
+def templates_elsewhere(folder: Path) -> None:
+    (folder.parent / "templates").mkdir()
+    (folder.parent / "templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").symlink_to(folder.parent / "templates")
+
+
+def many_templates(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for number in range(101):
+        (folder / "additional_chat_templates" / f"{number}.jinja").touch()
+
+
+OPTIONAL = ("generation_config.json", "modules.json", "tokenizer_config.json", "special_tokens_map.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def index(*files: Any) -> Harm:
@@ -215,7 +249,20 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "no JSON": (written("config.json", "{"), "not valid JSON"),
     "no UTF-8": (written("config.json", b'{"a": "\xff"}'), "not valid JSON"),
     "a list": (written("config.json", "[1]"), "JSON object"),
-    "10 GB": (sparse("config.json", 10**10), "is too large"),
+    **{
+        f"20 GB of {name}": (sparse(name, 20 * 10**9), "it is too large: 19073 MiB")
+        for name in ("config.json", "tokenizer.json", *OPTIONAL, *TEMPLATES)
+    },
+    "more than a template ever has": (written("chat_template.jinja", "x" * (5 << 20)), "it is too large"),
+    **{f"a pipe as {name}": (fifo(name), "it is no regular file") for name in (*OPTIONAL, *TEMPLATES)},
+    **{f"a device as {name}": (linked(name, "/dev/zero"), "outside the model's folder") for name in TEMPLATES},
+    **{f"a link from {name} to nothing": (linked(name, "nothing"), "cannot be read") for name in TEMPLATES},
+    **{
+        f"a link from {name} out of the folder": (moved_out(name), "a link to a file outside the model's folder")
+        for name in ("config.json", "tokenizer.json", "model.safetensors", *OPTIONAL, *TEMPLATES)
+    },
+    "a folder of templates elsewhere": (templates_elsewhere, "outside the model's folder"),
+    "a hundred and one templates": (many_templates, "more than 100 templates"),
     "a pipe as config.json": (fifo("config.json"), "no config.json"),
     "a pipe as weights": (fifo("model.safetensors"), "no .safetensors"),
     "a pipe as the tokenizer": (fifo("tokenizer.json"), "no tokenizer.json"),
@@ -308,6 +355,38 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "a template that grows": (tokens(chat_template="{{ 'x' * 10**10 }}"), "writes too much"),
     "a template that reaches out": (tokens(chat_template="{{ ''.__class__.__mro__ }}"), "unsafe"),
 }
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "1_Pooling/config.json", "model.safetensors"])
+def test_a_false_cache_shows_nothing(name: str, healthy: Path, tmp_path: Path) -> None:
+    """A folder that claims to be a snapshot, whose cache's blobs are a link to what is not the cache's."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "1"
+    shutil.copytree(healthy, folder)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key").write_text("{}")
+    (tmp_path / "models--a--b" / "blobs").symlink_to(tmp_path / "elsewhere")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "models--a--b" / "blobs" / "key")
+    if "/" in name:
+        (folder / "modules.json").write_text("[]")
+    with pytest.raises(ERRORS, match="outside the model's folder"):
+        read(folder)
+
+
+def test_the_cache_of_the_hub_is_read(healthy: Path, tmp_path: Path) -> None:
+    """There every file is a link to a blob."""
+    folder, blobs = (tmp_path / "models--a--b" / name for name in ("snapshots/1", "blobs"))
+    blobs.mkdir(parents=True)
+    shutil.copytree(healthy, folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), file.parent))
+    read(folder)
+    (tmp_path / "alias").symlink_to(folder)
+    read(tmp_path / "alias")
 
 
 def test_the_healthy_folder_is_read(healthy: Path) -> None:

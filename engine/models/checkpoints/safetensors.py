@@ -17,6 +17,7 @@ from engine.models.checkpoints.threaded_reading import is_readable, read_tensors
 from engine.models.errors import ModelError
 from engine.models.files import WEIGHT_FILES, listing, read_json
 from engine.models.matrix import CheckpointTensor
+from engine.utils.folder_files import open_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,6 +32,7 @@ class SafetensorsFolder(Checkpoint):
     def tensors(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
         for file in _files(self._folder):
+            _check_place(file, self._folder)
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     if name in stored:
@@ -95,6 +97,14 @@ def _files(folder: Path) -> list[Path]:
             "convert .bin or .pt weights with transformers' save_pretrained, or choose a model that has safetensors"
         )
     return files
+
+
+def _check_place(file: Path, folder: Path) -> None:
+    """Raise `ModelError` unless the file lies in the folder or its cache: safetensors opens it by its path."""
+    try:
+        open_file(file, folder).close()
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 @contextmanager
