@@ -6,6 +6,7 @@ A file's name is the model's. Nothing but the template is looked at, so the tabl
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -79,7 +80,15 @@ def updated(text: str, folder: Path) -> str:
     return _TABLE.sub(lambda match: match[1] + table(folder).rstrip("\n") + "\n" + match[2], text)
 
 
+def main(argv: list[str]) -> None:
+    """Rewrite the document. Raises SystemExit if the folder has no templates: the table would be empty."""
+    parser = argparse.ArgumentParser(prog="python -m server.docs.chat_formats", description=__doc__)
+    parser.add_argument("folder", type=Path, help="holds the chat templates, MODEL.jinja")
+    folder = parser.parse_args(argv).folder
+    if not list(folder.glob("*.jinja")):
+        parser.error(f"{folder} holds no *.jinja")
+    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), folder), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), Path(sys.argv[1])), encoding="utf-8")
+    main(sys.argv[1:])

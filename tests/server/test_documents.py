@@ -1,5 +1,7 @@
 """README, reference, presets and dashboard: what they name exists."""
 
+import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,15 +18,36 @@ from server.settings import ServerConfig
 from tests.support.documents import DOCUMENTS, ROOT
 from tests.support.live_server import Live
 
+NOTES = [*sorted((ROOT / "docs" / "notes").glob("*.md")), ROOT / "CHANGELOG.md"]
+RESULTS, DEMO = ROOT / "benchmarks" / "results" / "README.md", ROOT / "demo" / "README.md"
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES, DEMO, RESULTS], ids=lambda path: path.parent.name + path.stem)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
     text = document.read_text()
     links = [document.parent / link for link in re.findall(r"\]\(([^):#]+)[)#]", text)]
     paths = [
-        ROOT / path for path in re.findall(r"`((?:engine|server|kernels|tests|configs|benchmarks)/[\w./-]*)`", text)
+        ROOT / path
+        for path in re.findall(r"`((?:quire|engine|server|kernels|tests|configs|benchmarks|demo|docs)/[\w./-]*)`", text)
     ]
     assert [str(path) for path in links + paths if not path.exists()] == []
+    modules = re.findall(
+        r"(?:python -m |`)((?:quire|engine|server|kernels|tests|benchmarks|demo)(?:\.[a-z_]+)+)`?", text
+    )
+    assert [name for name in modules if not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    """Find a module, or a name in one; or the name of a file."""
+    if re.search(r"\.(?:json|yaml|md|service|png)$", name):
+        return True
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return True
+    except ModuleNotFoundError:
+        pass
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -18,7 +18,7 @@ HELPERS = (
 
 
 def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
-    """Stand-in for the kernel's PTX: see `test_quantized_few.test_bits`."""
+    """Stand-in for the kernel's PTX: see `test_bits` in `gluon/linear/test_quantized_small_batch.py`."""
     parts = values_of(words.contiguous().view(torch.uint8), kind)
     return tuple(part.reshape(-1, 4, 4, 2, 2).transpose(3, 4) for part in parts)
 
@@ -26,7 +26,7 @@ def decode(words: Tensor, kind: str, *layouts: object) -> tuple[Tensor, ...]:
 def decode_scaled(
     words: Tensor, zeros: Any, scales: Any, kind: str, zero: bool, *layouts: object
 ) -> tuple[Tensor, Tensor]:
-    """Stand-in for the kernel's PTX: see `test_quantized_dense.test_zero_points_in_bits`."""
+    """Stand-in for the kernel's PTX: see `test_zero_points_in_bits` in `gluon/linear/test_weight_only.py`."""
     low, high = decode(words, kind)
     if kind == "e2m1":
         low, high = low.float() * 2.0**-126, high.float() * 2.0**-126

@@ -7,6 +7,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.flags import settings_of
 from server.apis.parameters import PARAMETERS
+from server.docs import chat_formats
 from server.docs.tables import DOCUMENTS, tables, updated
 from server.settings import ServerConfig
 
@@ -35,3 +36,16 @@ def test_every_declared_parameter_and_flag_has_its_row() -> None:
     assert [name for name in PARAMETERS if f"| `{name}` |" not in rows] == []
     options = [each.option for cls in (EngineConfig, ServerConfig) for each in settings_of(cls).values()]
     assert [option for option in options if f"| `{option}`" not in rows] == []
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("EMPTY", 2)])
+def test_the_table_of_templates_stays_without_templates(
+    argument: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tmp_path / "models.md"
+    document.write_text(DOCUMENTS[2].read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(chat_formats, "DOCUMENT", document)
+    with pytest.raises(SystemExit) as ended:
+        chat_formats.main([argument.replace("EMPTY", str(tmp_path))])
+    assert ended.value.code == status
+    assert document.read_text(encoding="utf-8") == DOCUMENTS[2].read_text(encoding="utf-8")
