@@ -50,6 +50,17 @@ def is_there(name: str) -> bool:
     return hasattr(importlib.import_module(module), attribute)
 
 
+def test_methods_that_the_architecture_names_exist() -> None:
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 2
+    source = [path.read_text() for folder in ("engine", "kernels", "server") for path in (ROOT / folder).rglob("*.py")]
+    bodies = {
+        name: "".join(re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", "".join(source), re.DOTALL | re.MULTILINE))
+        for name, _ in named
+    }
+    assert [f"{name}.{part}" for name, part in named if not re.search(rf"\b{part}\b", bodies[name])] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_to_headings_find_them(document: Path) -> None:
     for path, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", document.read_text()):
