@@ -128,6 +128,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ForkLauncher, "folder", tmp_path, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: MOST)
     monkeypatch.setattr(ranks, "LocalLauncher", ForkLauncher)
+    monkeypatch.setattr(ranks, "MAX_MISSED", 300)  # an interpreter that computes lets its heartbeats wait
     monkeypatch.setattr(ranks, "join", join)
 
 

@@ -84,7 +84,7 @@ def test_one_answer_of_several_scores_the_prompt(tiny_model: Path) -> None:
     params = SamplingParams(n=3, prompt_logprobs=1)
     assert [each.prompt_logprobs for each in with_samples(params)] == [1, None, None]
     llm = make(tiny_model)
-    with pytest.raises(ValueError, match=r"prompt_logprobs must be in \[0, 20\], got 21"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs must be -1 or in \[0, 20\], got 21"):
         SamplingParams(prompt_logprobs=21)
     (result,) = llm.generate({"prompt_token_ids": PROMPTS[2]}, params, use_tqdm=False)
     assert result.prompt_logprobs is not None

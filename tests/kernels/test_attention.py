@@ -181,7 +181,7 @@ def test_no_block_before_the_window_is_read(module: Any, window: int) -> None:
         paged = Paged(lens, block_size=4, head_dim=16, dtype=torch.float32)
         tables = (paged.rows, *(() if decodes else (starts,)), paged.context_lens)
         name = "paged_attention_decode" if decodes else "paged_attention_prefill"
-        attend, x = getattr(module, name), query[: len(lens)] if decodes else query
+        attend, x = spread(getattr(module, name)), query[: len(lens)] if decodes else query
         want = attend(x, *paged.caches, paged.block_tables, *tables, scale=0.3, window=window)
         query_lens = [1] * len(lens) if decodes else counts
         paged.release([n - new + 1 - window for n, new in zip(lens, query_lens, strict=True)])
