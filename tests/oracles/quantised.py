@@ -247,11 +247,18 @@ def excludes(config: dict[str, Any]) -> bool:
     return EXCLUDED in json.dumps(config).replace("\\", "")
 
 
-def make_quantised(name: str, folder: Path, exact: Path | None = None, shape: dict[str, Any] | None = None) -> None:
-    """A random checkpoint in a format in `folder`; in `exact`, the float checkpoint that it stands for, rounded to
-    float32.
+def make_quantised(
+    name: str,
+    folder: Path,
+    exact: Path | None = None,
+    shape: dict[str, Any] | None = None,
+    family: str = "llama-biases",
+) -> None:
+    """Write a random checkpoint in a format in `folder`; in `exact`, what it stands for in float32.
+
+    `family`: of a format that is not one of `EXPERTS`.
     """
-    family, changes, config, writer = EXPERTS[name] if name in EXPERTS else ("llama-biases", {}, *FORMATS[name])
+    family, changes, config, writer = EXPERTS[name] if name in EXPERTS else (family, {}, *FORMATS[name])
     stacked = writer is mxfp4_blocks
     make_checkpoint(family, folder, changes | (shape or {}))
     path = folder / "config.json"

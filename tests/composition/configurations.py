@@ -1,0 +1,113 @@
+"""Configurations that together contain every pair of features that can be on at the same time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from tests.composition.features import BY_NAME, CHECKPOINTS, FEATURES, reason_against
+
+PROCESS_COST = 4  # pairs that a configuration with more processes must gain, since these start slowly
+TRIES = 60  # random configurations, of which the one with most new pairs is taken
+REQUESTS = frozenset(feature.name for feature in FEATURES if feature.kind == "request")
+WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
+SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting"]
+# Settings that multiply the processes: at most one in a configuration, unless it is there for a pair of them.
+PROCESSES = ["tensor parallel", "pipeline parallel", "data parallel"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A checkpoint and the features that are on, among them the checkpoint's own and those of requests."""
+
+    checkpoint: str
+    features: frozenset[str]
+
+    def __contains__(self, feature: str) -> bool:
+        return feature in self.features
+
+    def __str__(self) -> str:
+        shown = [name for name in BY_NAME if name in self.features - REQUESTS - CHECKPOINTS[self.checkpoint].features]
+        return ", ".join([self.checkpoint, *shown])
+
+    @property
+    def pairs(self) -> set[frozenset[str]]:
+        return {frozenset(pair) for pair in combinations(sorted(self.features), 2)}
+
+
+def possible_pairs() -> set[frozenset[str]]:
+    """Return all pairs of features that can be on at the same time."""
+    pairs = combinations([feature.name for feature in FEATURES], 2)
+    return {frozenset(pair) for pair in pairs if reason_against(*pair) is None}
+
+
+def quick_pairs() -> set[frozenset[str]]:
+    """Return the possible pairs without those of a weight format and a setting that starts processes: these need many
+    configurations that start slowly.
+    """
+    processes = {*PROCESSES, "async engine"}
+    return {pair for pair in possible_pairs() if not (pair & set(WEIGHTS) and pair & processes)}
+
+
+def covering(pairs: set[frozenset[str]]) -> list[Configuration]:
+    """Return few configurations that contain each of the pairs, always the same."""
+    draw, missing, found = random.Random(0), set(pairs), []
+    while missing:
+        first = min(missing, key=sorted)
+        candidates = [each for each in (_around(first, draw) for _ in range(TRIES)) if first in each.pairs]
+        assert candidates, f"no checkpoint has {sorted(first)}"
+        best = max(
+            candidates,
+            key=lambda each: len(missing & each.pairs) - PROCESS_COST * sum(name in each for name in PROCESSES),
+        )
+        missing -= best.pairs
+        found.append(best)
+    return found
+
+
+def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
+    """Return a random configuration with this pair."""
+    models = {name for name in pair if BY_NAME[name].kind == "model"}
+    checkpoint = draw.choice(
+        [name for name, own in CHECKPOINTS.items() if models <= own.features and own.stacks_experts <= _is_float(pair)]
+    )
+    chosen = set(pair)
+    for name in CHECKPOINTS[checkpoint].features:
+        if not _fits(name, chosen - {name}):
+            return Configuration(checkpoint, frozenset())
+        chosen.add(name)
+    formats = [name for name in WEIGHTS if not (CHECKPOINTS[checkpoint].stacks_experts and BY_NAME[name].checkpoint)]
+    _add(chosen, draw.sample(formats, len(formats)), most=1)
+    settings = draw.sample(SETTINGS, draw.randrange(4, len(SETTINGS)))
+    if chosen & set(PROCESSES):
+        settings = [name for name in settings if name not in PROCESSES]
+    else:
+        spared = draw.sample(PROCESSES, len(PROCESSES) - 1)
+        settings = [name for name in settings if name not in spared]
+    _add(chosen, settings, most=len(settings))
+    if not chosen & {"async engine", "offline"}:
+        chosen.add("async engine" if "data parallel" in chosen else "offline")
+    _add(chosen, sorted(REQUESTS), most=len(REQUESTS))
+    return Configuration(checkpoint, frozenset(chosen))
+
+
+def _is_float(features: Iterable[str]) -> bool:
+    """Return whether a checkpoint with these features stores float weights."""
+    return not any(BY_NAME[name].checkpoint for name in features)
+
+
+def _add(chosen: set[str], names: Iterable[str], most: int) -> None:
+    for name in names:
+        if most and name not in chosen and _fits(name, chosen):
+            chosen.add(name)
+            most -= 1
+
+
+def _fits(name: str, chosen: Iterable[str]) -> bool:
+    return all(reason_against(name, other) is None for other in chosen)
+
+
+def _cost(configuration: Configuration) -> int:
+    return PROCESS_COST * sum(name in configuration for name in PROCESSES)
