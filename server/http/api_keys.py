@@ -108,7 +108,13 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
 def add_to_file(path: Path, name: str, entry: Entry) -> None:
     """Append a line to a key file; only its owner can read a new file. Raises `ConfigError` if the name exists."""
     label = f"file {path}"
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{label}: is no regular file")
     before = _read(path, label) if path.exists() else b""
+    try:
+        _callers(_entries(before, label), label)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a file that is no key file stays as it is") from None
     if name in _entries(before, label):
         raise ConfigError(f"{label}: {name} has a key there")
     line = (b"\n" if before and not before.endswith(b"\n") else b"") + entry_line(name, entry).encode() + b"\n"

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import stat
 import threading
 import time
 from array import array
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 MAX_WAITING = 10_000  # finished requests that are not written yet
 ID_BYTES = 6  # size of a block's number: exact in every JSON parser
 TAIL_BYTES = 1 << 20  # longest expected line
+# Of every line: a file whose last line has others is not continued.
+MEMBERS = {"timestamp", "input_length", "output_length", "hash_ids", "block_size", "max_tokens", "finish_reason"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,16 @@ class TrafficRecorder:
         """Open the file, readable only by its owner. Raises `ConfigError` if it cannot be written."""
         self._path, self._block_size, self._key = path, block_size, secrets.token_bytes(32)
         try:
-            before = _last_timestamp(path)
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise ConfigError(f"record_trace {path}: {error.strerror or error}") from None
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        try:
+            before = _last_timestamp(descriptor, path)
+        except ConfigError:
+            self._file.close()
+            raise
         self._start = time.monotonic() - before / 1e3
         self._waiting: queue.Queue[Ended | None] = queue.Queue(MAX_WAITING)
         self._failed = False  # if True, recording has stopped
@@ -114,14 +122,18 @@ class TrafficRecorder:
         return numbers
 
 
-def _last_timestamp(path: Path) -> int:
-    """Return the timestamp of a trace's last line in milliseconds, or 0."""
-    if not path.exists() or not path.stat().st_size:
+def _last_timestamp(descriptor: int, path: Path) -> int:
+    """Return the timestamp of a trace's last line in milliseconds; 0 if the file is empty."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"record_trace {path} is no regular file")
+    if not found.st_size:
         return 0
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
-        last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    lines = os.pread(descriptor, TAIL_BYTES, max(found.st_size - TAIL_BYTES, 0)).split(b"\n")
     try:
-        return int(json.loads(last)["timestamp"])
+        last = json.loads(lines[-2])
+        if lines[-1] or set(last) != MEMBERS:
+            raise ValueError
+        return int(last["timestamp"])
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(f"record_trace {path} is no trace, and stays as it is") from None

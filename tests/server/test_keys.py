@@ -10,7 +10,7 @@ import pytest
 from engine.errors import ConfigError
 from server.generation.caller import Caller
 from server.http import api_keys as keys
-from server.http.api_keys import KeyRing, hashed, new_key
+from server.http.api_keys import Entry, KeyRing, add_to_file, hashed, new_key
 
 SECRET = "quire-do-not-show-this"
 
@@ -114,6 +114,21 @@ def test_the_file_is_read_again_when_it_changes(
 def test_new_keys_differ() -> None:
     assert len({new_key() for _ in range(100)}) == 100
     assert all(len(new_key()) >= 43 for _ in range(10))
+
+
+@pytest.mark.parametrize(
+    "text", ["- a list\n", "title: two words \x07\n", "a b: c\n", "version: '3 '\nname: x\n", "[1]\n"]
+)
+def test_a_key_is_not_added_to_another_kind_of_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"stays as it is|is not YAML|must hold"):
+        add_to_file(file, "a", Entry(hashed("one")))
+    assert file.read_text() == text
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        add_to_file(file, "a", Entry(hashed("one")))
 
 
 def test_a_name_is_there_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.block_store.cache_file import ALIGNMENT, ENTRY, CacheFile, CacheFileError, Name
+from engine.worker.block_store.cache_file import ALIGNMENT, ENTRY, MAGIC, CacheFile, CacheFileError, Name
 
 SIZE = 5000  # bytes of a block: a slot takes 8192
 STRIDE = 8192
@@ -141,12 +141,35 @@ def test_it_is_emptied(open_file: Callable[..., CacheFile]) -> None:
     assert len(valid(open_file())) == 1
 
 
-@pytest.mark.parametrize("text", [b"export PATH=/bin\n", b"QuireKV", b"x" * 10_000])
+@pytest.mark.parametrize(
+    "text", [b"export PATH=/bin\n", b"QuireKV", b"x" * 10_000, bytes(8), bytes(446) + b"disk image", bytes(1 << 16)]
+)
 def test_another_kind_of_file_stays_as_it_is(path: Path, text: bytes) -> None:
     path.write_bytes(text)
+    path.chmod(0o644)
     with pytest.raises(CacheFileError, match="is another kind of file"):
         CacheFile(path, IDENTITY, SIZE, 1 << 20)
     assert path.read_bytes() == text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite", "fsync"])
+def test_a_process_that_dies_while_it_begins_anew_leaves_its_own_file(
+    path: Path, open_file: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    file = CacheFile(path, IDENTITY, SIZE, 1 << 20)
+    fill(file, 3)
+    file.close()
+
+    def dies(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, call, dies)
+    with pytest.raises(CacheFileError, match="cannot be used"):
+        CacheFile(path, {**IDENTITY, "model": "b"}, SIZE, 1 << 20)
+    monkeypatch.undo()
+    assert path.read_bytes().startswith(MAGIC)
+    assert valid(open_file({**IDENTITY, "model": "b"})) == {}
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

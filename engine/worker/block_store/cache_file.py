@@ -73,13 +73,15 @@ class CacheFile:
 
     def _begin(self, header: bytes) -> None:
         found = os.pread(self._fd, ALIGNMENT, 0)
-        if any(found[: len(MAGIC)]) and not found.startswith(MAGIC):
+        if found and not found.startswith(MAGIC):  # zeros, too: a disk image begins with them
             raise CacheFileError("is another kind of file, and stays as it is")
+        os.fchmod(self._fd, 0o600)
         if found != header:
-            if any(found):
+            if found:
                 _log.info("%s: begins anew: %s", self.path, _differences(found, header))
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, header, 0)
+            os.pwrite(self._fd, header, 0)  # in place: whenever this process dies, the file begins with MAGIC
+            os.ftruncate(self._fd, ALIGNMENT)
+            os.fsync(self._fd)
         elif os.fstat(self._fd).st_size > self._offset(self.num_slots):
             os.ftruncate(self._fd, self._offset(self.num_slots))
 
@@ -150,7 +152,6 @@ def _open(path: Path) -> int:
         if found.st_uid != os.geteuid():  # who can write it could put words into prompts
             raise CacheFileError("belongs to another user")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(fd, 0o600)
     except CacheFileError:
         os.close(fd)
         raise

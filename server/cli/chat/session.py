@@ -180,7 +180,7 @@ class Chat:
                 self._terminal.say(f"{command} needs the name of a file.")
             elif command == "/save":
                 written = {"system": self._system, "messages": self._messages}
-                Path(file).expanduser().write_text(json.dumps(written, ensure_ascii=False, indent=1), encoding="utf-8")
+                save_conversation(Path(file).expanduser(), json.dumps(written, ensure_ascii=False, indent=1))
                 self._terminal.say(f"Saved {num_answers(self._messages)} to {file}.")
             else:
                 self._system, self._messages = read_conversation(Path(file).expanduser())
@@ -196,6 +196,15 @@ def num_answers(messages: list[Message]) -> str:
     return f"{count} answer{'s' * (count != 1)}"
 
 
+def save_conversation(path: Path, text: str) -> None:
+    """Write a new file, or over an empty one or a saved conversation. `ValueError` if it is another file."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    if path.exists() and path.stat().st_size:
+        read_conversation(path)
+    path.write_text(text, encoding="utf-8")
+
+
 def read_conversation(path: Path) -> tuple[str | None, list[Message]]:
     """Return the system prompt and the messages of a saved conversation. `ValueError` when the file is not one."""
     read = json.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +212,7 @@ def read_conversation(path: Path) -> tuple[str | None, list[Message]]:
     if not isinstance(messages, list):
         raise ValueError("it has no messages")
     for message, role in zip(messages, ["user", "assistant"] * len(messages), strict=False):
-        if message.get("role") != role or not isinstance(message.get("content"), str):
+        if not isinstance(message, dict) or message.get("role") != role or not isinstance(message.get("content"), str):
             raise ValueError("user and assistant must alternate")
     if len(messages) % 2:
         raise ValueError("its last question has no answer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import threading
 import time
@@ -104,7 +105,17 @@ def test_another_recording_goes_on_with_other_numbers(path: Path) -> None:
     third.close()
 
 
-@pytest.mark.parametrize("content", ["my diary\n", '{"no": "timestamp"}\n', "[]"])
+OTHERS = [
+    "my diary\n",
+    '{"no": "timestamp"}\n',
+    "[]",
+    '{"timestamp": 1764201600, "message": "a line of another log"}\n',
+    '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [], "block_size": 4, "max_tokens": 1, '
+    '"finish_reason": "stop"}',  # without its line end: the next line would be part of it
+]
+
+
+@pytest.mark.parametrize("content", OTHERS)
 def test_another_kind_of_file_stays_as_it_is(path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(ConfigError, match="is no trace, and stays as it is"):
@@ -112,6 +123,10 @@ def test_another_kind_of_file_stays_as_it_is(path: Path, content: str) -> None:
     assert path.read_text() == content
     with pytest.raises(ConfigError, match="Is a directory"):
         TrafficRecorder(path.parent, 4)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is no regular file"):  # and does not wait for a reader
+        TrafficRecorder(path, 4)
 
 
 def test_a_full_disk_is_one_warning(

@@ -128,11 +128,15 @@ def test_save_and_load(typed: Typed, tmp_path: Path) -> None:
     assert typed.prompt() == ["Be kind.", "Hi", "1: Hi", "and?"]
 
 
-@pytest.mark.parametrize("content", ["not JSON", "[]", '{"messages": 3}', '{"messages": [{"role": "user"}]}'])
+@pytest.mark.parametrize(
+    "content", ["not JSON", "[]", '{"messages": 3}', '{"messages": [1, 2]}', '{"messages": [{"role": "user"}]}']
+)
 def test_a_file_of_something_else_is_refused(typed: Typed, tmp_path: Path, content: str) -> None:
     file = tmp_path / "chat.json"
     file.write_text(content)
-    assert typed("Hi", f"/load {file}")[1].startswith(f"{file} is not a saved conversation")
+    for said in typed("Hi", f"/load {file}", f"/save {file}")[1:]:
+        assert said.startswith(f"{file} is not a saved conversation")
+    assert file.read_text() == content
     assert typed("/load /nowhere/file", "/load") == [
         "/nowhere/file: No such file or directory",
         "/load needs the name of a file.",
