@@ -180,8 +180,11 @@ def test_tokens_are_those_of_one_rank(
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="stages are processes of the interpreter")
 @pytest.mark.parametrize(
     ("settings", "ranks_each"),
-    [({}, 1), (MANY_TOKENS, 1), ({}, SIZE)],
-    ids=["few tokens at once", "many", "two ranks each"],
+    [
+        pytest.param({}, 1, id="few tokens at once"),
+        pytest.param(MANY_TOKENS, 1, id="many", marks=pytest.mark.slow),
+        pytest.param({}, SIZE, id="two ranks each"),
+    ],
 )
 def test_tokens_are_those_of_one_stage(
     tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any], ranks_each: int
