@@ -16,7 +16,7 @@ class ExpertTokens:
     """A histogram per layer with one observation per expert and step. Processes exchange its `changes`."""
 
     def __init__(self) -> None:
-        # Layer → bucket counts, of which the last is beyond all bounds, then the sum of tokens.
+        # Layer → bucket counts (the last bucket is beyond all bounds), then the sum of tokens.
         self.layers: dict[int, list[int]] = {}
 
     def observe(self, counts: Mapping[int, Sequence[int]]) -> None:

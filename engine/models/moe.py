@@ -60,7 +60,7 @@ class MoE(nn.Module):
         return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
 
     def pack(self) -> None:
-        """Repack both matrices, each of which is packed already, for `kernels.experts`."""
+        """Repack both matrices, already packed one by one, for `kernels.experts`."""
         gate_up, down = self.gate_up, self.down
         if gate_up.is_here and gate_up.bias is None and down.bias is None:
             gate_up.format.pack_experts(gate_up, down)

@@ -1,4 +1,4 @@
-"""The chat templates of a model: one, or several under names of which a request's tools and documents choose one."""
+"""The chat templates of a model: one, or several with names. A request's tools and documents choose one."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def is_readable(tensor: TensorRange) -> bool:
 
 
 def regions(tensors: Sequence[TensorRange]) -> Iterator[list[TensorRange]]:
-    """Group tensors of a file by regions, each of which is one read, in the order of the file."""
+    """Group the tensors of a file by regions, in the order of the file. One read fetches a region."""
     region: list[TensorRange] = []
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if region and (tensor.start != region[-1].stop or tensor.stop - region[0].start > REGION_BYTES):
