@@ -10,6 +10,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ pytest.importorskip("triton")
 
 from kernels.triton import collectives
 from kernels.triton.collectives import WORDS, all_reduce
+from tests.support.forks import hide_garbage_from_forks
 from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
 from tests.support.quick_interpreter import yield_while_waiting
 from tests.support.unwritten import unwritten_is_nan
@@ -62,11 +64,12 @@ class Fork:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.connection, theirs = Pipe()
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, from Python 3.12 on
+        # From Python 3.12 on, it warns about threads.
+        with hide_garbage_from_forks(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             self._pid = os.fork()
+            if self._pid == 0:
+                self._follow(theirs)
         self.where = f"pid {self._pid}"
-        if self._pid == 0:
-            self._follow(theirs)
         theirs.close()
 
     def _follow(self, connection: Connection) -> None:
@@ -110,7 +113,8 @@ class ForkLauncher:
 
 def join(build: ranks.Build) -> Membership:
     size = build.shard.size * build.stage.count
-    dist.init_process_group("gloo", init_method=build.rendezvous, rank=build.rank, world_size=size)
+    patience = timedelta(minutes=5)  # then the test fails instead of waiting for a rank that is stuck
+    dist.init_process_group("gloo", build.rendezvous, patience, size, build.rank)
     return ranks.membership(build, build.options)
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from kernels import reference
 from kernels.triton import collectives
 from kernels.triton.collectives import BLOCK, WORDS, Channel
+from tests.support.forks import hide_garbage_from_forks
 from tests.support.quick_interpreter import yield_while_waiting
 
 CAPACITY = 2 * WORDS
@@ -89,8 +90,9 @@ def run_all(run: Run, size: int, num_words: int, shapes: Sequence[tuple[int, ...
     others = [context.Process(target=run, args=(rank, memory, flags, results)) for rank in range(1, size)]
     for each in flags:
         each.fill_(2**31 - 2)
-    for process in others:
-        process.start()
+    with hide_garbage_from_forks():
+        for process in others:
+            process.start()
     run(0, memory, flags, results)
     for process in others:
         process.join()
