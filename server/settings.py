@@ -54,8 +54,8 @@ class ServerConfig:
     open_metrics: bool = flag(False, "serve /metrics without an API key")
     allowed_hosts: tuple[str, ...] = flag(
         (),
-        "host names that a server without API keys accepts, besides IP addresses and local names; *.example.org: all "
-        "subdomains; *: any",
+        "host names that a server without API keys accepts, besides IP addresses and this machine's own names; "
+        "*.example.org: all subdomains; *: any",
         metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = flag(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
+import re
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -23,8 +25,12 @@ HEADERS = (
     ("X-Frame-Options", "DENY"),
     ("Referrer-Policy", "no-referrer"),
 )
-# Suffixes that the public DNS does not have, so no other site can own such a name.
-LOCAL_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
+_log = logging.getLogger(__name__)
+
+# Domains in which a local network may name this machine, and this machine's names in its containers (Docker, Podman).
+_LOCAL_DOMAINS = ("local", "lan", "internal", "home.arpa", "localdomain")
+_IN_CONTAINERS = ("host.docker.internal", "host.containers.internal")
+_PLAIN_NAME = re.compile(r"[a-z0-9._-]{1,100}")
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
@@ -33,22 +39,23 @@ class BrowserMiddleware:
     key.
 
     - DNS rebinding: the name of the page resolves to this server, so the browser treats them as the same origin. The
-      request's Host is then the page's name, which is not one of ours.
+      request's Host is then the page's name. Only addresses, names of this machine and `allowed_hosts` are accepted:
+      any other name, with or without dots, may be one that another machine of the network gave itself.
     - Cross-site requests without a preflight: browsers mark them in `Sec-Fetch-Site` or `Origin`. GET, HEAD and OPTIONS
-    are
-      allowed, since the page cannot read the response.
+      are allowed, since the page cannot read the response.
     """
 
     def __init__(
         self, app: ASGIApp, formats: ErrorFormats, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str]
     ) -> None:
-        """`allowed_hosts`: names allowed besides addresses and local names; `*.a.b`: all subdomains of a.b; `*`: all
-        names.
+        """`allowed_hosts`: names allowed besides addresses and this machine's names; `*.a.b`: all subdomains of a.b;
+        `*`: all names.
         """
         self._app, self._formats = app, formats
-        self._hosts = {socket.gethostname().lower(), *(host.lower().rstrip(".") for host in allowed_hosts)}
-        self._ends = (*LOCAL_ENDS, *(host[1:] for host in self._hosts if host.startswith("*.")))
+        self._hosts = own_names() | {host.lower().rstrip(".") for host in allowed_hosts}
+        self._ends = (".localhost", *(host[1:] for host in self._hosts if host.startswith("*.")))
         self._origins = allowed_origins
+        self._has_refused = False  # a host name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
@@ -59,11 +66,9 @@ class BrowserMiddleware:
     def _refusal(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin", "")
-        if not self._is_ours(_name_in(host)) and scope["path"].removeprefix(scope.get("root_path", "")) not in PROBES:
-            reason = (
-                f"{host[:100]!r} is not known as a name of this server: start it with --allowed-hosts or with a key"
-            )
-            return APIError(403, reason)
+        name = _name_in(host)
+        if not self._is_ours(name) and scope["path"].removeprefix(scope.get("root_path", "")) not in PROBES:
+            return self._unknown_host(name)
         if scope["method"] in _READING or "*" in self._origins or origin in self._origins:
             return None
         if _is_from_elsewhere(headers.get("sec-fetch-site"), origin, host):
@@ -71,20 +76,36 @@ class BrowserMiddleware:
             return APIError(403, reason)
         return None
 
+    def _unknown_host(self, name: str | None) -> APIError:
+        """Return the refusal of a host name; log the first one for the operator, who does not see the response."""
+        is_plain = name is not None and _PLAIN_NAME.fullmatch(name)
+        reason = f"{name!r} is not known as a name of this server" if is_plain else "the Host header holds no host name"
+        remedy = f"start it with --allowed-hosts {name if is_plain else 'NAME'}, or with a key (--api-key-file)"
+        if not self._has_refused:
+            self._has_refused = True
+            _log.warning("refused a request: %s. If it is one, %s", reason, remedy)
+        return APIError(403, f"{reason}: {remedy}")
+
     def _is_ours(self, name: str | None) -> bool:
         """`name`: in lower case; empty: the client sent none, and so is no browser; None: it is no name."""
         if "*" in self._hosts or name == "":
             return True
         if name is None:
             return False
-        # The public DNS has no names without dots.
-        if "." not in name or name in self._hosts or name.endswith(self._ends):
+        if name in self._hosts or name.endswith(self._ends):
             return True
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return False
         return True  # a page under an address comes from that machine itself
+
+
+def own_names() -> set[str]:
+    """Return the names of this machine that need no look-up, in lower case."""
+    whole = socket.gethostname().lower().rstrip(".")
+    first = whole.partition(".")[0]
+    return {"localhost", *_IN_CONTAINERS, whole, first, *(f"{first}.{domain}" for domain in _LOCAL_DOMAINS)}
 
 
 def _name_in(host: str) -> str | None:

@@ -17,17 +17,20 @@ COMPLETIONS = "/v1/completions"
     [
         *("127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5:80", "localhost", "LOCALHOST:8000", "localhost."),
         *(
-            "quire",
-            "quire:8000",
-            "quire.default.svc.cluster.local",
+            "gpu1",
+            "GPU1:8000",
+            "gpu1.corp.example",
+            "gpu1.local",
+            "gpu1.lan:8000",
             "host.docker.internal",
-            "gpu1.lan",
             "a.localhost:1",
         ),
         "",
     ],
 )
-def test_addresses_and_local_names_are_ours(host: str, live: Live) -> None:
+def test_addresses_and_names_of_this_machine_are_ours(host: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "GPU1.corp.example")
+    live = serve(FakeEngine(), ServerConfig())
     assert live.http.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
@@ -41,6 +44,12 @@ def test_addresses_and_local_names_are_ours(host: str, live: Live) -> None:
             "evil.example?.local",
             "a@evil.example",
             "local.",
+            "quire",
+            "router:8000",
+            "quire.default.svc.cluster.local",
+            "gpu1.lan",
+            "printer.local",
+            "corp.internal",
             "é.example",
             "1.2.3",
             "[",
@@ -52,13 +61,21 @@ def test_other_names_are_refused(host: str, live: Live) -> None:
     headers = {b"Host": host.encode()}
     for path in ("/v1/models", "/", "/docs", "/metrics"):
         response = live.http.get(path, headers=headers)
-        if host == "local.":  # a name without dots
-            assert response.status_code == 200
-        else:
-            assert response.status_code == 403, path
-            assert "--allowed-hosts" in response.json()["error"]["message"]
+        assert response.status_code == 403, path
+        assert "--allowed-hosts" in response.json()["error"]["message"]
+    own = {**headers, b"Origin": b"http://" + host.encode()}  # of a page under that name
+    assert live.http.post(COMPLETIONS, json={"prompt": "Hi"}, headers=own).status_code == 403
     assert live.http.get("/health", headers=headers).status_code == 200, "probes may call it what they like"
     assert live.http.get("/static/../v1/models", headers=headers).status_code in (200, 403)
+
+
+def test_the_first_refused_name_is_logged_with_the_option(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    live = serve(FakeEngine(), ServerConfig())
+    for host in ("gpu-7", "gpu-8"):
+        message = live.http.get("/v1/models", headers={"Host": f"{host}:8000"}).json()["error"]["message"]
+        assert f"--allowed-hosts {host}" in message
+    (logged,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert "--allowed-hosts gpu-7," in logged
 
 
 def test_further_names(serve: Serve) -> None:
