@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from engine.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.config import EngineConfig
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from engine.replicas.state import EngineState
     from engine.text.tokenizer import TokenizerError
 
-__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncEngine",

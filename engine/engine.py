@@ -13,7 +13,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from engine import __version__
 from engine.config import EngineConfig
 from engine.core.batch import (
     FAULTS,
@@ -40,6 +39,7 @@ from engine.processing.input_processor import load_tokenizer, vocabulary_of
 from engine.recovery import Recovery
 from engine.stats import ExpertTokens
 from engine.structured.grammar import Compiler, Vocabulary
+from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
 from engine.worker.kv_cache import KVCacheTooSmallError

@@ -10,10 +10,10 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
-from engine import __version__
 from engine.config import EngineConfig
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.saved_blocks import Save, SavedBlocks
+from engine.version import __version__
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, Found
 from engine.worker.options import RunnerOptions
 

@@ -11,7 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.http.errors import APIError
-from server.observability.readiness import Readiness, add_probes
+from server.http.probes import add_probes
+from server.observability.readiness import Readiness
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _PAGE = """<!doctype html>

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,10 @@ ALLOWED = {
         "server.generation.rate_limits",
         "server.generation.warnings",
         "server.generation.workers",
+        "server.observability.context",
+        "server.observability.readiness",
     },
-    "server.observability": FACE
-    | PARAMETERS
-    | {"server.observability", "server.http", "server.metrics", "engine.replicas.state"},
+    "server.observability": FACE | PARAMETERS | {"server.observability", "server.metrics", "engine.replicas.state"},
     "server.parsing": {
         "server.parsing",
         "engine.core.params.structured",
@@ -147,6 +148,12 @@ def imports_of(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]
                     inner = root.joinpath(*f"{base}.{alias.name}".split("."))
                     is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
                     yield node.lineno, f"{base}.{alias.name}" if is_module else str(base)
+
+
+def named_at_run_time(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every `import_module` of a constant, or of one that begins with a constant."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        match node:
             case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[name, *_]):
                 if isinstance(name, ast.JoinedStr) and name.values:
                     name = name.values[0]
@@ -154,15 +161,20 @@ def imports_of(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]
                     yield node.lineno, str(name.value).rstrip(".")
 
 
+def modules(root: Path) -> Iterator[tuple[Path, str]]:
+    """File and name of every module of ours."""
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        yield path, ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
 def violations(root: Path) -> list[str]:
     found = []
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+    for path, module in modules(root):
         file = path.relative_to(root)
-        module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         layer = layer_of(module)
         assert layer, module
         forbidden = FORBIDDEN.get(layer) or FORBIDDEN.get(layer.partition(".")[0], set())
-        for line, target in imports_of(path, module, root):
+        for line, target in sorted([*imports_of(path, module, root), *named_at_run_time(path)]):
             top = target.partition(".")[0]
             if top in PACKAGES:
                 wrong = not {f"={target}", target, layer_of(target)} & ALLOWED[layer]
@@ -180,6 +192,66 @@ def test_imports_run_downward_only() -> None:
 def test_every_folder_of_the_engine_has_its_line() -> None:
     folders = {f"engine.{path.parent.name}" for path in ROOT.glob("engine/*/*.py")}
     assert folders <= ALLOWED.keys()
+
+
+def loops(root: Path) -> list[str]:
+    """Import loops between modules and between folders beside each other, each as "a → b → a".
+
+    A folder imports what any module in or below it imports from outside. Modules named at run time (a backend, a
+    benchmark) are chosen, not depended on, and do not count.
+    """
+    imported: dict[str, set[str]] = {}
+    beside: dict[str, set[str]] = {}
+    for path, module in modules(root):
+        targets = {target for _, target in imports_of(path, module, root) if target.partition(".")[0] in PACKAGES}
+        imported[module] = targets - {module}
+        for target in targets:
+            own, other = folder_of(root, module), folder_of(root, target)
+            common = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
+            if common is not None:
+                beside.setdefault(".".join(own[: common + 1]), set()).add(".".join(other[: common + 1]))
+    found = []
+    for graph in (imported, beside):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            found.append(" → ".join(reversed(error.args[1])))
+    return found
+
+
+def folder_of(root: Path, module: str) -> list[str]:
+    parts = module.split(".")
+    return parts if root.joinpath(*parts).is_dir() else parts[:-1]
+
+
+def test_no_import_loops() -> None:
+    assert loops(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "loop"),
+    [
+        ("kernels/data/layout.py", "from kernels.data import plan", {"kernels.data.layout", "kernels.data.plan"}),
+        ("server/http/sse.py", "from server.parsing import tools", {"server.http", "server.parsing"}),
+        ("engine/__init__.py", "if TYPE_CHECKING:\n    from engine.plan import x", {"engine", "engine.plan"}),
+    ],
+)
+def test_a_loop_is_found(tmp_path: Path, file: str, text: str, loop: set[str]) -> None:
+    write(
+        tmp_path,
+        {
+            "kernels/data/layout.py": "",
+            "kernels/data/plan.py": "from kernels.data import layout",
+            "server/http/sse.py": "",
+            "server/http/errors.py": "from server.http import sse",
+            "server/parsing/tools.py": "from server.http.errors import x",
+            "engine/plan.py": "import engine",
+            "engine/__init__.py": "",
+        },
+    )
+    assert loops(tmp_path) == []
+    write(tmp_path, {file: text})
+    assert loop in [set(found.split(" → ")) for found in loops(tmp_path)]
 
 
 LEGAL = {

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kernels
 from benchmarks.gpu import microseconds, need_gpus
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from kernels import ExpertWeight, Kind, QuantizedWeight, Router, Weight
 

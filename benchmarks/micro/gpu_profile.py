@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu import need_gpus
 from benchmarks.model_shapes import model_folder
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from benchmarks.workloads import Request, named
 from engine.machine import environment
 

@@ -27,7 +27,7 @@ from torch import Tensor
 import kernels
 from benchmarks.gpu import need_gpus
 from benchmarks.micro import experts
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from engine.models.wide_pages import WidePages
 from kernels.data.widening import can_gain, seconds_saved

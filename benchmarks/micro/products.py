@@ -20,7 +20,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.gpu import need_gpus
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from kernels import Kind, QuantizedWeight, Weight
 

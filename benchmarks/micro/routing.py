@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, quantiles
 
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.replicas.routing import CHUNK_TOKENS, Router
 
 PREFILL = 40_000.0  # tokens a second of one replica

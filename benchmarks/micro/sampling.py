@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.gpu import microseconds
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from kernels import Part
 

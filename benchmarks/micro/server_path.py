@@ -22,7 +22,7 @@ import uvloop
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, wait_until_ready
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.flags import Parser, add_flags, check, flag, load

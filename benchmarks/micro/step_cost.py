@@ -28,7 +28,7 @@ import torch
 import zmq
 
 from benchmarks.model_shapes import model_folder
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest

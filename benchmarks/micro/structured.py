@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest

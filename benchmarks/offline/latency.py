@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID, fixed
 from engine.config import EngineConfig
 from engine.errors import ConfigError

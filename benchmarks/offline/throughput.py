@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from benchmarks.workloads import Request
 from engine.config import EngineConfig
 from engine.errors import ConfigError

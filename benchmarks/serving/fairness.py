@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import free_port, last_line, process_group, wait_until_ready
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from benchmarks.serving.client import Client, Failure
 from engine.core.fairness.arrivals import AWAY_SECONDS
 from engine.errors import ConfigError

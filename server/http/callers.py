@@ -6,6 +6,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from server.generation.caller import Caller
+from server.observability.context import CURRENT
 
 _SCOPE_KEY = "quire.caller"
 
@@ -26,3 +27,5 @@ def caller_in(scope: Scope) -> Caller:
 
 def set_caller(scope: Scope, caller: Caller) -> None:
     scope[_SCOPE_KEY] = caller
+    if (context := CURRENT.get()) is not None:
+        context.key = caller.name

@@ -24,7 +24,7 @@ from server.generation.errors import (
     TimedOutError,
     UnavailableError,
 )
-from server.http.context import CURRENT
+from server.observability.context import CURRENT
 
 _log = logging.getLogger(__name__)
 _INTERNAL = "The server failed at this request; its log says why."

@@ -10,10 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.utils.fair_tasks import FairTasks
 from server.http.callers import caller_in
-from server.http.context import CURRENT, new_context
 from server.http.entrance import BEGIN_AT_ONCE
 from server.http.sse import DIRECT_SEND
 from server.metrics import HTTPMetrics
+from server.observability.context import CURRENT, new_context
 
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from server.http.callers import caller_in
-from server.http.context import CURRENT
+from server.observability.context import CURRENT
 
 
 class RequestFields(logging.Filter):
@@ -27,8 +26,8 @@ class RequestFields(logging.Filter):
             fields["request_id"] = context.id
             if context.trace_id:
                 fields["trace_id"] = context.trace_id
-            if name := caller_in(context.scope).name:
-                fields["key"] = name
+            if context.key:
+                fields["key"] = context.key
         record.fields = fields
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
             client, method, path, version, status = record.args

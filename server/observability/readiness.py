@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
-
 from engine import EngineState
-from server.http.sse import event
 
 UNKNOWN_SECONDS = 5  # Retry-After if the duration of the start is unknown
 MAX_SECONDS = 60
@@ -72,12 +67,12 @@ class Readiness:
         left = "" if state["seconds_left"] is None else f", about {state['seconds_left']:.0f} s left"
         return f"the server does not take requests now: {state['phase']}{done}{left}"
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the state now and after each change, until it is ready, dead or draining."""
         at_least, at_most = EVENT_SECONDS
         while True:
             seen = self._engine.state
-            yield event(json.dumps(self.as_dict()).encode())
+            yield self.as_dict()
             if seen.phase in ("ready", "dead") or self.is_draining:
                 return
             await asyncio.sleep(at_least)
@@ -86,36 +81,3 @@ class Readiness:
                     await self._engine.state_change(seen)
             except TimeoutError:
                 pass  # send the state again, so that proxies keep the stream open
-
-
-def add_probes(app: FastAPI, readiness: Readiness) -> None:
-    """Add /livez, /readyz, and vLLM's /health and /ping."""
-
-    @app.get("/livez", response_model=None)
-    @app.head("/livez", response_model=None, include_in_schema=False)
-    async def livez() -> Response:
-        return Response()
-
-    @app.get("/readyz", response_model=None)
-    @app.head("/readyz", response_model=None, include_in_schema=False)
-    async def readyz(request: Request) -> Response:
-        if "text/event-stream" in request.headers.get("accept", ""):
-            return StreamingResponse(readiness.events(), media_type="text/event-stream; charset=utf-8")
-        return _answer(readiness, True)
-
-    @app.get("/health", response_model=None)
-    @app.head("/health", response_model=None, include_in_schema=False)
-    @app.get("/ping", response_model=None)
-    @app.head("/ping", response_model=None, include_in_schema=False)
-    @app.post("/ping", response_model=None)
-    async def health(request: Request) -> Response:
-        return _answer(readiness, "application/json" in request.headers.get("accept", ""))
-
-
-def _answer(readiness: Readiness, tells: bool) -> Response:
-    """Return the response of a probe. `tells`: with a body."""
-    content = json.dumps(readiness.as_dict()) if tells else None
-    media_type = "application/json" if tells else None
-    if readiness.is_ready:
-        return Response(content, media_type=media_type)
-    return Response(content, 503, readiness.headers, media_type)

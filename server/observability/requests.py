@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine import SamplingParams
-from server.http.context import CURRENT, RequestContext
 from server.metrics import SampleWatch
+from server.observability.context import CURRENT, RequestContext
 
 MAX_ENDED = 1000  # finished requests that are remembered
 MAX_ENDED_SAMPLES = 4000  # samples of all of these together

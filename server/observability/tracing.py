@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import SamplingParams
 from engine.core.params.pooling import UNSAMPLED
-from server.http.callers import caller_in
-from server.http.context import CURRENT
+from server.observability.context import CURRENT
 from server.observability.requests import RequestRecord
 
 FLUSH_SECONDS = 3.0  # time limit for exporting the last spans at shutdown
@@ -140,8 +139,8 @@ class TracingMiddleware:
             span.set_attribute("http.request.method", "POST")
             span.set_attribute("http.route", getattr(scope.get("route"), "path", ""))
             span.set_attribute("http.response.status_code", status)
-            if name := caller_in(scope).name:
-                span.set_attribute("quire.key", name)
+            if context.key:
+                span.set_attribute("quire.key", context.key)
             if status >= 500:
                 span.set_status(StatusCode.ERROR)
             span.end()

@@ -37,7 +37,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from tests.attack.attacks import ATTACKS, HANGS, Attack
 from tests.attack.bystander import Waits, busy_core, watching

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from tests.attack.clients import FAILED, KINDS, Client, Outcome, run_once
 from tests.attack.faults import FOLDER, arm

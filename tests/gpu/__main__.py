@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu import need_gpus
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks

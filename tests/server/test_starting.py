@@ -143,7 +143,7 @@ def test_a_stream_tells_each_phase_and_ends_with_ready(monkeypatch: pytest.Monke
     monkeypatch.setattr(readiness_module, "EVENT_SECONDS", (0.0, 0.01))
 
     async def check(http: httpx.AsyncClient, starting: Starting) -> None:
-        events = [json.loads(event[6:]) async for event in starting.readiness.events() if await advance(starting)]
+        events = [event async for event in starting.readiness.events() if await advance(starting)]
         phases = [event["phase"] for event in events]
         assert phases[0] == "loading"
         assert phases[-2:] == ["capturing", "ready"]

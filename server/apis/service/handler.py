@@ -11,7 +11,7 @@ import engine as quire
 from server.generation.server_state import ServerState
 from server.http.callers import caller_of
 from server.http.errors import APIError
-from server.observability.readiness import add_probes
+from server.http.probes import add_probes
 
 MAX_LISTED = 20  # requests
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.utils.log import configure_logging
-from server.http.context import CURRENT, new_context
+from server.observability.context import CURRENT, new_context
 from server.observability.logs import RequestFields
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import run_server

@@ -25,6 +25,7 @@ class RequestContext:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # additional response headers
     span: Any = None  # its `RequestSpan`, if traces are exported
     trace_id: str = ""  # hexadecimal
+    key: str = ""  # name of the caller's API key, once the key is checked
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
