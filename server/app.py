@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Response
-from fastapi.responses import FileResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi import FastAPI
 
 import engine as quire
 from server.apis import anthropic, ollama, service
@@ -26,6 +23,7 @@ from server.apis.openai import (
     scores,
 )
 from server.apis.openai.errors import error_body
+from server.chat_page import add_chat_page
 from server.docs.openapi import add_reference
 from server.generation.engine_client import EngineClient
 from server.generation.model import Model
@@ -48,7 +46,6 @@ from server.starting import add_starting_routes
 if TYPE_CHECKING:
     from server.observability.tracing import Traces
 
-STATIC = Path(__file__).resolve().parent / "static"
 APIS = (
     chat.api,
     completions.api,
@@ -63,17 +60,6 @@ APIS = (
     invocations.api,
     service.api,
 )
-
-
-class PageFiles(StaticFiles):
-    """The files of the chat page. Browsers revalidate them on each load, so that an upgrade replaces all modules at
-    once.
-    """
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers["Cache-Control"] = "no-cache"
-        return response
 
 
 def create_app(
@@ -128,12 +114,7 @@ def create_app(
     for api in APIS:
         api.add_routes(app, server)
     add_reference(app, APIS, names[0])
-
-    @app.get("/", response_model=None, include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
-
-    app.mount("/static", PageFiles(directory=STATIC), name="static")
+    add_chat_page(app)
     return app
 
 

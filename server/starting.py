@@ -1,25 +1,21 @@
-"""The app until the engine is ready, and while the server stops: probes, metrics, and 503 for everything else."""
+"""The app until the engine is ready, and while the server stops: probes, metrics, the chat page's files, and 503 for
+everything else.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import html
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.chat_page import add_chat_page
 from server.http.errors import APIError
 from server.http.probes import add_probes
 from server.observability.readiness import Readiness
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>Quire</title>
-<body style="font: 1.1rem system-ui; margin: 20vh auto; max-width: 30rem; padding: 1rem">
-<h1>Quire</h1><p>{}</p></body></html>
-"""
 
 
 def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorRegistry) -> None:
@@ -30,10 +26,7 @@ def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorR
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/", response_model=None)
-    async def page() -> Response:
-        """Return a page that reloads itself and so becomes the chat page."""
-        return HTMLResponse(_PAGE.format(html.escape(readiness.sentence())), 503, readiness.headers)
+    add_chat_page(app, starting=readiness)
 
     @app.api_route("/{path:path}", methods=_METHODS, response_model=None)
     async def anything(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -127,16 +128,21 @@ def test_keys_guard_what_there_is() -> None:
     run(check, api_key=("k",))
 
 
-def test_the_page_shows_the_start_until_it_is_the_chat() -> None:
+def test_the_page_needs_no_engine() -> None:
     async def check(http: httpx.AsyncClient, starting: Starting) -> None:
-        starting.engine.states.advance("loading", 0.5)
         page = await http.get("/")
         assert page.status_code == 503
-        assert "loading, 50%" in page.text
+        assert "retry-after" in page.headers
+        files = re.findall(r'(?:src|href)="(static/[^"]+)"', page.text)
+        assert "static/js/app.js" in files
+        for file in files:
+            assert (await http.get(f"/{file}")).status_code == 200, file
         starting.open()
-        assert "loading, 50%" not in (await http.get("/")).text
+        ready = await http.get("/")
+        assert (ready.status_code, ready.text) == (200, page.text)
 
     run(check)
+    run(check, api_key=("k",))
 
 
 def test_a_stream_tells_each_phase_and_ends_with_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SIZES = {"desktop": {"width": 1280, "height": 860}, "phone": {"width": 390, "height": 844}}
+
 
 class ChatPage:
     """A tab with the chat page. `tab`: Playwright's page."""
@@ -18,6 +20,10 @@ class ChatPage:
 
     def wait_for_status(self, status: str) -> None:
         self.tab.wait_for_selector(f"#status-dot[data-status={status}]", state="attached")
+
+    def look(self) -> None:
+        """Let the page look at the server now, not at its next interval."""
+        self.run("document.dispatchEvent(new Event('visibilitychange'))")
 
     def ask(self, question: str, until: str = "done") -> ChatPage:
         before = self.tab.locator(".turn.question").count()

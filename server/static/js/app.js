@@ -123,7 +123,11 @@ async function write(within, message, { resume = false, round = 0 } = {}) {
   live.set(within.id, within);
   message.state = "waiting";
   if (within === conversation) showConversation();
-  const error = await run.write(() => requestFor(within, message, resume), resume);
+  const body = async () => {
+    await status.started(run.signal);
+    return requestFor(within, message, resume);
+  };
+  const error = await run.write(body, resume);
   runs.delete(message.id);
   if (!within.busy) live.delete(within.id);
   if (error?.status === 401) settings.askForKey(error.message);
@@ -157,6 +161,7 @@ function stop() {
 
 const actions = {
   manyModels: () => models.length > 1,
+  startText: () => (status.kind === "waiting" ? status.text : ""),
 
   select(message) {
     conversation.select(message);
@@ -229,6 +234,7 @@ const status = new Status({
     settings.showModels(cards);
     showConversation();
   },
+  changed: () => runs.forEach((run) => thread.changed(run.message)),
   locked: (reason) => settings.askForKey(reason),
   async context() {
     const messages = messagesFor(conversation.path(), conversation.settings);

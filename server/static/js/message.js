@@ -110,6 +110,7 @@ class AnswerView extends MessageView {
     this.prose.update(content, !busy);
     this.#showCalls(busy);
     this.part("waiting").hidden = !busy || content !== "" || (message.calls?.length ?? 0) > 0;
+    this.part("waiting-for").textContent = this.actions.startText();
     this.part("failure").hidden = !message.error;
     this.part("failure-text").textContent = message.error ?? "";
     this.part("meta").hidden = busy;

@@ -22,7 +22,14 @@ export class Run {
     this.#controller.abort();
   }
 
-  /** Never throws: an error is stored in the message. Returns the error for the page to act on, or null. */
+  get signal() {
+    return this.#controller.signal;
+  }
+
+  /**
+   * Stream the answer to the request that `body()` returns or resolves to. Never throws: an error is stored in the
+   * message. Returns the error for the page to act on, or null.
+   */
   async write(body, resume = false) {
     const { message } = this;
     const fresh = resume ? {} : { content: "", reasoning: "", calls: [], tokens: [], thoughtSeconds: null };
@@ -31,11 +38,11 @@ export class Run {
     let failure = null;
     try {
       this.save();
-      for await (const piece of streamChat(body(), this.#controller.signal)) this.#add(piece);
+      for await (const piece of streamChat(await body(), this.signal)) this.#add(piece);
       this.#checkEnd();
       message.state = "done";
     } catch (error) {
-      message.state = this.#controller.signal.aborted ? "stopped" : "failed";
+      message.state = this.signal.aborted ? "stopped" : "failed";
       if (message.state === "failed") failure = this.#fail(error);
     }
     message.stats = this.#statistics();

@@ -2,22 +2,46 @@
 import { listModels, readiness, readMetrics } from "./api.js";
 import { $, element, shortName } from "./dom.js";
 
-const LOOK = { ready: 15_000, waiting: 2_000 }; // milliseconds between health checks
+const LOOK = { ready: 15_000, waiting: 1_000 }; // milliseconds between health checks
+const TOY = /(^|\/)(quire-demo|configs\/demo|quire\/demo)\/?$/; // names of the bundled model
 const SAMPLE = 2_000; // milliseconds between metrics requests while the panel is open
 const SPAN = 240_000; // milliseconds covered by the plot
 
-const WORDS = { offline: "server not reachable", locked: "needs an API key", dead: "engine not running" };
+
+// What the page says for each phase of /readyz, and for what the page itself finds.
+const WORDS = {
+  starting: "Starting",
+  downloading: "Downloading the model",
+  loading: "Loading the model",
+  profiling: "Measuring memory",
+  compiling: "Compiling kernels",
+  capturing: "Capturing CUDA graphs",
+  restarting: "Restarting",
+  unresponsive: "The engine does not respond",
+  draining: "The server is stopping",
+  dead: "The engine has stopped",
+  ready: "Ready",
+  connecting: "Connecting",
+  locked: "Needs an API key",
+  offline: "The server cannot be reached",
+};
+const BROKEN = new Set(["unresponsive", "draining", "dead"]); // other phases lead to "ready"
 
 export class Status {
   kind = "connecting";
+  text = WORDS.connecting; // the state in words
   #timer = 0;
+  #waiting = 0; // number of questions that wait for the start
   #samples = []; // { at, generated, prompt }: token counters
   #sampling = 0;
   #cards = [];
 
-  /** Callbacks: `connected(cards)` with the models, `locked(reason)` if a key is required, `context()`: tokens or null. */
-  constructor({ connected, locked, context }) {
-    Object.assign(this, { connected, locked, context });
+  /**
+   * Callbacks: `connected(cards)` with the models, `locked(reason)` if a key is required, `context()`: tokens or null,
+   * `changed()` when the state or its text has changed.
+   */
+  constructor({ connected, locked, context, changed }) {
+    Object.assign(this, { connected, locked, context, changed });
     document.addEventListener("visibilitychange", () => document.hidden || this.look());
     $("open-status").addEventListener("click", () => this.open());
     $("status").addEventListener("close", () => clearTimeout(this.#sampling));
@@ -33,14 +57,14 @@ export class Status {
     clearTimeout(this.#timer);
     try {
       const { ok, state } = await readiness();
-      if (!ok) this.#set(state.phase === "dead" ? "offline" : "waiting", phaseText(state));
+      if (!ok) this.#set(BROKEN.has(state.phase) ? "offline" : "waiting", phaseText(state), state.fraction);
       else if (this.kind !== "ready") await this.#connect();
-      else this.#set("ready", this.#name());
     } catch (error) {
-      this.#set(error.status === 401 ? "locked" : "offline", error.status === 401 ? WORDS.locked : WORDS.offline);
+      const kind = error.status === 401 ? "locked" : "offline";
+      this.#set(kind, WORDS[kind]);
       if (error.status === 401) this.locked(error.message);
     }
-    if (document.hidden || this.kind === "locked") return;
+    if ((document.hidden && !this.#waiting) || this.kind === "locked") return;
     // Also sample while the panel is closed, so that its plot has data when it opens.
     if (this.kind === "ready" && !$("status").open) this.#read().catch(() => {});
     this.#timer = setTimeout(() => this.look(), this.kind === "ready" ? LOOK.ready : LOOK.waiting);
@@ -52,25 +76,35 @@ export class Status {
     return this.look();
   }
 
+  /** Wait until the server has started, cannot be reached, or `signal` aborts. */
+  async started(signal) {
+    this.#waiting += 1;
+    while (["connecting", "waiting"].includes(this.kind) && !signal.aborted) {
+      await new Promise((resolve) => setTimeout(resolve, 200));
+    }
+    this.#waiting -= 1;
+  }
+
   async #connect() {
     this.#cards = await listModels();
+    this.#set("ready", WORDS.ready);
     this.connected(this.#cards);
-    this.#set("ready", this.#name());
   }
 
-  #name() {
-    return shortName(this.#cards[0]?.id ?? "");
-  }
-
-  #set(kind, text) {
-    this.kind = kind;
+  /** `fraction`: the completed part of the phase, if known. */
+  #set(kind, text, fraction = null) {
+    Object.assign(this, { kind, text });
     $("status-dot").dataset.status = kind;
-    $("status-text").textContent = kind === "ready" ? "ready" : text;
-    $("model-name").textContent = text;
+    $("status-text").textContent = $("phase").textContent = $("start-text").textContent = text;
+    $("model-name").textContent = kind === "ready" ? shortName(this.#cards[0]?.id ?? "") : text;
     const several = kind === "ready" && this.#cards.length > 1;
     $("model-name").hidden = several;
     $("model-select").hidden = !several;
-    $("phase").textContent = kind === "ready" ? "Ready" : text;
+    $("start").hidden = kind !== "waiting";
+    if (fraction === null) $("start-progress").removeAttribute("value");
+    else $("start-progress").value = fraction;
+    $("toy").hidden = kind !== "ready" || !TOY.test(this.#cards[0]?.id ?? "");
+    this.changed();
   }
 
   // ---- the panel ----
@@ -118,12 +152,14 @@ export class Status {
 }
 
 // Describe the state from /readyz of an engine that is not ready.
-function phaseText({ phase, fraction, seconds_left: left }) {
-  if (!phase || phase === "dead") return WORDS.dead;
+function phaseText({ phase = "dead", fraction, seconds_left: left, num_restarts: restarts }) {
+  const again = restarts && phase !== "restarting" && !BROKEN.has(phase) ? `${WORDS.restarting}: ` : "";
   const part = typeof fraction === "number" ? ` ${Math.round(100 * fraction)} %` : "";
-  const rest = typeof left === "number" ? `, about ${Math.ceil(left)} s left` : "";
-  return `${phase}${part}${rest}`;
+  const rest = typeof left === "number" ? `, about ${timeText(left)} left` : "";
+  return `${again}${WORDS[phase] ?? phase}${part}${rest}`;
 }
+
+const timeText = (seconds) => (seconds < 100 ? `${Math.ceil(seconds)} s` : `${Math.round(seconds / 60)} min`);
 
 const NAMES = {
   running: "vllm:num_requests_running",

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_page import ChatPage
+from tests.support.chat_page import SIZES, ChatPage
 from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 
 
 def serious(page: ChatPage) -> list[Any]:
@@ -30,10 +29,7 @@ def serious(page: ChatPage) -> list[Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_nothing_serious(browser: Any, stub: Stub, url: str, theme: str, size: str) -> None:
-    width, height = SIZES[size]
-    context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=theme, bypass_csp=True, reduced_motion="reduce"
-    )
+    context = browser.new_context(viewport=SIZES[size], color_scheme=theme, bypass_csp=True, reduced_motion="reduce")
     page = ChatPage(context.new_page()).open(url)
     page.tab.add_script_tag(path=str(AXE))
     assert serious(page) == []
@@ -56,8 +52,7 @@ def test_nothing_serious(browser: Any, stub: Stub, url: str, theme: str, size: s
 
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_sticks_out(page: ChatPage, size: str) -> None:
-    width, height = SIZES[size]
-    page.tab.set_viewport_size({"width": width, "height": height})
+    page.tab.set_viewport_size(SIZES[size])
     page.ask("Show me a table")
     page.ask("x" * 300)
     wide = "[document.documentElement, document.querySelector('#scroller')].some((e) => e.scrollWidth > e.clientWidth)"

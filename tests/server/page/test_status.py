@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_page import ChatPage
+from tests.support.chat_page import SIZES, ChatPage
 from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
@@ -15,14 +15,50 @@ pytestmark = pytest.mark.heavy
 def test_the_dot_says_what_the_engine_is_doing(context: Any, stub: Stub, url: str) -> None:
     stub.ready = {"phase": "loading", "fraction": 0.42, "seconds_left": 12.3}
     page = ChatPage(context.new_page()).open(url, until="waiting")
-    assert page.texts("#model-name") == ["loading 42 %, about 13 s left"]
+    assert page.texts("#model-name") == ["Loading the model 42 %, about 13 s left"]
     stub.ready = {"phase": "ready"}
     page.wait_for_status("ready")
     assert page.texts("#model-name") == ["quire-demo"]
     stub.ready = {"phase": "dead", "fraction": None, "seconds_left": None}
-    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.look()
     page.wait_for_status("offline")
-    assert page.texts("#model-name") == ["engine not running"]
+    assert page.texts("#model-name") == ["The engine has stopped"]
+    stub.ready = {"phase": "capturing", "fraction": None, "seconds_left": 200, "num_restarts": 1}
+    page.look()
+    page.wait_for_status("waiting")
+    assert page.texts("#model-name") == ["Restarting: Capturing CUDA graphs, about 3 min left"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_question_asked_while_the_engine_starts_is_answered_once_it_is_ready(
+    context: Any, stub: Stub, url: str, size: str
+) -> None:
+    stub.ready = {"phase": "loading", "fraction": 0.42, "seconds_left": 12.3}
+    page = ChatPage(context.new_page())
+    page.tab.set_viewport_size(SIZES[size])
+    page.open(url, until="waiting")
+    assert page.texts("#start-text") == ["Loading the model 42 %, about 13 s left"]
+    assert page.run("document.querySelector('#start-progress').value") == 0.42
+    page.ask("1 and 2", until="waiting")
+    page.see(".waiting-for", "Loading the model 42 %")
+    stub.ready = {"phase": "compiling", "fraction": None, "seconds_left": None}
+    page.see(".waiting-for", "Compiling kernels")
+    assert stub.requests == []
+    page.tab.keyboard.press("Escape")
+    page.wait("stopped")
+    page.last(".again").click()
+    page.wait("waiting")
+    stub.ready = {"phase": "ready"}
+    page.wait("done")
+    assert (page.texts(".prose"), len(stub.requests)) == (["1 plus 2 is 3."], 1)
+
+
+def test_the_bundled_model_is_introduced_with_a_way_to_a_real_one(page: ChatPage, stub: Stub, url: str) -> None:
+    page.see("#toy code", "quire serve Qwen/Qwen3-0.6B")
+    assert not page.tab.is_visible("#start")
+    stub.models = ["Qwen/Qwen3-0.6B"]
+    page.open(url)
+    assert not page.tab.is_visible("#toy")
 
 
 def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
@@ -44,7 +80,7 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
 def test_the_plot_has_a_past_when_the_panel_is_opened(page: ChatPage) -> None:
     for _ in range(2):
         with page.tab.expect_response("**/metrics"):
-            page.run("document.dispatchEvent(new Event('visibilitychange'))")
+            page.look()
     page.tab.click("#open-status")
     page.see("#status-figures dd", "2,048")
     assert page.run("document.querySelector('#plot-line').getAttribute('points')") != ""
