@@ -1,6 +1,6 @@
 """A checkpoint of random weights, for engines that are compared with the same numbers.
 
-What dummy weights are, each engine decides for itself. Codes of few bits may be left as zeros, with which a GPU draws
+What dummy weights are, each engine decides for itself. Low-bit codes may be left as zeros, with which a GPU draws
 less power and so multiplies faster. And where norms' weights are tiny, a router's bias alone chooses the experts: the
 same few for all tokens.
 """

@@ -126,7 +126,7 @@ class Plan:
     spec: ModelSpec  # of the whole model
     options: RunnerOptions
     part: ModelSpec  # the part of one GPU
-    layout: KVCacheLayout  # likewise
+    layout: KVCacheLayout  # of the KV cache of one GPU
     parameters: Mapping[str, int]  # component of the whole model → number of parameters
     weights: Mapping[str, int]  # component → bytes
     buffers: int  # bytes of the runner's buffers
@@ -179,7 +179,7 @@ class Plan:
     def tokens_per_second(self, num_requests: int, context: int) -> float:
         """Return an upper bound of decode throughput over all requests; 0: the GPU's speed is not known.
 
-        A step takes at least the time to read its bytes and the time to compute its products. All else is ignored.
+        A step takes at least the time to read its bytes and the time to compute its GEMMs. All else is ignored.
         """
         if not self.gpu.bandwidth:
             return 0.0
@@ -188,9 +188,9 @@ class Plan:
         read = self.weight_bytes - idle + self.kv_bytes(context) * num_requests
         schemes = self.spec.quantization.schemes if self.spec.quantization else ()
         in_8_bits = self.gpu.has_fp8 and any(scheme.activations for _, scheme in schemes)
-        products = 2 * self.num_active / self.options.num_ranks_per_stage * num_requests
-        by_products = products / (self.gpu.flops * (2 if in_8_bits else 1))
-        return num_requests / max(read / self.gpu.bandwidth, by_products)
+        flops = 2 * self.num_active / self.options.num_ranks_per_stage * num_requests
+        by_gemms = flops / (self.gpu.flops * (2 if in_8_bits else 1))
+        return num_requests / max(read / self.gpu.bandwidth, by_gemms)
 
     def _used_experts(self, num_tokens: int) -> float:
         """Return the fraction of all experts that `num_tokens` tokens use, assuming even routing."""

@@ -65,7 +65,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         ),
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
-        "kernels.cpu.step": ("embedding", "likeliest", "prepare_step"),
+        "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step"),
     },
     "cuda": {
         "kernels.triton.activation": ("gate_and_mul",),
@@ -171,7 +171,7 @@ widen_pages = _dispatched(reference.widen_pages)
 paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
 embedding = _dispatched(reference.embedding)
-likeliest = _dispatched(reference.likeliest)
+greedy_sample = _dispatched(reference.greedy_sample)
 absorb_and_store = _dispatched(reference.absorb_and_store)
 rotate_and_store = _dispatched(reference.rotate_and_store)
 latent_attention_decode = _dispatched(reference.latent_attention_decode)

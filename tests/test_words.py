@@ -40,6 +40,8 @@ WORDS = {
     r"(?i)\brooms\b|\b(?:each|every|own|this|a) room\b(?! (?:for|in)\b)|\broom_of\b": "module, package, layer",
     r"(?i)\bin turns?\b(?=[,;)]|\.?$| \()|\b(?:its|their|whose) turns?\b"
     r"|\bdef turn\b|\.turn\(\)": "in queue order, alternately",
+    r"(?i)\bmatrix units?\b": "tensor core",
+    r"(?i)\b(?:of|or|with) few bits\b": "low-bit",
     r"(?i)\bplaces\b(?! (?:where|in)\b)|\btakes? (?:a|its|no) place\b": "indices, positions",
     r"(?i)\bwhoever\b|\bwho (?:is|are) late\b|\bwhose it is\b": "the request",
     r"(?i)\b(?:some|no)body\b": "the request, the caller, nothing",
@@ -101,6 +103,8 @@ def test_only_words_of_the_field() -> None:
     "line",
     [
         "        shares = output.batch",
+        "products with matrices of few bits",
+        "the matrix units idle",
         "its share of step n+1 is dropped, a partial share",
         "for admission in output.new_requests:",
         "def _postpone(self, late):",

@@ -3,7 +3,7 @@
     python -m benchmarks.offline.accuracy configs/demo
 
 The model samples texts in float32; then each format computes the log-probability of every token of them, and the
-likeliest token in its place. Needs no data, and says how far a format's distribution is from the model's own.
+most likely token in its place. Needs no data, and says how far a format's distribution is from the model's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scores(NamedTuple):
     """Scores of each token but the first of each text."""
 
     logprobs: list[float]
-    likeliest: list[int]  # the token that greedy sampling would have taken in its place
+    top_tokens: list[int]  # the token that greedy sampling would have taken in its place
 
     @property
     def perplexity(self) -> float:
@@ -38,13 +38,13 @@ class Difference(NamedTuple):
     """Difference of a format from another."""
 
     logprob: float  # mean, of the absolute values
-    agreement: float  # share of the likeliest tokens
+    agreement: float  # share of equal most likely tokens
 
     @classmethod
     def of(cls, scores: Scores, exact: Scores) -> Difference:
         count = len(exact.logprobs)
         logprob = sum(abs(a - b) for a, b in zip(scores.logprobs, exact.logprobs, strict=True)) / count
-        same = sum(a == b for a, b in zip(scores.likeliest, exact.likeliest, strict=True))
+        same = sum(a == b for a, b in zip(scores.top_tokens, exact.top_tokens, strict=True))
         return cls(logprob, same / count)
 
 
@@ -63,7 +63,7 @@ def score(llm: LLM, texts: list[list[int]]) -> Scores:
         for token_id, found in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
             assert found is not None
             scores.logprobs.append(found[token_id].logprob)
-            scores.likeliest.append(next(token for token, each in found.items() if each.rank == 1))
+            scores.top_tokens.append(next(token for token, each in found.items() if each.rank == 1))
     return scores
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--texts", type=int, default=64, help="how many texts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="of each text, at most (default: %(default)s)")
     args = parser.parse_args(argv)
-    print("| model | weights | perplexity | likeliest token as in float32 | mean change of a log-probability |")
+    print("| model | weights | perplexity | most likely token as in float32 | mean change of a log-probability |")
     print("|---|---|---:|---:|---:|")
     for model in args.models:
         exact: Scores | None = None

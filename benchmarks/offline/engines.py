@@ -101,7 +101,7 @@ class EnginesFlags:
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
     write_weights: bool = flag(
         False,
-        "write random weights for shapes there, and load weights: dummy ones of few bits differ, and zeros are faster",
+        "write random weights for shapes there, and load weights: low-bit dummy ones differ, and zeros are faster",
     )
     output_json: str | None = flag(
         None, "where to save the results, with a Markdown table beside them (else under out/bench)", metavar="FILE"

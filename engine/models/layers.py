@@ -37,12 +37,12 @@ class Linear(Matrix):
         shard: Literal["column", "row", "vocab"] | None = None,
         width: int = 1,
         fused: str = "",
-        sums: bool = True,
+        reduce_results: bool = True,
     ) -> None:
         """parts: name of each stacked projection in the checkpoint → its total number of rows, over all ranks.
 
-        fused: name of a checkpoint tensor that contains all of them, one after the other. sums: add the partial sums of
-        all ranks; else the caller does.
+        fused: name of a checkpoint tensor that contains all of them, one after the other.
+        reduce_results: add the partial sums of all ranks; else the caller does.
         """
         columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
         own, num_rows = [], 0
@@ -60,7 +60,7 @@ class Linear(Matrix):
         if is_partial and scope.shard.rank:  # only rank 0 adds the bias
             bias_parts = [replace(part, rows=part.rows.nothing()) for part in bias_parts]
         super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
-        self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial and sums
+        self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial and reduce_results
 
     @overload
     def run(self, x: Operand) -> Tensor: ...

@@ -25,8 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gat
 class MLP(nn.Module):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
-    def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope, *, sums: bool = True) -> None:
-        """sums: see `Linear`."""
+    def __init__(self, spec: DenseSpec, hidden_size: int, scope: Scope, *, reduce_results: bool = True) -> None:
+        """reduce_results: see `Linear`."""
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
         self._gate: GateEpilogue | None = None
@@ -34,7 +34,9 @@ class MLP(nn.Module):
             self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
         self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
-        self.down = Linear(scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row", sums=sums)
+        self.down = Linear(
+            scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row", reduce_results=reduce_results
+        )
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add the MLP of x [T, hidden] to the residual stream [T, hidden] in place."""

@@ -34,7 +34,9 @@ class MoE(nn.Module):
             scope, down, Span.whole(spec.intermediate_size), bias_parts=down if bias else (), num_stacked=len(experts)
         )
         # Its partial sums are added to the experts' first, then those of all ranks.
-        self.shared = MLP(spec.shared, hidden_size, scope / spec.names.shared, sums=False) if spec.shared else None
+        self.shared = (
+            MLP(spec.shared, hidden_size, scope / spec.names.shared, reduce_results=False) if spec.shared else None
+        )
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:

@@ -78,7 +78,7 @@ class InputNorm(nn.Module):
         self._next_norm: Callable[[RMSNorm, Tensor], kernels.NextNorm | None] = lambda norm, hidden: None
 
     def read_by(self, next_norm: Callable[[RMSNorm, Tensor], kernels.NextNorm | None]) -> None:
-        """Set the sublayer's decision for sums like hidden [T, hidden], see `Linear.next_norm`."""
+        """Set the sublayer's decision for a residual stream like hidden [T, hidden], see `Linear.next_norm`."""
         self._next_norm = next_norm
 
     def forward(self, stream: ResidualStream) -> SublayerInput:

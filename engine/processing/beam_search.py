@@ -80,8 +80,8 @@ class BeamSearch:
         """Extend the beams by one token. `found`: the most likely next tokens of each beam."""
         width, open_beams = self._params.beam_width, []
         for beam, at in zip(self.beams, found, strict=True):
-            likeliest = list(zip(at.top_ids, at.top_logprobs, strict=True))[: 2 * width]
-            for rank, (token_id, logprob) in enumerate(likeliest, 1):
+            top = list(zip(at.top_ids, at.top_logprobs, strict=True))[: 2 * width]
+            for rank, (token_id, logprob) in enumerate(top, 1):
                 total = beam.cumulative_logprob + logprob
                 if token_id in self._ends:
                     self._ended.append(_longer(beam, token_id, total, at, rank, "stop"))

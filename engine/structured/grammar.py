@@ -31,7 +31,7 @@ MAX_GBNF_LENGTH = 50_000
 MAX_CHOICES = 5000
 MAX_CHOICES_LENGTH = 100_000
 MAX_ERROR_LENGTH = 300
-MAX_REMEMBERED = 10_000  # results of `check` that are cached
+MAX_CHECKED = 10_000  # results of `check` that are cached
 MAX_COMPILED_LENGTH = 2_000_000  # total characters of cached compiled grammars, at about 50 bytes each
 TRIAL_STEPS = 24
 TRIAL_SECONDS = 0.3
@@ -119,13 +119,13 @@ class Compiler:
         """Compile a grammar. Takes a millisecond to a second, or no time if cached. Raises `ValueError` if it is
         invalid.
         """
-        found = self.remembered(grammar)
+        found = self.cached(grammar)
         if found is None:
             matcher = self._build(grammar)
             if f'"{MARK}"' in grammar:
                 self.endings  # noqa: B018  computed here because it would delay the engine's loop
             found = matcher.deep_copy()
-            self._remember(grammar, matcher)
+            self._keep(grammar, matcher)
         return found
 
     def _build(self, grammar: str) -> LLMatcher:
@@ -136,7 +136,7 @@ class Compiler:
             raise ValueError(explain(matcher.get_error()))
         return matcher
 
-    def remembered(self, grammar: str) -> LLMatcher | None:
+    def cached(self, grammar: str) -> LLMatcher | None:
         """Return the result of `compile` if the grammar is cached, else None."""
         with self._lock:
             if (matcher := self._compiled.get(grammar)) is None:
@@ -144,7 +144,7 @@ class Compiler:
             self._compiled.move_to_end(grammar)
             return matcher.deep_copy()
 
-    def _remember(self, grammar: str, matcher: LLMatcher) -> None:
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = matcher
@@ -157,7 +157,7 @@ class Compiler:
         digest = hashlib.blake2b(grammar.encode(errors="surrogatepass")).digest()
         if (wrong := self._checked.get(digest)) is None:
             wrong = self._find_wrong(grammar)
-            if len(self._checked) >= MAX_REMEMBERED:
+            if len(self._checked) >= MAX_CHECKED:
                 self._checked.clear()
             self._checked[digest] = wrong
         if wrong:

@@ -40,7 +40,7 @@ class _Held(Generic[T]):
 
     request: T
     grammar: str
-    owner: str
+    tenant: str
     matcher: Future[LLMatcher] | None = None  # None: compilation has not started
 
 
@@ -163,9 +163,9 @@ class GrammarManager(Generic[T]):
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def add(self, request_id: str, grammar: str, request: T, owner: str = "") -> None:
-        """Hold the request until its grammar is compiled. Grammars of different owners are compiled alternately."""
-        self._held[request_id] = _Held(request, grammar, owner)
+    def add(self, request_id: str, grammar: str, request: T, tenant: str = "") -> None:
+        """Hold the request until its grammar is compiled. Grammars of different tenants are compiled alternately."""
+        self._held[request_id] = _Held(request, grammar, tenant)
         self._start_compiling()
 
     def _start_compiling(self) -> None:
@@ -180,11 +180,11 @@ class GrammarManager(Generic[T]):
             held.matcher = self._compile(held)
 
     def _compile(self, held: _Held[T]) -> Future[LLMatcher]:
-        if (matcher := self._compiler.remembered(held.grammar)) is not None:
+        if (matcher := self._compiler.cached(held.grammar)) is not None:
             found: Future[LLMatcher] = Future()
             found.set_result(matcher)
             return found
-        return self._compile_thread.submit(held.owner, self._compiler.compile, held.grammar)
+        return self._compile_thread.submit(held.tenant, self._compiler.compile, held.grammar)
 
     def take_compiled(self, idle: bool = False) -> tuple[list[T], dict[str, str]]:
         """Return the requests whose grammars are compiled; and by request id, the errors of grammars that failed to

@@ -53,8 +53,8 @@ class _Embedding(ctypes.Structure):
     )
 
 
-class _Likeliest(ctypes.Structure):
-    """`Likeliest` in step.cpp."""
+class _GreedySample(ctypes.Structure):
+    """`GreedySample` in step.cpp."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
@@ -96,17 +96,17 @@ def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     return out
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """See `kernels.reference.likeliest`."""
+def greedy_sample(logits: Tensor) -> Tensor:
+    """See `kernels.reference.greedy_sample`."""
     native = library()
     if native is None or logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
-        return reference.likeliest(logits)
+        return reference.greedy_sample(logits)
     out = logits.new_empty(logits.shape[0], dtype=torch.int64)
-    struct = _Likeliest(
+    struct = _GreedySample(
         logits.data_ptr(), out.data_ptr(), *logits.shape, logits.stride(0), logits.dtype == torch.bfloat16, NOT_FINITE,
         NOTHING_ALLOWED,
     )  # fmt: skip
-    native.call("quire_likeliest", struct, (logits, out))
+    native.call("quire_greedy_sample", struct, (logits, out))
     return out
 
 

@@ -33,7 +33,7 @@ class DecodePlan:
     partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
     partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
-    # [2 * P] int32: likewise, of neighbouring programs, counted at the part of the first of them.
+    # [2 * P] int32: of neighbouring programs that have left one, counted at the first of them; 0 between calls.
     group_arrivals: Tensor
     min_tiles: int = 2  # of a program: fewer cost more in merging than they gain
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.

@@ -227,8 +227,10 @@ def mark_faults(token_ids: Tensor, highest: Tensor) -> Tensor:
     return token_ids.masked_fill_(highest == -math.inf, NOTHING_ALLOWED)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row of logits [B, V] -> [B] int64, the lowest id on ties; faults as in `sample`."""
+def greedy_sample(logits: Tensor) -> Tensor:
+    """Logits [B, V] → the token with the highest logit of each row [B] int64, the lowest id on ties; faults as in
+    `sample`.
+    """
     highest, token_ids = logits.max(-1)
     return mark_faults(token_ids, highest)
 

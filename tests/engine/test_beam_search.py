@@ -13,7 +13,7 @@ import torch
 
 from engine import LLM, BeamSearchParams, SamplingParams
 from engine.processing.beam_search import BeamSearch
-from tests.support.beams import Model, by_definition, chance, likeliest
+from tests.support.beams import Model, by_definition, chance, top_logprobs
 
 PROMPTS = [[(7 * i + k * k) % 250 for k in range(n)] for i, n in enumerate((5, 16, 33))]
 
@@ -24,7 +24,7 @@ def searched(model: Model, prompt: list[int], params: BeamSearchParams) -> tuple
     while not search.is_over:
         num_asked += len(search.beams)
         found = [model(prompt + beam.token_ids) for beam in search.beams]
-        search.advance([likeliest(each, 2 * params.beam_width) for each in found])
+        search.advance([top_logprobs(each, 2 * params.beam_width) for each in found])
     return [(beam.token_ids, beam.cumulative_logprob) for beam in search.best()], num_asked
 
 

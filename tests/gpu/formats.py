@@ -1,4 +1,4 @@
-"""Checks of the products with matrices of few bits, at the shapes of Llama-3.1-8B, against float64."""
+"""Checks of GEMMs with low-bit matrices, at the shapes of Llama-3.1-8B, against float64."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ NUM_TOKENS = (1, 8, 16, 64, 1000, 5000)  # the last: pairs of most shapes are so
 
 
 def expert_weights(form: str, count: int, n: int, k: int, device: str) -> Weight:
-    """[count, n, k] of a form, of a standard deviation of about k^-0.5. Experts of few bits are one of two."""
+    """[count, n, k] of a form, of a standard deviation of about k^-0.5. Low-bit experts are one of two."""
     if form in ("bfloat16", COMPRESSED):
         return torch.stack([torch.randn(n, k, dtype=BF16, device=device) * k**-0.5 for _ in range(count)])
     two = [random_weight(form, n, k, device, seed) for seed in range(2)]

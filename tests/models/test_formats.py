@@ -1,4 +1,4 @@
-"""Weights of few bits: every published layout stands for what its writer says, alone and divided among ranks."""
+"""Low-bit weights: every published layout stands for what its writer says, alone and divided among ranks."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checkpoints in every published layout of weights of few bits, written plainly, and what they stand for in float64."""
+"""Checkpoints in every published layout of low-bit weights, written plainly, and what they stand for in float64."""
 
 from __future__ import annotations
 

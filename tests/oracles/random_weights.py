@@ -1,4 +1,4 @@
-"""Random matrices of few bits, in every form that formats have, on any device."""
+"""Random low-bit matrices, in every form that formats have, on any device."""
 
 from __future__ import annotations
 

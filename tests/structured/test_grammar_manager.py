@@ -178,13 +178,11 @@ def test_a_grammar_is_compiled_once(compiler: Compiler, monkeypatch: pytest.Monk
     followed = GrammarManager[str](compiler)
     for i, written in enumerate(grammars):
         followed.add(str(i), written, f"request {i}")
-    assert followed.take_compiled() == (["request 0", "request 1", "request 2"], {}), (
-        "remembered grammars are not compiled"
-    )
+    assert followed.take_compiled() == (["request 0", "request 1", "request 2"], {}), "cached grammars are not compiled"
     assert not followed._compile_thread.release(), "there is no thread"
     monkeypatch.setattr("engine.structured.grammar.MAX_COMPILED_LENGTH", len(grammars[0]))
     compiler.compile(regex_grammar("[x-z]"))
-    assert [compiler.remembered(grammar) for grammar in grammars] == [None] * 3, "what is kept is bounded"
+    assert [compiler.cached(grammar) for grammar in grammars] == [None] * 3, "what is kept is bounded"
     assert compiler._num_characters == sum(map(len, compiler._compiled)) <= len(grammars[0])
     masks = np.zeros((3, WORDS), dtype=np.int32)
     assert followed.fill(["0", "1", "2"], masks) == ([], {})

@@ -23,8 +23,8 @@ def chance(seed: int, vocab_size: int) -> Model:
     return logprobs
 
 
-def likeliest(logprobs: list[float], most: int) -> TokenLogprobs:
-    """Likeliest tokens in the engine's form."""
+def top_logprobs(logprobs: list[float], most: int) -> TokenLogprobs:
+    """The most likely tokens in the engine's form."""
     order = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[:most]
     return TokenLogprobs(logprobs[order[0]], 1, order, [logprobs[i] for i in order])
 
@@ -41,7 +41,7 @@ def by_definition(model: Model, prompt: list[int], params: BeamSearchParams, end
     for _ in range(params.max_tokens):
         longer = list[tuple[list[int], float]]()
         for tokens, total in beams:
-            at = likeliest(model(prompt + tokens), 2 * params.beam_width)
+            at = top_logprobs(model(prompt + tokens), 2 * params.beam_width)
             for token_id, logprob in zip(at.top_ids, at.top_logprobs, strict=True):
                 is_end = token_id == end and not params.ignore_eos
                 (ended if is_end else longer).append(([*tokens, token_id], total + logprob))

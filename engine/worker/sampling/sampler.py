@@ -134,7 +134,7 @@ class Sampler:
     def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
         """Sample logits [S, V] → tokens [S] int64. Tokens of samples that need another pass are not valid yet."""
         if greedy:
-            tokens = kernels.likeliest(logits)
+            tokens = kernels.greedy_sample(logits)
         else:
             tokens = self._sample(logits, kernels.Part.PLAIN)
         self._store(tokens, self._step.samples.rows[: len(tokens)])

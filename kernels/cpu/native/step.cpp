@@ -79,7 +79,7 @@ extern "C" void quire_embedding(const Embedding* e) {
     });
 }
 
-struct Likeliest {
+struct GreedySample {
     const void* logits;  // [rows, n]
     int64_t* out;        // [rows]
     int64_t rows, n, stride;
@@ -89,7 +89,7 @@ struct Likeliest {
 namespace {
 
 // The lowest index of the highest logit; a row that holds NaN or +inf, or nothing but -inf, gets a mark instead.
-template <class T> int64_t likeliest(const Likeliest& a, const T* row) {
+template <class T> int64_t greedy_sample(const GreedySample& a, const T* row) {
     Floats best = all(-INFINITY), faulty{};
     Ints at{}, index;
     for (int i = 0; i < LANES; ++i) index[i] = i;
@@ -111,9 +111,9 @@ template <class T> int64_t likeliest(const Likeliest& a, const T* row) {
 
 }  // namespace
 
-extern "C" void quire_likeliest(const Likeliest* a) {
+extern "C" void quire_greedy_sample(const GreedySample* a) {
     pool.run(a->rows, [&](int64_t r) {
-        a->out[r] = a->is_bf16 ? likeliest(*a, (const bf16*)a->logits + r * a->stride) : likeliest(*a, (const float*)a->logits + r * a->stride);
+        a->out[r] = a->is_bf16 ? greedy_sample(*a, (const bf16*)a->logits + r * a->stride) : greedy_sample(*a, (const float*)a->logits + r * a->stride);
     });
 }
 

@@ -26,11 +26,11 @@ def test_embedding_of_ids_of_other_ranks(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [5, 16, 1000])
-def test_the_likeliest_token(backend: str, dtype: torch.dtype, vocab_size: int) -> None:
+def test_greedy_sample(backend: str, dtype: torch.dtype, vocab_size: int) -> None:
     logits = torch.randint(-9, 9, (40, vocab_size)).to(dtype)  # many ties
     logits[1] = -torch.inf
     logits[2, 3], logits[3, 4], logits[4, 2] = torch.nan, torch.inf, -torch.inf
-    assert torch.equal(step.likeliest(logits), reference.likeliest(logits))
+    assert torch.equal(step.greedy_sample(logits), reference.greedy_sample(logits))
 
 
 def test_recorded_work_is_done_again_in_the_same_memory(backend: str) -> None:

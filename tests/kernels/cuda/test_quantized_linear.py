@@ -1,4 +1,4 @@
-"""The products with matrices of few bits, in Triton's interpreter, against the reference implementation in float64."""
+"""GEMMs with low-bit matrices, in Triton's interpreter, against the reference implementation in float64."""
 
 from typing import Any
 from unittest.mock import Mock

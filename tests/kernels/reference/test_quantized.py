@@ -1,4 +1,4 @@
-"""Codes of few bits as they are stored."""
+"""Low-bit codes as they are stored."""
 
 import pytest
 import torch

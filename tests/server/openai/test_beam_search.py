@@ -16,7 +16,7 @@ from engine.core.engine_request import EngineRequest
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import OutputCollector, RequestUpdate
 from server.settings import ServerConfig
-from tests.support.beams import by_definition, chance, likeliest
+from tests.support.beams import by_definition, chance, top_logprobs
 from tests.support.fake_engine import FakeEngine, make_tokenizer
 from tests.support.live_server import Live, run_server, wait_until
 
@@ -60,7 +60,7 @@ class DiceEngine(FakeEngine):
                 collector.add(EngineOutput(request_id, [], "timeout" if request.deadline else "abort"), now)
             else:
                 assert (sampling.temperature, sampling.max_tokens, sampling.logprobs) == (0, 1, sampling.logprobs)
-                at = likeliest(MODEL(prompt), sampling.logprobs or 0)
+                at = top_logprobs(MODEL(prompt), sampling.logprobs or 0)
                 output = EngineOutput(request_id, at.top_ids[:1], "length", None, [at], 1, 0, now, now)
                 collector.add(output, now)
             yield collector.take()

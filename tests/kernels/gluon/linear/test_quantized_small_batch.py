@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with matrices of few bits: the kernel's arithmetic here, the kernel itself on a GPU."""
+"""GEMMs of up to 16 tokens with low-bit matrices: the kernel's arithmetic here, the kernel itself on a GPU."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Products of tens to hundreds of tokens with matrices of few bits: the kernel's arithmetic here, the kernel itself
+"""GEMMs of tens to hundreds of tokens with low-bit matrices: the kernel's arithmetic here, the kernel itself
 on a GPU.
 """
 

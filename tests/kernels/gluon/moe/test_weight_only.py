@@ -1,4 +1,4 @@
-"""Experts of few bits of more than a few tokens in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
+"""Low-bit experts of more than a few tokens in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Time the four GEMMs of a decoder layer by weight format, in CUDA graphs, beside the time of reading their bytes.
 
-    python -m benchmarks.micro.products --forms bfloat16 fp8 int4 --tokens 1 8 64 256
+    python -m benchmarks.micro.gemms --forms bfloat16 fp8 int4 --tokens 1 8 64 256
 
 The shapes are those of Llama-3.1-8B. Each GEMM is timed with more copies of its weight than L2 holds; "layer" is all
 four one after the other, as in a decoder without attention. µs, and the share of the device's read speed that they
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 64, 256])
     parser.add_argument("--output-json", metavar="FILE", help="where to save the results")
     args = parser.parse_args(argv)
-    need_gpus("benchmarks.micro.products")
+    need_gpus("benchmarks.micro.gemms")
     rows: list[dict[str, Any]] = []
     for form in args.forms:
         weights = {name: _copies(form, *shape) for name, shape in SHAPES.items()}
