@@ -32,6 +32,7 @@ NEUTRAL = {
     "server.generation",
     "server.metrics",
     "server.observability",
+    "server.owned_store",
 }  # no API's spelling
 API_PARTS = {"server.apis.api", "server.apis.endpoint", "server.apis.parameters"}
 APIS = {"server.apis.openai", "server.apis.anthropic", "server.apis.ollama"}
@@ -83,7 +84,9 @@ ALLOWED = {
         "server.observability.context",
         "server.observability.readiness",
     },
-    "server.observability": FACE | PARAMETERS | {"server.observability", "server.metrics", "engine.replicas.state"},
+    "server.observability": FACE
+    | PARAMETERS
+    | {"server.observability", "server.metrics", "server.owned_store", "engine.replicas.state"},
     "server.parsing": {
         "server.parsing",
         "engine.core.params.structured",

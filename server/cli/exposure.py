@@ -1,7 +1,8 @@
-"""Detects whether others can reach a server that requires no key, and at which addresses."""
+"""Detects what a server exposes by its settings: itself without a key, and at which addresses; or its key."""
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import socket
 
@@ -36,8 +37,17 @@ def exposure_warning(settings: ServerConfig, listener: socket.socket) -> str | N
         return None
     return (
         f"this server asks for no key: anyone who reaches {' or '.join(urls)} can use it. Give it keys (--api-key-file "
-        "FILE, "
-        "or the variable QUIRE_API_KEY), or keep it to this machine (--host 127.0.0.1)"
+        "FILE, or the variable QUIRE_API_KEY), or keep it to this machine (--host 127.0.0.1)"
+    )
+
+
+def command_line_warning(args: argparse.Namespace) -> str | None:
+    """Return a warning if the command line holds a key, else None."""
+    if not getattr(args, "api_key", None):
+        return None
+    return (
+        "--api-key: every user of this machine can read the key in the list of processes. Use --api-key-file FILE, or "
+        "the variable QUIRE_API_KEY"
     )
 
 

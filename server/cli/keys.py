@@ -26,6 +26,11 @@ def add_parser(commands: Any) -> None:
     new.add_argument("name", metavar="NAME", help="name of the key's owner, shown in logs and metrics")
     new.add_argument("--file", metavar="FILE", type=Path, help="key file to add the key to, created if missing")
     new.add_argument("--priority", action="store_true", help="allow requests with this key to set a `priority` below 0")
+    new.add_argument(
+        "--admin",
+        action="store_true",
+        help="let this key see other keys' requests and usage, and empty the prefix cache",
+    )
     for what in ("requests", "tokens"):
         help = f"maximum {what} per minute (default: no limit)"
         new.add_argument(f"--{what}-per-minute", metavar="N", type=int, help=help)
@@ -37,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from server.http.api_keys import Entry, add_to_file, entry_line, hashed, new_key
 
     key = new_key()
-    entry = Entry(hashed(key), args.priority, args.requests_per_minute, args.tokens_per_minute)
+    entry = Entry(hashed(key), args.priority, args.requests_per_minute, args.tokens_per_minute, args.admin)
     if args.file is not None:
         add_to_file(args.file, args.name, entry)
         after = f"Added to {args.file}; a server with --api-key-file {args.file} loads it within a second."

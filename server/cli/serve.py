@@ -23,7 +23,7 @@ from engine import ConfigError, EngineConfig, EngineError
 from engine.flags import add_flags
 from engine.utils.log import configure_logging, debugging, traceback_without_text
 from server.cli.common import load_with_model, model_argument
-from server.cli.exposure import exposure_warning, reachable_urls
+from server.cli.exposure import command_line_warning, exposure_warning, reachable_urls
 from server.cli.vllm_options import ADVICE
 from server.settings import ServerConfig
 
@@ -42,7 +42,7 @@ CLOSE_SECONDS = 2.0  # time for clients to read the rest of their responses when
 EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B --port 9000
-  quire serve ./my-model --max-model-len 32k --api-key secret
+  quire serve ./my-model --max-model-len 32k --api-key-file keys.yaml
   quire serve --config serve.yaml                  "name: value" lines, with the names of the options above
 
 Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process logs in the same format
     configure_logging(RequestFields(settings.disable_access_log_for_endpoints))
+    if (warning := command_line_warning(args)) is not None:
+        _log.warning("%s", warning)
     with contextlib.closing(listen(settings)) as listener:
         import uvloop
 

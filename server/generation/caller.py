@@ -16,6 +16,7 @@ class Caller:
     requests_per_minute: int | None = None  # None: no limit
     tokens_per_minute: int | None = None  # of prompts and outputs together; None: no limit
     address: str = ""  # of the client, if the server requires no keys
+    is_admin: bool = False  # whether it may see other callers' requests and usage, and change what all share
 
     def tenant(self, user: str) -> str:
         """Return the tenant for fair scheduling: the key; without keys, the request's `user`, else the address."""

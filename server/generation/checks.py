@@ -20,6 +20,12 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1000  # characters
 
 
+def check_admin(caller: Caller, what: str) -> None:
+    """Raise `NotPermittedError` if the caller may not do `what`, which concerns other callers."""
+    if not caller.is_admin:
+        raise NotPermittedError(f"{what} requires a key with `admin: true` in the key file")
+
+
 def check_priority(request: PromptRequest, caller: Caller) -> None:
     if request.priority < 0 and not caller.may_prioritise:
         raise NotPermittedError("values below 0 require a key with `priority: true` in the key file", "priority")

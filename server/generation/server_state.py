@@ -7,8 +7,9 @@ from typing import Any
 
 from engine import EngineError
 from server.generation.caller import Caller
+from server.generation.checks import check_admin
 from server.generation.engine_client import EngineClient
-from server.generation.errors import ConflictError, NotFoundError, NotPermittedError, UnavailableError
+from server.generation.errors import ConflictError, NotFoundError, UnavailableError
 from server.generation.generation import Generation
 from server.generation.model import Model
 from server.generation.queue import RequestQueue
@@ -56,8 +57,7 @@ class ServerState:
 
     async def reset_prefix_cache(self, caller: Caller) -> None:
         """Empty the prefix cache. Raises `NotPermittedError`, `ConflictError` if requests run, `UnavailableError`."""
-        if not caller.may_prioritise:
-            raise NotPermittedError("emptying the prefix cache requires a key with `priority: true` in the key file")
+        check_admin(caller, "emptying the prefix cache")
         try:
             was_reset = await self.engine.reset_prefix_cache()
         except EngineError as error:

@@ -35,6 +35,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     priority: bool = False  # whether its requests may set a `priority` below 0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    admin: bool = False  # whether it may see other keys' requests and usage, and change what all keys share
 
 
 def new_key() -> str:
@@ -51,9 +52,12 @@ class KeyRing:
     """The keys of a server. A key file is reloaded when it changes; an invalid file changes nothing."""
 
     def __init__(self, keys: Sequence[str], file: str | None) -> None:
-        """`keys` get the names key-1, key-2 …; `file`: see `read_keys`. Raises `ConfigError` if it cannot be read."""
+        """`keys` get the names key-1, key-2 …; a single one is an admin's. `file`: see `read_keys`. Raises
+        `ConfigError` if it cannot be read.
+        """
         self._given = {
-            _digest(key, f"api_key: key {number}"): Caller(f"key-{number}") for number, key in enumerate(keys, 1)
+            _digest(key, f"api_key: key {number}"): Caller(f"key-{number}", is_admin=len(keys) == 1)
+            for number, key in enumerate(keys, 1)
         }
         self._path = Path(file) if file is not None else None
         self._version = self._file_version()
@@ -144,7 +148,7 @@ def _callers(entries: Mapping[str, str | list[str] | Entry], label: str) -> dict
             raise ConfigError(f"{label}: a name must be 1 to 64 letters, digits or ._@-, got {name[:100]!r}")
         if any(limit is not None and limit < 1 for limit in limits):
             raise ConfigError(f"{label}: the limits of {name} must be at least 1")
-        caller = Caller(name, entry.priority, *limits)
+        caller = Caller(name, entry.priority, *limits, is_admin=entry.admin)
         for key in [entry.key] if isinstance(entry.key, str) else entry.key:
             other = callers.setdefault(_digest(key, f"{label}: the key of {name}"), caller)
             if other.name != name:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
+from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.generation.caller import Caller
-from server.http.callers import set_caller
+from server.http.callers import caller_in, set_caller
 from server.http.errors import APIError, ErrorFormats
 
 # Health checks. They reveal nothing about requests.
@@ -56,6 +57,8 @@ class APIKeyMiddleware:
             opens_page = path in PAGES and Headers(scope=scope).get("sec-fetch-mode", "navigate") == "navigate"
             await self._refusal(scope["path"], asks_for_password=opens_page)(scope, receive, send)
             return
+        else:
+            set_caller(scope, replace(caller_in(scope), may_prioritise=False, is_admin=False))
         await self._app(scope, receive, send)
 
     def _refusal(self, full_path: str, *, asks_for_password: bool) -> Response:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ from prometheus_client.registry import Collector
 from engine import SamplingParams
 from server.metrics import SampleWatch
 from server.observability.context import CURRENT, RequestContext
+from server.owned_store import OwnedStore
 
-MAX_ENDED = 1000  # finished requests that are remembered
+MAX_ENDED = 1000  # finished requests that are remembered; of the owner who has most, the oldest are forgotten first
 MAX_ENDED_SAMPLES = 4000  # samples of all of these together
 ANONYMOUS = "anonymous"  # key name in the metrics of a server without keys
 
@@ -123,12 +124,11 @@ class _Usage:
 
 
 class RequestLog(Collector):
-    """Running requests, recently finished ones, and metrics per key, which are computed on each scrape."""
+    """Running requests, recently finished ones, and the usage of each key. Metrics are computed on each scrape."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], RequestRecord] = {}  # owner and id → record
-        self._ended: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()  # oldest first
-        self._num_ended_samples = 0
+        self._ended = OwnedStore[RequestRecord](MAX_ENDED, MAX_ENDED_SAMPLES)  # a sample counts as a byte
         self._usage: dict[str, _Usage] = {}  # owner → usage by finished requests
 
     def begin(self, record: RequestRecord) -> None:
@@ -141,35 +141,52 @@ class RequestLog(Collector):
         if record.span is not None:
             record.span.end(record)
             record.span = None  # it has been exported
-        key = record.owner, record.id
-        del self._running[key]
+        del self._running[record.owner, record.id]
         self._usage.setdefault(record.owner, _Usage()).add(record)
-        if (former := self._ended.pop(key, None)) is not None:
-            self._num_ended_samples -= len(former.samples)
-        self._ended[key] = record
-        self._num_ended_samples += len(record.samples)
-        while len(self._ended) > MAX_ENDED or self._num_ended_samples > MAX_ENDED_SAMPLES:
-            _, oldest = self._ended.popitem(last=False)
-            self._num_ended_samples -= len(oldest.samples)
+        self._ended.put(record.owner, record.id, record, len(record.samples))
 
-    def find(self, owner: str, request_id: str) -> RequestRecord | None:
-        """Return the owner's latest request with this answer id or X-Request-Id."""
-        key = owner, request_id
-        found = self._running.get(key) or self._ended.get(key)
-        return found or next((each for each in self._of(owner) if each.http_id == request_id), None)
+    def find(self, owner: str | None, request_id: str) -> RequestRecord | None:
+        """Return the owner's latest request with this answer id, else X-Request-Id. `owner`: None: of any owner."""
+        by_http_id = None
+        for record in self._of(owner):
+            if record.id == request_id:
+                return record
+            if by_http_id is None and record.http_id == request_id:
+                by_http_id = record
+        return by_http_id
 
-    def newest(self, owner: str, most: int) -> list[RequestRecord]:
-        """Return the owner's latest requests, newest first."""
+    def newest(self, owner: str | None, most: int) -> list[RequestRecord]:
+        """Return the owner's latest requests, newest first. `owner`: None: of all owners."""
         return list(itertools.islice(self._of(owner), most))
 
-    def _of(self, owner: str) -> Iterable[RequestRecord]:
-        both = itertools.chain(reversed(self._running.values()), reversed(self._ended.values()))
-        return (record for record in both if record.owner == owner)
+    def _of(self, owner: str | None) -> Iterator[RequestRecord]:
+        """Yield the running requests, then those that ended; each the newest first."""
+        yield from (each for each in reversed(self._running.values()) if owner in (None, each.owner))
+        owners = self._ended.owners if owner is None else [owner]
+        yield from heapq.merge(*map(self._ended.latest, owners), key=lambda record: -record.ended)
 
     def collect(self) -> Iterator[Metric]:
-        usage = {owner: replace(each) for owner, each in self._usage.items()}
+        waiting = [each.received for each in self._running.values() if each.samples[0].timings is None]
+        oldest = time.monotonic() - min(waiting) if waiting else 0.0
+        help = "How long the request has waited that waits longest for its first token"
+        yield GaugeMetricFamily("quire:oldest_waiting_seconds", help, oldest)
+
+    def usage(self, owner: str | None) -> KeyUsage:
+        """Return the metrics of one key. `owner`: None: of all keys."""
+        usage = {name: replace(each) for name, each in self._usage.items() if owner in (None, name)}
         for record in self._running.values():
-            usage.setdefault(record.owner, _Usage()).add(record)
+            if owner in (None, record.owner):
+                usage.setdefault(record.owner, _Usage()).add(record)
+        return KeyUsage(usage)
+
+
+class KeyUsage(Collector):
+    """Metrics of keys, apart from the others: a key may see only its own."""
+
+    def __init__(self, usage: dict[str, _Usage]) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
         rows: list[tuple[Any, str, str, str]] = [
             (CounterMetricFamily, "requests", "Requests that have begun", "num_requests"),
             (GaugeMetricFamily, "requests_running", "Requests being answered", "num_running"),
@@ -178,10 +195,6 @@ class RequestLog(Collector):
         ]
         for family, name, help, field in rows:
             metric = family(f"quire:key_{name}", f"{help}, by key", labels=("key",))
-            for owner, each in usage.items():
+            for owner, each in self._usage.items():
                 metric.add_metric((owner or ANONYMOUS,), getattr(each, field))
             yield metric
-        waiting = [each.received for each in self._running.values() if each.samples[0].timings is None]
-        oldest = time.monotonic() - min(waiting) if waiting else 0.0
-        help = "How long the request has waited that waits longest for its first token"
-        yield GaugeMetricFamily("quire:oldest_waiting_seconds", help, oldest)

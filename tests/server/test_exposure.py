@@ -1,11 +1,17 @@
 """The warning of a server that others reach and that asks them for nothing."""
 
+import argparse
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
+from engine.flags import Parser
+from server.cli import serve
 from server.cli.exposure import exposure_warning, reachable_urls
 from server.settings import ServerConfig
 
@@ -48,3 +54,35 @@ def test_a_unix_socket() -> None:
 def test_keys() -> None:
     with bound("0.0.0.0") as listener:
         assert exposure_warning(ServerConfig(api_key=("sesame",)), listener) is None
+
+
+@pytest.mark.parametrize("source", ["option", "variable", "file"])
+def test_a_key_on_the_command_line_is_warned_of(
+    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def refuse(settings: ServerConfig) -> None:
+        assert settings.read_keys() is not None
+        raise ConfigError("stop here")
+
+    monkeypatch.setattr(serve, "listen", refuse)
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    monkeypatch.setenv("QUIRE_LOG_FORMAT", "text")  # restored afterwards
+    words = ["serve"]
+    if source == "option":
+        words += ["--api-key", "sesame"]
+    elif source == "variable":
+        monkeypatch.setenv("QUIRE_API_KEY", "sesame")
+    else:
+        (tmp_path / "serve.yaml").write_text("api_key: [sesame]\n")
+        words += ["--config", str(tmp_path / "serve.yaml")]
+    parser = Parser()
+    serve.add_parser(parser.add_subparsers())
+    args: argparse.Namespace = parser.parse_args(words)
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="stop here"):
+        serve.run(args)
+    warned = [record.getMessage() for record in caplog.records if "--api-key:" in record.getMessage()]
+    assert len(warned) == (source == "option")
+    for text in warned:
+        assert "--api-key-file" in text
+        assert "QUIRE_API_KEY" in text
+        assert "sesame" not in text

@@ -23,13 +23,13 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(
         f"# our keys\nplain: 12345\nhashed: {hashed('two')}\n"
-        f"more: {{key: [{hashed('three')}, three-b], priority: true, "
+        f"more: {{key: [{hashed('three')}, three-b], priority: true, admin: true, "
         "requests_per_minute: 60, tokens_per_minute: 90000}\n"
     )
     ring = KeyRing((), str(file))
     assert find(ring, "12345") == Caller("plain", may_prioritise=False)
     assert find(ring, "two") == Caller("hashed", may_prioritise=False)
-    assert find(ring, "three") == find(ring, "three-b") == Caller("more", True, 60, 90000)
+    assert find(ring, "three") == find(ring, "three-b") == Caller("more", True, 60, 90000, is_admin=True)
     for wrong in ("", "tw", hashed("two"), "hashed", "three "):
         assert find(ring, wrong) is None
     assert SECRET not in repr(vars(ring))
@@ -98,7 +98,7 @@ def test_the_file_is_read_again_when_it_changes(
     write("b: two\nc: three")
     assert find(ring, "one") is None, "a key that was taken out opens nothing"
     assert find(ring, "two") == Caller("b", may_prioritise=False)
-    assert find(ring, "given") == Caller("key-1")
+    assert find(ring, "given") == Caller("key-1", is_admin=True)
     for broken in ("b: [two", ""):
         write(broken)
         assert find(ring, "two") is not None, "a broken file changes nothing"

@@ -50,14 +50,16 @@ ENDPOINTS = (
                 }
             ],
         },
-        statuses=(404,),
+        statuses=(403, 404),
     ),
     Endpoint(
         "GET",
         "/requests",
         TAG,
-        "The newest requests of the key",
+        "The newest requests",
+        "Those of the key; for a key with `admin: true`, those of all keys. `?key=NAME`: those of one key.",
         answer={"object": "list", "data": []},
+        statuses=(403,),
     ),
     Endpoint(
         "GET",
@@ -80,9 +82,8 @@ ENDPOINTS = (
         "/reset_prefix_cache",
         TAG,
         "Empty the prefix cache",
-        "Later prompts are computed anew. 409 while requests are running. Requires a key with `priority: true`, if the "
-        "server "
-        "requires keys.",
+        "Later prompts are computed anew. 409 while requests are running. Requires a key with `admin: true`, if the "
+        "server requires keys.",
         answer={"reset": True},
         statuses=(403, 409, 503),
     ),
@@ -118,7 +119,7 @@ ENDPOINTS = (
         "/metrics",
         TAG,
         "Counters for Prometheus",
-        "Under vLLM's names.",
+        "Under vLLM's names. By API key only for a key with `admin: true`; any other key sees its own usage.",
         text='vllm:num_requests_running{engine="0",model_name="MODEL"} 2.0\n',
     ),
 )

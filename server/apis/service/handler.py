@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import engine as quire
+from server.generation.checks import check_admin
 from server.generation.server_state import ServerState
 from server.http.callers import caller_of
 from server.http.errors import APIError
@@ -35,15 +36,15 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         return {"reset": True}
 
     @app.get("/requests/{request_id}")
-    async def request_record(request_id: str, request: Request) -> dict[str, Any]:
-        record = server.requests.find(caller_of(request).name, request_id)
+    async def request_record(request_id: str, request: Request, key: str | None = None) -> dict[str, Any]:
+        record = server.requests.find(_owner(request, key), request_id)
         if record is None:
             raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
         return record.as_dict()
 
     @app.get("/requests")
-    async def request_records(request: Request) -> dict[str, Any]:
-        records = server.requests.newest(caller_of(request).name, MAX_LISTED)
+    async def request_records(request: Request, key: str | None = None) -> dict[str, Any]:
+        records = server.requests.newest(_owner(request, key), MAX_LISTED)
         return {"object": "list", "data": [record.as_dict() for record in records]}
 
     @app.get("/version")
@@ -51,5 +52,18 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         return {"version": quire.__version__}
 
     @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        caller = caller_of(request)
+        by_key = server.requests.usage(None if caller.is_admin else caller.name)
+        text = generate_latest(server.metrics.registry) + generate_latest(by_key)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _owner(request: Request, key: str | None) -> str | None:
+    """Return whose requests are asked for; None: everyone's, for an admin who names no `key`."""
+    caller = caller_of(request)
+    if key is None:
+        return None if caller.is_admin else caller.name
+    if key != caller.name:
+        check_admin(caller, "reading the requests of another key")
+    return key

@@ -34,11 +34,11 @@ def test_keys_are_added_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     alice = new(capsys, "alice", "--file", file)[1].strip()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.write_text("# ours\n" + file.read_text().rstrip("\n"))
-    limits = ("--priority", "--requests-per-minute", 60, "--tokens-per-minute", 9000)
+    limits = ("--priority", "--admin", "--requests-per-minute", 60, "--tokens-per-minute", 9000)
     bob = new(capsys, "bob", "--file", file, *limits)[1].strip()
     ring = KeyRing((), str(file))
     assert ring.find(alice.encode()) == Caller("alice", may_prioritise=False)
-    assert ring.find(bob.encode()) == Caller("bob", True, 60, 9000)
+    assert ring.find(bob.encode()) == Caller("bob", True, 60, 9000, is_admin=True)
     text = file.read_text()
     assert text.startswith("# ours\n")
     assert alice not in text

@@ -103,10 +103,12 @@ def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys is not None
     caller = keys.find(b"from the environment")
     assert caller is not None
-    assert (caller.name, caller.may_prioritise) == ("key-1", True)
+    assert (caller.name, caller.may_prioritise, caller.is_admin) == ("key-1", True, True)
     given = ServerConfig(api_key=("a", hashed("b"))).read_keys()
     assert given is not None
     assert given.find(b"from the environment") is None
+    assert (found := given.find(b"a")) is not None
+    assert not found.is_admin, "one of several"
     assert [given.find(key) is not None for key in (b"a", b"b", hashed("b").encode(), b"")] == [
         True,
         True,

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live
 
-MINE, THEIRS = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
+MINE, THEIRS, ADMIN = [{"Authorization": f"Bearer {key}"} for key in ("k1", "k2", "k3")]
 
 
 def record(request_id: str, owner: str = "", received: float = 0.0, *samples: SampleWatch) -> RequestRecord:
@@ -64,20 +65,22 @@ def test_ended_requests_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_usage_of_keys_counts_running_requests_too() -> None:
-    log, registry = RequestLog(), CollectorRegistry()
-    registry.register(log)
+    log = RequestLog()
     started = RequestMetrics(time.monotonic())
     first, second = record("a", "alice", 0.0, sample(5, False, started)), record("b", "alice", time.monotonic() - 9)
     for r in (first, second, record("c", "", time.monotonic())):
         log.begin(r)
 
     def values(name: str) -> list[float | None]:
+        registry = CollectorRegistry()
+        registry.register(log.usage(None))
         return [registry.get_sample_value(f"quire:key_{name}", {"key": key}) for key in ("alice", "anonymous")]
 
     before = [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")]
     assert before == [[2, 1], [10, 0], [5, 0]]
     assert values("requests_running") == [2, 1]
-    assert 9 <= (registry.get_sample_value("quire:oldest_waiting_seconds") or 0) < 100
+    (oldest,) = log.collect()
+    assert 9 <= oldest.samples[0].value < 100
     log.end(first)
     assert [values(name) for name in ("requests_total", "prompt_tokens_total", "generation_tokens_total")] == before
     assert values("requests_running") == [1, 1]
@@ -132,12 +135,56 @@ def test_a_request_is_told_while_it_runs(serve: Callable[..., Live]) -> None:
     assert choice["finish_reason"] == "abort"
 
 
-def test_keys_are_told_apart_in_the_metrics(guarded: Live) -> None:
-    ask(guarded, MINE)
-    ask(guarded, MINE)
-    ask(guarded, THEIRS)
-    text = guarded.http.get("/metrics", headers=MINE).text
-    assert re.findall(r'^quire:key_generation_tokens_total\{key="(.*?)"\} (\S+)', text, re.MULTILINE) == [
-        ("key-1", "8.0"),
-        ("key-2", "4.0"),
-    ]
+def test_one_owner_s_records_never_push_out_another_s() -> None:
+    log = RequestLog()
+    big = [record(f"big-{i}", "eve", 0.0, *[sample() for _ in range(2048)]) for i in range(3)]
+    for r in (record("small", "alice"), *big):
+        log.begin(r)
+        log.end(r)
+    assert [r.id for r in log.newest("alice", 10)] == ["small"]
+    assert [r.id for r in log.newest("eve", 10)] == ["big-2"]
+    assert [r.id for r in log.newest(None, 10)] == ["big-2", "small"]
+
+
+@pytest.fixture
+def ruled(serve: Callable[..., Live], tmp_path: Path) -> Live:
+    """A server of two keys and an admin's."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("alice: k1\nbob: k2\nops: {key: k3, admin: true}\n")
+    return serve(FakeEngine(), ServerConfig(api_key_file=str(file), open_metrics=True))
+
+
+def usage_seen(live: Live, headers: dict[str, str]) -> list[tuple[str, str]]:
+    text = live.http.get("/metrics", headers=headers).text
+    assert "quire:oldest_waiting_seconds" in text
+    assert "vllm:prompt_tokens_total" in text, "totals are everyone's"
+    return re.findall(r'^quire:key_generation_tokens_total\{key="(.*?)"\} (\S+)', text, re.MULTILINE)
+
+
+def test_only_an_admin_sees_the_usage_of_other_keys(ruled: Live, serve: Callable[..., Live]) -> None:
+    for who in (MINE, MINE, THEIRS):
+        ask(ruled, who)
+    assert usage_seen(ruled, ADMIN) == [("alice", "8.0"), ("bob", "4.0")]
+    assert usage_seen(ruled, MINE) == [("alice", "8.0")]
+    assert usage_seen(ruled, {}) == [], "of --open-metrics"
+    alone = serve(FakeEngine(), ServerConfig(api_key=("k1",)))
+    ask(alone, MINE)
+    assert usage_seen(alone, MINE) == [("key-1", "4.0")]
+    anyone = serve(FakeEngine())
+    ask(anyone, {})
+    assert usage_seen(anyone, {}) == [("anonymous", "4.0")]
+
+
+def test_only_an_admin_reads_the_requests_of_other_keys(ruled: Live) -> None:
+    ids = [ask(ruled, who)["id"] for who in (MINE, THEIRS)]
+
+    def listed(path: str, who: dict[str, str]) -> Any:
+        response = ruled.http.get(path, headers=who)
+        return [each["id"] for each in response.json()["data"]] if response.is_success else response.status_code
+
+    assert listed("/requests", ADMIN) == ids[::-1]
+    assert listed("/requests?key=alice", ADMIN) == listed("/requests?key=alice", MINE) == ids[:1]
+    assert listed("/requests?key=alice", THEIRS) == 403
+    assert ruled.http.get(f"/requests/{ids[0]}", headers=ADMIN).json()["key"] == "alice"
+    assert ruled.http.get(f"/requests/{ids[0]}?key=bob", headers=ADMIN).status_code == 404
+    assert ruled.http.get(f"/requests/{ids[0]}?key=alice", headers=THEIRS).status_code == 403

@@ -219,7 +219,9 @@ def test_the_prefix_cache_is_emptied(live: Live) -> None:
 
 
 def test_only_some_keys_may_empty_the_prefix_cache(serve: Callable[..., Live], tmp_path: Path) -> None:
-    (tmp_path / "keys.yaml").write_text("plain: {key: aaa}\nfirst: {key: bbb, priority: true}\n")
+    (tmp_path / "keys.yaml").write_text(
+        "plain: {key: aaa, priority: true}\nfirst: {key: bbb, priority: true, admin: true}\n"
+    )
     live = serve(FakeEngine(), ServerConfig(api_key_file=str(tmp_path / "keys.yaml")))
     answers = [
         live.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {key}"}).status_code

@@ -14,7 +14,6 @@ from pydantic import Field
 from server.apis.openai.responses.items import Item, ItemReference
 from server.apis.openai.responses.pages import After, Limit, Order, page
 from server.apis.openai.responses.store import Items, encoded, items_bytes
-from server.generation.owned_store import OwnedStore
 from server.generation.server_state import ServerState
 from server.generation.warnings import Warnings
 from server.http.bodies import Body, optional
@@ -22,6 +21,7 @@ from server.http.callers import caller_of
 from server.http.errors import APIError
 from server.http.reading import converted
 from server.http.responses import json_response
+from server.owned_store import OwnedStore
 
 MAX_BYTES = 128 << 20
 MAX_ITEMS = 20  # in one request

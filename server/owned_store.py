@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -26,10 +27,17 @@ class OwnedStore(Generic[T]):
     def __init__(self, max_values: int, max_bytes: int) -> None:
         self._max_values, self._max_bytes = max_values, max_bytes
         self._owners: dict[str, _Owned[T]] = {}
+        self._num_values = 0
+        self.num_bytes = 0
 
     @property
-    def num_bytes(self) -> int:
-        return sum(owned.num_bytes for owned in self._owners.values())
+    def owners(self) -> list[str]:
+        return list(self._owners)
+
+    def latest(self, owner: str) -> Iterator[T]:
+        """Yield an owner's values, the most recently used first."""
+        owned = self._owners.get(owner)
+        return (value for value, _ in reversed(owned.values.values())) if owned is not None else iter(())
 
     def put(self, owner: str, key: str, value: T, num_bytes: int) -> None:
         """Store a value, replacing the owner's value of the same key. Evicts values when the store is full."""
@@ -37,6 +45,8 @@ class OwnedStore(Generic[T]):
         owned = self._owners.setdefault(owner, _Owned())
         owned.values[key] = value, num_bytes
         owned.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        self._num_values += 1
         while self.num_bytes > self._max_bytes or self._num_values > self._max_values:
             name, most = max(self._owners.items(), key=lambda item: self._fraction(item[1]))
             self.remove(name, next(iter(most.values)))
@@ -53,14 +63,13 @@ class OwnedStore(Generic[T]):
         owned = self._owners.get(owner)
         if owned is None or key not in owned.values:
             return False
-        owned.num_bytes -= owned.values.pop(key)[1]
+        _, num_bytes = owned.values.pop(key)
+        owned.num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
+        self._num_values -= 1
         if not owned.values:
             del self._owners[owner]
         return True
-
-    @property
-    def _num_values(self) -> int:
-        return sum(len(owned.values) for owned in self._owners.values())
 
     def _fraction(self, owned: _Owned[T]) -> float:
         """Return the fraction of the store's limits that an owner uses."""
