@@ -240,6 +240,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown option {name}{nearest(name, self._option_string_actions)}")
         return parsed, rest
 
+    def with_options(self, message: str) -> str:
+        """Return an error message with the names of settings as this command spells them: --max-model-len.
+
+        A name without an underscore is replaced only where the message begins with it: elsewhere it may be a word.
+        """
+        options = {each.dest: each.option_strings[0] for each in self._actions if each.option_strings}
+        names = r"""^[a-z]+(?=[ :])|(?<![\w./'"=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"=]|\.\w)"""
+        return re.sub(names, lambda found: options.get(found[0], found[0]), message)
+
     def error(self, message: str) -> NoReturn:
         more = f" (see {self.prog} --help)" if "arguments are required" in message else ""
         self.exit(2, f"{self.prog}: error: {message}{more}\n")
@@ -337,10 +346,11 @@ def load(
     arguments = vars(given) if isinstance(given, argparse.Namespace) else given
     settings = {name: setting for cls in classes for name, setting in settings_of(cls).items()}
     file = arguments.get("config")
+    in_file = f"--config {file}: "
     layers: Sequence[tuple[Mapping[str, Any], Any]] = [
         (arguments, lambda setting: setting.option),
         (_read_environment(environ, settings), lambda setting: setting.env),
-        (read_yaml(file, settings) if file else {}, lambda setting: f"--config {file}: {setting.name}"),
+        (read_yaml(file, settings) if file else {}, lambda setting: in_file + setting.option.removeprefix("--")),
         (defaults or {}, lambda setting: setting.name),
     ]
     values = {}

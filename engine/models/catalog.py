@@ -27,5 +27,14 @@ def pull(model: str, *, revision: str | None = None, download_dir: str | None = 
     return resolve_model(model, revision=revision, download_dir=download_dir)
 
 
+def check_local(model: str, overrides: Mapping[str, Any] | None = None) -> None:
+    """Raise `ModelError` if `model` is a path and no supported model is there. Reads only small files.
+
+    Needs no torch, so that commands can tell a wrong path at once. A Hub id passes: it is looked up when it is loaded.
+    """
+    if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        read_spec(resolve_model(model, weights=False), overrides)
+
+
 def _described(functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     return {name: (function.__doc__ or "").strip().splitlines()[0] for name, function in functions.items()}

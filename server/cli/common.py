@@ -92,7 +92,12 @@ def base_url(url: str) -> str:
 
 
 def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
-    """Return the settings. If no source names a model, take the bundled one and say so on standard error."""
+    """Return the settings. If no source names a model, take the bundled one and say so on standard error.
+
+    Raises `ModelError` if the model is a path where no supported one is, before anything slow is imported.
+    """
+    from engine.models.catalog import check_local
+
     given = vars(args).copy()
     named = given.pop("model_argument", None)
     if named is not None:
@@ -105,4 +110,6 @@ def load_with_model(args: argparse.Namespace, *classes: type) -> list[Any]:
         if isinstance(settings, EngineConfig) and "model" not in given and settings.model == str(DEMO_MODEL):
             print(f"No model given: using the small bundled model, {DEMO_MODEL}", file=sys.stderr)
             loaded[index] = dataclasses.replace(settings, served_model_name=settings.served_model_name or (DEMO_NAME,))
+        elif isinstance(settings, EngineConfig):
+            check_local(settings.model, settings.hf_overrides)
     return loaded

@@ -41,27 +41,40 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = _read_prompt(args)
+    prompt = _given_prompt(args)
     config, sampling = load_with_model(args, EngineConfig, SAMPLING_FLAGS)
-    asyncio.run(_generate(config, sampling, prompt))
+    asyncio.run(_generate(config, sampling, _typed_prompt() if prompt is None else prompt))
     return 0
 
 
-def _read_prompt(args: argparse.Namespace) -> str:
+def _given_prompt(args: argparse.Namespace) -> str | None:
+    """Return the text of the command line or of --file; None if neither is given."""
     if args.prompt is not None and args.file is not None:
         raise ConfigError("the prompt is given twice, as an argument and as --file")
-    if args.prompt is not None:
-        return str(args.prompt)
+    if args.file is None:
+        return None if args.prompt is None else str(args.prompt)
     try:
-        if args.file is not None:
-            return Path(args.file).read_text(encoding="utf-8").removesuffix("\n")
-        if sys.stdin.isatty():
-            print("Type the text to continue, then Ctrl-D:", file=sys.stderr)
-        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read().removesuffix("\n")
+        return _not_empty(Path(args.file).read_text(encoding="utf-8"), args.file)
     except OSError as error:
         raise ConfigError(f"--file {args.file}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"the prompt in {args.file or 'standard input'} is not UTF-8 text") from None
+        raise ConfigError(f"the prompt in {args.file} is not UTF-8 text") from None
+
+
+def _typed_prompt() -> str:
+    """Return the text of standard input."""
+    if sys.stdin.isatty():
+        print("Type the text to continue, then Ctrl-D on a line of its own:", file=sys.stderr)
+    try:
+        return _not_empty(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read(), "standard input")
+    except UnicodeDecodeError:
+        raise ConfigError("the prompt in standard input is not UTF-8 text") from None
+
+
+def _not_empty(text: str, source: str) -> str:
+    if not (prompt := text.removesuffix("\n")):
+        raise ConfigError(f'there is no prompt: {source} is empty. Give a text: quire generate "Once upon a time"')
+    return prompt
 
 
 async def _generate(config: EngineConfig, sampling: SamplingFlags, prompt: str) -> None:

@@ -62,7 +62,7 @@ def _run(words: list[str]) -> int:
     except Exception as error:
         if debugging() or not _is_plain(error):
             raise
-        print(f"quire {args.command}: error: {error}", file=sys.stderr)
+        print(f"quire {args.command}: error: {args.parser.with_options(str(error))}", file=sys.stderr)
         return 1
 
 
@@ -82,6 +82,8 @@ def command_line(only: str = "") -> Parser:
         importlib.import_module(f"server.cli.{name}").add_parser(commands)
     if only not in COMMANDS:
         importlib.import_module("server.cli.completion").add_parser(commands, parser)
+    for each in commands.choices.values():
+        each.set_defaults(parser=each)
     return parser
 
 

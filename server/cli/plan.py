@@ -56,9 +56,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. The exit code is 1 when the engine would not start."""
+    flags, config = load_with_model(args, PlanFlags, EngineConfig)
     from engine.plan import find_gpu, gpu_here, make_plan, on_all_gpus
 
-    flags, config = load_with_model(args, PlanFlags, EngineConfig)
     gpu = gpu_here() if flags.gpu is None else find_gpu(flags.gpu)
     plans = list(on_all_gpus(config)) if gpu is None else [make_plan(config, gpu)]
     if flags.json:

@@ -170,9 +170,9 @@ def test_gemma_3_counts_its_scaling_in_its_context(tmp_path: Path) -> None:
         ({"architectures": []}, "'architectures' must be a list of one name, got []"),
         (
             family("Mamba"),
-            "architecture 'MambaForCausalLM' is not supported; `quire models` lists all that are",
+            "architecture 'MambaForCausalLM' is not supported: it needs state-space (Mamba) layers",
         ),
-        (family("Qwen2Mo"), "'Qwen2MoForCausalLM' is not supported; the nearest that are: Qwen2MoeForCausalLM"),
+        (family("Qwen2Mo"), "; the nearest that are: Qwen2MoeForCausalLM"),
         ({"rope_scaling": {"type": "mrope"}}, "RoPE scaling 'mrope' is not supported; supported: default, lin"),
         (
             {"rope_scaling": {"type": "longrope"}},

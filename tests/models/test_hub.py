@@ -24,19 +24,28 @@ def test_local_folder(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+def test_gguf_files_are_told_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "m-Q4_K_M.gguf"
+    file.touch()
+    for place, words in ((file, "GGUF files are not supported; "), (tmp_path, "holds GGUF files, which are not ")):
+        assert message(place).startswith(f"{place}: {words}")
+        assert message(place).endswith("give the model that it was made from, as a folder or Hub id with config.json "
+                                       "and .safetensors")  # fmt: skip
+
+
 def test_folder_without_config(tmp_path: Path) -> None:
     assert f"{tmp_path}: holds no config.json (it holds nothing)" in message(tmp_path)
     (tmp_path / "original").mkdir()
-    (tmp_path / "weights.gguf").touch()
-    assert "(it holds original/, weights.gguf)" in message(tmp_path)
+    (tmp_path / "weights.bin").touch()
+    assert "(it holds original/, weights.bin)" in message(tmp_path)
     for i in range(20):
         (tmp_path / f"a{i:02}").touch()
     assert "a07 and 14 more" in message(tmp_path)
 
 
 def test_file(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert "model.gguf: is a file; give the folder" in message(tmp_path / "model.gguf")
+    (tmp_path / "model.bin").touch()
+    assert "model.bin: is a file; give the folder" in message(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "a/b/c", "~/nothing-here", "white space"])

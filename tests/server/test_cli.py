@@ -214,12 +214,23 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
         (
             ["serve", "m", "--host", "nowhere.invalid"],
             1,
-            "host must be an address of this machine, got 'nowhere.invalid'",
+            "error: --host must be an address of this machine, got 'nowhere.invalid'",
         ),
-        (["chat", "--url", "localhost:8000"], 1, "url must begin with http:// or https://, got 'localhost:8000'"),
+        (["serve", "m", "--block_size", "3"], 1, "error: --block-size must be a power of two, got 3"),
+        (
+            ["serve", "m", "--no-enable-prefix-caching", "--prefix-cache-file", "x"],
+            1,
+            "error: --prefix-cache-file needs --enable-prefix-caching",
+        ),
+        (
+            ["chat", "--url", "localhost:8000"],
+            1,
+            "error: --url must begin with http:// or https://, got 'localhost:8000'",
+        ),
         (["generate", "a", "--file", "b"], 1, "the prompt is given twice"),
         (["generate", "--file", "/nowhere.txt"], 1, "/nowhere.txt: No such file or directory"),
-        (["generate", "a", "--model", "/nowhere"], 1, "/nowhere: there is no such folder"),
+        (["generate", "a", "--model", "/nowhere"], 1, "error: /nowhere: there is no such folder"),
+        (["generate", "a", "--model", "./some/no/where"], 1, "some/no/where: there is no such folder"),
     ],
 )
 def test_wrong_command_lines(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +243,39 @@ def test_wrong_command_lines(words: list[str], code: int, message: str, capsys: 
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+NO_MODEL = """
+import sys
+from server.cli.main import main
+code = main(sys.argv[1:])
+assert not {"torch", "uvicorn", "engine.async_engine", "server.app"} & {*sys.modules}, "slow imports"
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "message"),
+    [
+        ("serve", None, "{}: there is no such folder"),
+        ("serve", {"README.md": ""}, "{}: holds no config.json (it holds README.md)"),
+        ("chat", {"m-Q4_K_M.gguf": "GGUF"}, "{}: holds GGUF files, which are not supported; give the model"),
+        ("generate", {"config.json": '{"architectures": ["OddForCausalLM"]}'}, "'OddForCausalLM' is not supported"),
+        ("plan", {"config.json": "{"}, "{}/config.json: is not valid JSON"),
+    ],
+)
+def test_a_wrong_model_is_told_before_anything_slow_is_imported(
+    command: str, files: dict[str, str] | None, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    for name, text in (files or {}).items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    words = [sys.executable, "-c", NO_MODEL, command, "--model", str(folder)]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, input="", capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1, done.stderr
+    assert message.format(folder) in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # Serving
@@ -275,11 +319,11 @@ def test_client_that_hangs_up_ends_its_request(server: Server) -> None:
 
 def test_port_in_use_is_seen_before_the_model_is(server: Server) -> None:
     port = server.url.rpartition(":")[2]
-    result = quire("serve", "/nowhere", "--host", "127.0.0.1", "--port", port)
+    result = quire("serve", "no/where", "--host", "127.0.0.1", "--port", port)
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == (
-        f"quire serve: error: port {port} is in use: stop the program on 127.0.0.1:{port}, or choose another --port\n"
+        f"quire serve: error: --port {port} is in use: stop the program on 127.0.0.1:{port}, or choose another --port\n"
     )
 
 
@@ -475,6 +519,9 @@ def test_generate_wants_a_text() -> None:
     result = subprocess.run(words, cwd=ROOT, env=environment, input=b"\xff", capture_output=True, timeout=60)
     assert result.returncode == 1
     assert result.stderr == b"quire generate: error: the prompt in standard input is not UTF-8 text\n"
+    result = subprocess.run(words, cwd=ROOT, env=environment, input=b"\n", capture_output=True, timeout=60)
+    assert result.returncode == 1
+    assert b"error: there is no prompt: standard input is empty. Give a text: quire generate " in result.stderr
 
 
 def test_chat_with_a_server(server: Server) -> None:

@@ -12,6 +12,7 @@ from engine.models import classifier
 from engine.models.errors import ModelError
 from engine.models.families import experts, gemma4, llama_like, mpt, other_norms
 from engine.models.families.fields import Config
+from engine.models.families.missing import missing
 from engine.models.files import read_config
 from engine.models.generation_config import read_eos_token_ids
 from engine.models.pooling_config import is_embedding_model
@@ -50,7 +51,10 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
     stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
     close = difflib.get_close_matches(names[0][:99].removesuffix("ForCausalLM"), stems, n=3, cutoff=0.7)
     nearest = f"; the nearest that are: {', '.join(stems[stem] for stem in close)}" if close else ""
-    raise ModelError(f"architecture {names[0]!r} is not supported{nearest}; `quire models` lists all that are")
+    raise ModelError(
+        f"architecture {names[0]!r} is not supported: it needs {missing(names[0], config)}{nearest}; "
+        "`quire models` lists all that are"
+    )
 
 
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {

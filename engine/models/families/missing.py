@@ -1,0 +1,41 @@
+"""Names what a model needs that Quire lacks, by the fields of config.json of a family that Quire does not know."""
+
+from __future__ import annotations
+
+from engine.models.families.fields import Config
+
+# Fields of config.json, or parts of an architecture's name → what they stand for. The first that is found is named.
+_FIELDS = {
+    "is_encoder_decoder": "an encoder beside the decoder",
+    "vision_config": "images as input",
+    "audio_config": "sound as input",
+    "text_config": "input that is not text",
+    "linear_num_value_heads": "delta-net layers, which keep a state instead of a KV cache",
+    "conv_L_cache": "convolution layers, which keep a state instead of a KV cache",
+    "mamba_d_state": "state-space (Mamba) layers, which keep a state instead of a KV cache",
+    "ssm_state_size": "state-space (Mamba) layers, which keep a state instead of a KV cache",
+    "ssm_cfg": "state-space (Mamba) layers, which keep a state instead of a KV cache",
+    "state_size": "state-space (Mamba) layers, which keep a state instead of a KV cache",
+    "index_topk": "sparse attention",
+    "auto_map": "code that comes with the model, which Quire never runs",
+}
+_NAMES = {
+    "Mamba": _FIELDS["state_size"],
+    "Rwkv": "recurrent layers, which keep a state instead of a KV cache",
+    "Bert": "attention in both directions",
+    "T5": _FIELDS["is_encoder_decoder"],
+    "Whisper": _FIELDS["audio_config"],
+    "Vision": _FIELDS["vision_config"],
+    "VL": _FIELDS["vision_config"],
+}
+
+
+def missing(architecture: str, config: Config) -> str:
+    """Return what keeps Quire from serving the model, in words that follow "it needs"."""
+    for field, need in _FIELDS.items():
+        if config.get(field):
+            return need
+    for part, need in _NAMES.items():
+        if part in architecture:
+            return need
+    return "a function of about ten lines in engine/models/families (CONTRIBUTING.md, Add a model family)"

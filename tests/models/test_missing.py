@@ -1,0 +1,33 @@
+"""The error about an unknown family: it says what Quire lacks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "need"),
+    [
+        ("MambaForCausalLM", {"state_size": 16}, "state-space (Mamba) layers"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 32}, "delta-net layers"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 3}, "convolution layers"),
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
+        ("Qwen2VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
+        ("BertForMaskedLM", {}, "attention in both directions"),
+        ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),
+        ("Llama7ForCausalLM", {}, "a function of about ten lines in engine/models/families"),
+    ],
+)
+def test_an_unknown_family_is_told_with_what_it_needs(
+    architecture: str, fields: dict[str, Any], need: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
+    with pytest.raises(ModelError, match="is not supported: it needs ") as caught:
+        read_spec(tmp_path)
+    assert f"it needs {need}" in str(caught.value)
+    assert str(caught.value).endswith("`quire models` lists all that are")
