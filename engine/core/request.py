@@ -120,7 +120,10 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
     ) -> EngineOutput:
-        """Return the output of a step: new tokens with their log-probabilities, or the embedding."""
+        """Return the output of a step: new tokens with their log-probabilities, or the embedding.
+
+        The first one has the prompt's log-probabilities, unless the request ended before all were known.
+        """
         is_first = len(self.token_ids) - len(new_token_ids) == self.num_prompt_tokens and embedding is None
         return EngineOutput(
             self.request_id,
@@ -132,7 +135,7 @@ class Request:
             self.num_preemptions,
             self.queued_time,
             self.scheduled_time,
-            self.prompt_logprobs if is_first else None,
+            self.prompt_logprobs if is_first and not self.is_scored else None,
             embedding,
             self.prefix_miss,
             self.error,

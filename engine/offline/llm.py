@@ -89,6 +89,7 @@ class LLM:
         whether to show a progress bar, or a function that makes one. `priority`: one for each prompt; lower values run
         first.
 
+        A completion that fails has the `finish_reason` "error" and an `error`; all others are returned as without it.
         Raises `ValueError`, which names the prompt, if one cannot run; then none runs. Ctrl-C aborts all requests; the
         LLM stays usable.
         """
@@ -319,6 +320,7 @@ class LLM:
                 self._logprobs(answer),
                 answer.finish_reason,
                 answer.stop_reason,
+                answer.error,
             )
             for index, answer in enumerate(job.answers)
         ]

@@ -69,6 +69,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most likely ones
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str = ""  # with the finish reason "error": what went wrong
 
     def finished(self) -> bool:
         return self.finish_reason is not None

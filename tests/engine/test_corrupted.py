@@ -137,6 +137,22 @@ def test_an_embedding_that_failed_is_not_taken_for_an_empty_one(tiny_model: Path
     llm.close()
 
 
+def test_a_corrupted_prompt_does_not_lose_the_other_answers(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_gpu_blocks_override=64, max_num_batched_tokens=16)
+    scored = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, ignore_eos=True, bad_words=[[POISON]])
+    good = [[8] * 20, [9] * 20]
+    alone = [result.outputs[0] for result in llm.generate(good, scored, use_tqdm=False)]
+    first, failed, last = llm.generate([good[0], [7] * 30 + [POISON, 7, 7], good[1]], scored, use_tqdm=False)
+    assert [first.outputs[0], last.outputs[0]] == alone
+    assert all(len(each.prompt_logprobs or ()) == 20 for each in (first, last))
+    assert failed.prompt_logprobs is None, "some of them are known"
+    (completion,) = failed.outputs
+    assert (completion.finish_reason, completion.error, completion.text) == ("error", FAULTS[NOT_FINITE], "")
+    llm.close()
+
+
 def test_a_request_that_excludes_all_tokens_says_so(tiny_model: Path) -> None:
     loop = Loop(tiny_model)
     loop.add("a", SamplingParams(bad_words=[[i] for i in range(300)]))
