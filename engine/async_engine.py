@@ -17,6 +17,7 @@ from engine.errors import EngineDeadError, EngineError, ParameterError
 from engine.models.files import Progress
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.replicas.deadline_timers import DeadlineTimers
 from engine.replicas.dispatcher import Dispatcher
 from engine.replicas.in_flight import InFlight
 from engine.replicas.messages import Ready, Shutdown, Start
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._processor: InputProcessor | None = None  # None until loaded
         self._streams: dict[str, Stream] = {}  # all streams with a reader
         self.in_flight = InFlight()
+        self._deadlines = DeadlineTimers(lambda request_id: self._end_early(request_id, "timeout"))
         self._pace, self._fair = Pace(), FairTasks(UPDATES_AT_ONCE)
         self._closed = False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
@@ -163,7 +165,8 @@ class AsyncEngine:
         """Generate a completion as updates; the last one has a `finish_reason`. An embedding is one update.
 
         The engine starts at once, even if nothing reads the updates yet. A slow reader gets fewer and longer updates.
-        Closing or dropping the iterator, or cancelling the task that waits for it, aborts the request.
+        Closing or dropping the iterator, or cancelling the task that waits for it, aborts the request. At its deadline
+        it ends with the `finish_reason` "timeout", wherever it waits or runs.
 
         Raises `ValueError`, at once, for a request that cannot run. Raises `EngineDeadError` if the process is lost
         after the first output, or is not restarted any more.
@@ -183,12 +186,14 @@ class AsyncEngine:
         self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
         self.in_flight.add(request_id, request.tenant)
         self._dispatcher.assign(stream)
+        self._deadlines.add(request)
         return Updates(stream, lambda: self._forget(request_id, stream))
 
     def _forget(self, request_id: str, stream: Stream) -> None:
         """The stream has lost its reader: abort the request if it is unfinished."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
+            self._deadlines.remove(request_id)
             self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
             self._end_request(stream)
 
@@ -198,18 +203,18 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, with `finish_reason` "abort". Unknown ids are ignored."""
-        self._abort(request_id)
+        self._end_early(request_id, "abort")
 
     def abort_all(self) -> None:
         """Abort every request, as `abort` does."""
         for request_id in list(self._streams):
-            self._abort(request_id)
+            self._end_early(request_id, "abort")
 
-    def _abort(self, request_id: str) -> None:
+    def _end_early(self, request_id: str, finish_reason: str) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and not stream.output.finished:
             self._end_request(stream)
-            stream.add(EngineOutput(request_id, [], "abort"), time.monotonic())
+            stream.add(EngineOutput(request_id, [], finish_reason), time.monotonic())
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches of all replicas. Returns False if one was not: requests are running there.

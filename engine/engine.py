@@ -176,7 +176,7 @@ class Engine:
             launched = self._on_device(self.runner.launch, scheduled) if scheduled else None
             oldest = self._oldest_if_full(launched)
             result = self._on_device(oldest.read) if oldest is not None else None
-            outputs.outputs += self._expire()
+            outputs.outputs += self._take_late()
             outputs = self._update(result, outputs)
             if launched is not None and launched.guided:
                 outputs.outputs += self._on_device(self._guided.sample, launched, scheduled.batch, oldest)
@@ -204,10 +204,10 @@ class Engine:
         is_full = launched is None or len(self.in_flight) == self._max_in_flight
         return self.in_flight.popleft() if self.in_flight and is_full else None
 
-    def _expire(self) -> list[EngineOutput]:
-        expired = self.scheduler.expire()
-        self._guided.remove_all(expired)
-        return expired
+    def _take_late(self) -> list[EngineOutput]:
+        late = self.scheduler.take_late()
+        self._guided.remove_all(late)
+        return late
 
     def _update(self, result: tuple[SchedulerOutput, StepResult] | None, before: StepOutputs) -> StepOutputs:
         """Pass a step's result to the scheduler and the grammars. Returns its outputs, then those of `before`."""

@@ -22,7 +22,8 @@ class EngineRequest:
     cache_salt: str = ""  # requests share cached blocks only with requests that have the same salt
     priority: int = 0  # lower values are scheduled first
     tenant: str = ""  # API key, user or client address: the engine is fair between tenants
-    deadline: float = 0.0  # monotonic seconds, the same clock in all processes; 0: none
+    # Monotonic seconds, the same clock in all processes; 0: none. `AsyncEngine` ends the request then.
+    deadline: float = 0.0
     arrival: float = 0.0  # when it reached the server, by that clock; 0: when it reaches the engine
     # Names of the prompt's tokens in the prefix cache, if tokens alone do not say what is computed: for a placeholder
     # 63 bits of a hash of its content, else the token. None: the prompt's tokens.

@@ -55,12 +55,7 @@ class RequestTable:
         """Queue a new request. Raises `ValueError` like `check_new`."""
         self.check_new(request)
         request.queued_time = self._clock()
-        self.put_back(request)
-
-    def put_back(self, request: Request) -> None:
-        """Queue a request that `drain` removed."""
         self.queues.add(request)
-        self.deadlines.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Abort a request in any state and drop its tokens in flight. Returns False if there is no such request."""
@@ -71,16 +66,8 @@ class RequestTable:
         self.finish(request)
         return True
 
-    def expire(self) -> list[EngineOutput]:
-        """Finish the requests whose deadlines have passed. Returns their final outputs."""
-        return [
-            self.time_out(request)
-            for request in self.deadlines.passed()
-            if self.queues.find(request.request_id) is request
-        ]
-
     def time_out(self, request: Request) -> EngineOutput:
-        """Finish a request for its deadline. Returns its final output."""
+        """Finish a request that would miss its deadline. Returns its final output."""
         request.finish_reason = "timeout"
         self.finish(request)
         return request.output([])

@@ -150,17 +150,17 @@ class Scheduler:
 
     def put_back(self, request: Request) -> None:
         """Queue a request that `drain` removed."""
-        self.requests.put_back(request)
+        self.queues.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Abort a request in any state and drop its tokens in flight. Returns False if there is no such request."""
         return self.requests.abort(request_id)
 
-    def expire(self) -> list[EngineOutput]:
-        """Finish the requests whose deadlines have passed. Returns their final outputs, and those of requests that
-        `schedule` did not start because they would miss their deadlines. Call it after launching that step.
+    def take_late(self) -> list[EngineOutput]:
+        """Return the final outputs of requests that `schedule` did not start because they would miss their deadlines.
+        Call it after launching that step.
         """
-        return self._admission.take_late() + self.requests.expire()
+        return self._admission.take_late()
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
         """Apply the result of the oldest step in flight. Returns the outputs of its unfinished requests."""

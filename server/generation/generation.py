@@ -162,7 +162,7 @@ class Generation:
             raise EngineFailedError(f"the engine failed on this request: {update.error}")
         if update.finish_reason == TIMEOUT:
             if not self.usage.completion_tokens:
-                raise TimedOutError("the request timed out before the answer began", "timeout_ms")
+                raise too_late()
             update.finish_reason, update.stop_reason = "abort", TIMEOUT
 
     async def _merged(self) -> AsyncGenerator[tuple[Sample, RequestUpdate], None]:
@@ -199,6 +199,10 @@ async def _feed(queue: asyncio.Queue[tuple[Sample, RequestUpdate | None] | BaseE
         await queue.put((sample, None))
     except Exception as error:
         await queue.put(error)
+
+
+def too_late() -> TimedOutError:
+    return TimedOutError("the request timed out before the answer began", "timeout_ms")
 
 
 def already_running(generation_id: str) -> InvalidRequestError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Any, Literal, Self
 
 from server.generation.caller import Caller
@@ -151,11 +150,11 @@ class PromptRequest:
     user: str = ""  # end user, as named by the client
     tenant: str = ""  # API key, user or client address, for fair scheduling; see `of`
     timeout_ms: int | None = None  # milliseconds from arrival to the end of the answer; None: no limit
-    arrival: float = field(default_factory=monotonic)  # monotonic seconds
+    arrival: float = 0.0  # monotonic seconds; see `of`
 
-    def of(self, caller: Caller) -> Self:
-        """Return the request with its tenant set from the caller."""
-        return replace(self, tenant=caller.tenant(self.user))
+    def of(self, caller: Caller, arrival: float = 0.0) -> Self:
+        """Return the request with its tenant set from the caller, and its arrival, which deadlines count from."""
+        return replace(self, tenant=caller.tenant(self.user), arrival=arrival)
 
     @property
     def deadline(self) -> float:

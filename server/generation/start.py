@@ -7,7 +7,8 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from engine import EngineDeadError, EngineRequest, PoolingParams, RequestUpdate, SamplingParams
@@ -28,7 +29,7 @@ from server.generation.checks import (
 )
 from server.generation.conversation import Prompt
 from server.generation.errors import InvalidRequestError, UnavailableError, invalid, spelled
-from server.generation.generation import Generation, Sample, already_running
+from server.generation.generation import Generation, Sample, already_running, too_late
 from server.generation.model import Model
 from server.generation.request import Conversation, EmbeddingRequest, GenerationRequest, PromptRequest
 from server.generation.sampling import completed, given_values, limited
@@ -37,7 +38,7 @@ from server.generation.usage import Usage
 from server.generation.visible_stops import at_visible_stops
 from server.generation.warnings import Warnings
 from server.observability.recorder import Ended
-from server.observability.requests import new_record
+from server.observability.requests import arrival, new_record
 from server.parsing.answer import AnswerReader, MarkedReader, TokenCounter
 from server.parsing.harmony import HarmonyReader
 from server.parsing.reasoning import ReasoningReader
@@ -53,12 +54,13 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
     with spelled(request.names):
         model.check_name(request.model)
         check_priority(request, caller)
-        request = request.of(caller)
+        request = request.of(caller, arrival())
         check_stop(request)
         sampling = given_values(model, request)
         check_num_samples(request, sampling.n)
         with server.queue.entering(request.num_prompts * sampling.n, request.tenant):
-            return await _generate(server, request, caller, sampling, warnings)
+            async with _in_time(request):
+                return await _generate(server, request, caller, sampling, warnings)
 
 
 async def _generate(
@@ -96,18 +98,38 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
     with spelled(request.names):
         model.check_name(request.model)
         check_priority(request, caller)
-        request = request.of(caller)
+        request = request.of(caller, arrival())
         try:
             pooling = PoolingParams(**{"pooling": model.info.default_pooling, **request.pooling})
         except ValueError as error:
             raise invalid(error) from None
         check_num_samples(request, 1)
         with server.queue.entering(request.num_prompts, request.tenant):
-            prompts = await model.encode(request, is_to_fit=True)
-            token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
-            check_prompts(model, token_ids, 0)
-            asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-            return await _begin(server, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
+            async with _in_time(request):
+                prompts = await model.encode(request, is_to_fit=True)
+                token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
+                check_prompts(model, token_ids, 0)
+                asked = [(prompt, UNSAMPLED) for prompt in token_ids]
+                return await _begin(server, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
+
+
+@asynccontextmanager
+async def _in_time(request: PromptRequest) -> AsyncIterator[None]:
+    """Prepare a request for the engine in the block. Raises `TimedOutError` when its deadline passes before the end.
+
+    From then on the engine watches the deadline.
+    """
+    seconds = request.deadline - time.monotonic() if request.deadline else None
+    if seconds is not None and seconds <= 0:
+        raise too_late()
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise too_late() from None
 
 
 async def _begin(

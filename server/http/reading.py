@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import typing
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from server.http.entrance import BEGIN_AT_ONCE
 from server.http.errors import APIError, from_validation, unexpected
 from server.http.limits import check_body, check_values, is_small
 from server.http.surrogates import REPLACED, WARNING, replace_lone_surrogates
+from server.observability.context import CURRENT
 
 _decode = msgspec.json.decode
 B = TypeVar("B", bound=Body)
@@ -138,8 +140,11 @@ class Bodies:
         self._workers, self._strict, self._fair = workers, strict, FairTasks(BEGIN_AT_ONCE)
 
     async def receive(self, request: Request) -> bytes:
-        """Receive a body, for `checked`. Raises `APIError` like `Arrivals.receive`."""
-        return await self._arrivals.receive(request, caller_of(request).tenant(""))
+        """Receive a body, for `checked`, and record its arrival. Raises `APIError` like `Arrivals.receive`."""
+        data = await self._arrivals.receive(request, caller_of(request).tenant(""))
+        if (context := CURRENT.get()) is not None:
+            context.arrived = monotonic()
+        return data
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:
         """Decode and validate a received body. Raises `APIError` if it is invalid."""

@@ -22,6 +22,7 @@ class RequestContext:
     scope: Scope
     id: str  # the client's X-Request-Id, or a new one
     received: float  # monotonic seconds
+    arrived: float = 0.0  # when its body was complete, in monotonic seconds; 0: not yet
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # additional response headers
     span: Any = None  # its `RequestSpan`, if traces are exported
     trace_id: str = ""  # hexadecimal

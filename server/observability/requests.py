@@ -91,6 +91,12 @@ class RequestRecord:
         return stages
 
 
+def arrival() -> float:
+    """Return when the current HTTP request was complete, in monotonic seconds; now, if there is none."""
+    context = CURRENT.get()
+    return (context.arrived if context is not None else 0.0) or time.monotonic()
+
+
 def new_record(
     request_id: str, owner: str, model: str, n: int, samples: list[SampleWatch], sampling: SamplingParams
 ) -> RequestRecord:

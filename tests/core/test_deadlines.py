@@ -1,4 +1,4 @@
-"""Deadlines in the scheduler: requests end when they pass, and are not begun when they cannot be met."""
+"""Deadlines in the scheduler: requests are not begun when they would miss them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from engine.core.batch import EngineOutput, SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
-from engine.core.fairness.deadlines import Deadlines
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -29,27 +28,13 @@ def add(s: Scheduler, request_id: str, prompt: int = 5, deadline: float = 0.0) -
 
 def step(s: Scheduler) -> tuple[SchedulerOutput, list[EngineOutput]]:
     output = s.schedule()
-    expired = s.expire()
+    late = s.take_late()
     s.check()
     counts = [int(index not in output.batch.partial) for index in range(len(output.batch))]
     if output:
         s.update(output, StepResult([9] * sum(counts), counts))
     s.check()
-    return output, expired
-
-
-def test_a_request_ends_when_its_deadline_passes(clock: list[float]) -> None:
-    s = Scheduler(100, 4, 1, 64, 200, clock=lambda: clock[0])
-    running, waiting = add(s, "a", deadline=1002), add(s, "b", deadline=1001)
-    add(s, "c")
-    assert step(s)[1] == []
-    clock[0] = 1001
-    assert [(each.request_id, each.finish_reason) for each in step(s)[1]] == [("b", "timeout")]
-    clock[0] = 1003
-    assert [(each.request_id, each.finish_reason) for each in step(s)[1]] == [("a", "timeout")]
-    assert (running.finish_reason, waiting.finish_reason) == ("timeout", "timeout")
-    assert step(s)[0].batch.request_ids == ["c"]
-    assert step(s)[1] == []
+    return output, late
 
 
 def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(clock: list[float]) -> None:
@@ -60,8 +45,8 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(clock: list[float
     s.update(output, StepResult([9], [1]))
     add(s, "late", 500, deadline=clock[0] + 4)
     add(s, "fine", 500, deadline=clock[0] + 6)
-    output, expired = step(s)
-    assert [each.request_id for each in expired] == ["late"]
+    output, late = step(s)
+    assert [each.request_id for each in late] == ["late"]
     assert [new.request_id for new in output.new_requests] == ["fine"]
 
 
@@ -101,13 +86,3 @@ def test_a_wrong_guess_does_not_last(clock: list[float]) -> None:
         add(s, str(number), 100, deadline=clock[0] + 5)
         num_refused += len(step(s)[1])
     assert 1 <= num_refused <= 10
-
-
-def test_ended_requests_are_not_kept_until_their_deadlines() -> None:
-    kept = Deadlines(clock=lambda: 0.0)
-    for number in range(1000):
-        engine_request = EngineRequest(str(number), [1], SamplingParams(), deadline=1e9)
-        request = Request(engine_request, frozenset(), 0)
-        kept.add(request)
-        request.finish_reason = "stop"
-    assert len(kept._heap) <= 20

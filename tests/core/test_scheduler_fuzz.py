@@ -203,8 +203,9 @@ class Workload:
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         self.now += 1 + self.token_time * output.batch.total_num_tokens
-        for given in scheduler.expire():
-            self._time_out(given)
+        for given in scheduler.take_late():
+            self._not_begun(given)
+        self._end_late()
         scheduler.check()
         if not self.one_ahead and launched:
             self.in_flight.append(launched)
@@ -399,17 +400,25 @@ class Workload:
         content = self.contents.choice([1, 2]) << 61
         return [content + token if token % 2 == 0 else token for token in prompt]
 
-    def _time_out(self, output: EngineOutput) -> None:
-        """An end that is neither too early nor at any other time than the deadline's."""
+    def _not_begun(self, output: EngineOutput) -> None:
+        """Check the end of a request that would have missed its deadline."""
         client = self.clients.pop(output.request_id)
         assert (output.finish_reason, output.new_token_ids) == ("timeout", [])
-        assert client.received == client.answer[0][: len(client.received)]
-        late = self.now >= client.request.engine_request.deadline
-        begun = client.request.scheduled_time > 0
-        assert late or not begun, "it had time left"
+        assert client.request.engine_request.deadline
+        assert not client.request.scheduled_time, "it was running"
         self.last_gone = output.request_id
-        self.events["timed out" if late else "not begun, since it would be late"] += 1
-        self.events["timed out after its first token"] += bool(client.received)
+        self.events["not begun, since it would be late"] += 1
+
+    def _end_late(self) -> None:
+        """Abort the requests whose deadlines have passed, as `AsyncEngine` does."""
+        for request_id, client in list(self.clients.items()):
+            if 0 < client.request.engine_request.deadline <= self.now:
+                assert self.scheduler.abort(request_id)
+                del self.clients[request_id]
+                assert client.received == client.answer[0][: len(client.received)]
+                self.last_gone = request_id
+                self.events["timed out"] += 1
+                self.events["timed out after its first token"] += bool(client.received)
 
     def _abort(self) -> None:
         waiting = self.scheduler.queues.waiting

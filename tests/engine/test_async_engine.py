@@ -318,6 +318,30 @@ def test_what_cannot_run_is_refused_at_once(run: Run) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("where", ["no process takes requests", "the process is stopped", "it has begun"])
+def test_a_deadline_holds_wherever_the_request_is(run: Run, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        (replica,) = engine.replicas
+        if where == "no process takes requests":
+            monkeypatch.setattr(replica, "_is_draining", True)
+        if where == "the process is stopped":
+            os.kill(replica.pid, signal.SIGSTOP)
+        try:
+            request = EngineRequest("late", [1, 2], LONG, deadline=time.monotonic() + 0.2)
+            async with asyncio.timeout(60):
+                *begun, last = await collect(engine.generate(request))
+        finally:
+            monkeypatch.undo()
+            os.kill(replica.pid, signal.SIGCONT)
+        assert (last.finish_reason, len(engine.in_flight), len(engine._deadlines)) == ("timeout", 0, 0)
+        assert not begun or where == "it has begun"
+        in_time = EngineRequest("in time", [1, 2], SamplingParams(max_tokens=4), deadline=time.monotonic() + 100)
+        assert (await collect(engine.generate(in_time)))[-1].finish_reason in ("length", "stop")
+        assert len(engine._deadlines) == 0
+
+    run(test)
+
+
 def test_a_restart_is_called_off_and_requests_that_waited_for_it_run(run: Run) -> None:
     async def test(engine: AsyncEngine) -> None:
         async with aclosing(engine.generate(EngineRequest("a", [1], LONG))) as running:

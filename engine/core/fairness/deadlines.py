@@ -1,9 +1,8 @@
-"""Finds requests whose deadline has passed, and requests that would miss theirs."""
+"""Finds requests that would miss their deadlines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable
 
 from engine.core.request import Request
 
@@ -11,35 +10,15 @@ MIN_MEASURED = 64  # prompts with fewer computed tokens do not count in the esti
 
 
 class Deadlines:
-    """A heap of the deadlines of unfinished requests, and an estimate of the time to first token.
+    """Estimates the time to first token, so that no request starts that would miss its deadline.
 
-    Costs next to nothing while no request has a deadline.
+    `DeadlineTimers` in the API process ends requests whose deadlines have passed.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds, as deadlines are."""
         self._clock = clock
-        self._heap: list[tuple[float, int, Request]] = []
-        self._num_added = self._most = 0
         self._prompt_token_seconds = 0.0  # moving average of the time per computed prompt token; 0: unknown
-
-    def add(self, request: Request) -> None:
-        """Add an unfinished request. Does nothing if it has no deadline."""
-        if not request.engine_request.deadline:
-            return
-        if len(self._heap) > self._most:  # drop finished requests, which would otherwise stay until their deadlines
-            self._heap = [entry for entry in self._heap if entry[2].finish_reason is None]
-            heapify(self._heap)
-            self._most = 2 * len(self._heap) + 16
-        self._num_added += 1
-        heappush(self._heap, (request.engine_request.deadline, self._num_added, request))
-
-    def passed(self) -> Iterator[Request]:
-        """Remove and yield the unfinished requests whose deadlines have passed."""
-        while self._heap and self._heap[0][0] <= self._clock():
-            _, _, request = heappop(self._heap)
-            if request.finish_reason is None:
-                yield request
 
     def record_first_token(self, request: Request) -> None:
         """Update the estimate with a request that has its first token."""

@@ -1,10 +1,13 @@
 """Requests with a time-out: 504 when there is no answer in time, else what there is of it."""
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
+from engine import SamplingParams
+from server.http.reading import Bodies
 from tests.support.live_server import Live
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -48,6 +51,31 @@ def test_streams_say_it_too(live: Live) -> None:
     text = live.complete(timeout_ms=5000, stream=True).text
     assert "the request timed out" in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_a_request_that_is_being_prepared_ends_in_time(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of its grammar waits until the test ends."""
+
+    async def prepare(sampling: SamplingParams, tenant: str = "") -> SamplingParams:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    monkeypatch.setattr(live.engine, "prepare", prepare)
+    assert live.complete(timeout_ms=50, structured_outputs={"regex": "a"}).status_code == 504
+    assert not live.engine.requests
+
+
+def test_time_in_which_the_body_is_not_decoded_counts(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = Bodies.checked
+
+    async def later(self: Bodies, *args: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await checked(self, *args)
+
+    monkeypatch.setattr(Bodies, "checked", later)
+    assert live.complete(timeout_ms=10).status_code == 504
+    assert not live.engine.requests
+    assert live.complete(timeout_ms=100_000).status_code == 200
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1.5, "1", 10**12])
