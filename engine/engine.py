@@ -230,7 +230,7 @@ class Engine:
         return failed
 
     def _after_step(self, outputs: StepOutputs) -> None:
-        if self._recovery.is_active and self._recovery.observe(outputs):
+        if self._recovery.observe(outputs):
             self.in_flight.clear()
         if self._debug_checks:
             self.scheduler.check()

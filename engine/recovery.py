@@ -17,6 +17,7 @@ from engine.errors import EngineError
 _log = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED = 3  # most successive failed steps that no single request causes
+QUIET_STEPS = 1000  # after as many steps without a failure, earlier failures no longer count
 MIN_STEP_TOKENS = 256  # least token budget of a step when memory is short
 _Group = dict[str, Request]
 
@@ -25,7 +26,8 @@ class Isolation:
     """The requests of a failed step, in groups that run one at a time, and the requests that wait meanwhile.
 
     A group passes when each of its requests has got a token or has finished; its requests then wait. A group that fails
-    is halved. A request that fails alone is the cause. When no group is left, all waiting requests continue together.
+    is halved. A request that fails alone is the cause, unless it was alone in the first failed step, too: it runs once
+    more. When no group is left, all waiting requests continue together.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -105,6 +107,7 @@ class Recovery:
         self._out_of_memory = False
         self._num_blamed = 0  # requests found to be the cause since the failure
         self._num_unexplained = 0
+        self._num_quiet_steps = 0  # since the last failure
 
     def __len__(self) -> int:
         """Return the number of unfinished requests that the scheduler does not hold."""
@@ -138,7 +141,8 @@ class Recovery:
         _log.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # its frames hold the step's tensors
         suspects, others = self._drain()
-        isolation = self._isolation
+        isolation, is_first = self._isolation, self._isolation is None
+        self._num_quiet_steps = 0
         if isolation is None:
             _log.warning("running %d requests again, fewer at a time", len(suspects))
             isolation = self._isolation = Isolation(sorted(suspects + others, key=lambda each: each.order))
@@ -146,7 +150,7 @@ class Recovery:
             self._out_of_memory, others = _is_out_of_memory(error), []
         outputs = []
         if (request := isolation.suspect(suspects, others)) is not None:
-            if _is_out_of_memory(error) and self._shrink():
+            if (_is_out_of_memory(error) and self._shrink()) or is_first:
                 isolation.try_again(request)
             else:
                 self._num_blamed += 1
@@ -157,7 +161,12 @@ class Recovery:
 
     def observe(self, outputs: StepOutputs) -> bool:
         """Process the outputs of each step. Returns whether the step in flight was dropped to run other requests."""
-        assert self._isolation is not None
+        if self._num_unexplained:
+            self._num_quiet_steps += 1
+            if self._num_quiet_steps >= QUIET_STEPS:
+                self._num_unexplained = 0
+        if self._isolation is None:
+            return False
         if not self._isolation.observe(each.request_id for each in outputs):
             return False
         for request in chain(*self._drain()):

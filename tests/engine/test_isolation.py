@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import recovery
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.engine_request import EngineRequest
@@ -103,9 +104,10 @@ def test_only_the_request_to_blame_ends(tiny_model: Path, where: str, culprits: 
     workload.check_complete(set(workload.prompts) - set(culprits))
 
 
-def test_a_failure_that_does_not_come_again_costs_no_request_its_answer(tiny_model: Path) -> None:
+@pytest.mark.parametrize("num_requests", [1, 2, 6])
+def test_a_failure_that_does_not_come_again_costs_no_request_its_answer(tiny_model: Path, num_requests: int) -> None:
     workload = Workload(tiny_model)
-    for i in range(6):
+    for i in range(num_requests):
         workload.add(str(i))
     for _ in range(4):
         workload.step()
@@ -118,6 +120,24 @@ def test_a_failure_that_does_not_come_again_costs_no_request_its_answer(tiny_mod
     workload.run()
     assert workload.failed() == {}
     workload.check_complete(workload.prompts)
+
+
+def test_failures_long_past_do_not_end_the_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "QUIET_STEPS", 20)
+    workload = Workload(tiny_model, num_gpu_blocks_override=200)
+    workload.add("a", max_tokens=200)
+    num_steps = 0
+
+    def rarely(output: SchedulerOutput) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 25 == 0:
+            raise RuntimeError("a cosmic ray")
+
+    workload.runner.launch_fault = rarely
+    workload.run()
+    assert workload.runner.num_resets > MAX_UNEXPLAINED
+    workload.check_complete(["a"], max_tokens=200)
 
 
 def test_a_step_that_is_too_large_for_memory_is_divided(tiny_model: Path) -> None:
