@@ -101,7 +101,8 @@ class Stub:
     ready: dict[str, Any] = field(default_factory=lambda: {"phase": "ready"})
     answers: dict[str, str] = field(default_factory=dict)  # of questions, word for word
     requests: list[dict[str, Any]] = field(default_factory=list)  # the bodies of chat completions
-    generated: int = 0
+    generated: int = 0  # tokens, which the metrics count
+    growth: int = 300  # of these with each look at the metrics
 
     def answer_to(self, question: str, messages: list[dict[str, Any]]) -> str:
         if question in self.answers:
@@ -166,7 +167,7 @@ def build_app(stub: Stub) -> FastAPI:
 
     @app.get("/metrics", response_model=None)
     def metrics() -> Response:
-        stub.generated += 300
+        stub.generated += stub.growth
         return PlainTextResponse(METRICS.format(generated=stub.generated))
 
     @app.post("/tokenize")
@@ -194,6 +195,8 @@ def answer(stub: Stub, body: dict[str, Any]) -> Response:
         message = "This model's maximum context length is 2048 tokens. However, your prompt contains 3101 tokens."
         error = {"message": message, "type": "BadRequestError", "param": "messages", "code": 400}
         return JSONResponse({"error": error}, 400)
+    if dies := "engine dies" in question:
+        stub.ready = {"phase": "restarting", "fraction": None, "seconds_left": 3.0, "num_restarts": 1}
     deltas: list[dict[str, Any]] = []
     finish: str | None = "stop"
     if body.get("tools") and last["role"] == "user" and "call" in question:
@@ -213,7 +216,7 @@ def answer(stub: Stub, body: dict[str, Any]) -> Response:
         finish = "length" if len(pieces) > limit else "stop"
         deltas += [{"content": piece} for piece in pieces[:limit]]
     finish = "abort" if "abort" in question else None if "cut short" in question else finish
-    breaks = "break" in question
+    breaks = dies or "break" in question
     stream = sse(stub, body, deltas, finish, breaks)
     return StreamingResponse(stream, media_type="text/event-stream; charset=utf-8")
 

@@ -3,6 +3,7 @@ import { readEvents } from "./sse.js";
 import { load, save } from "./dom.js";
 
 const KEY = "quire.key";
+const PATIENCE = 5_000; // milliseconds for the response to a probe
 
 /** An error with a message for the user. status: the HTTP status, or 0 if there was no response. */
 export class ApiError extends Error {
@@ -34,11 +35,12 @@ export async function readMetrics() {
   return (await request("metrics")).text();
 }
 
-/** Return { ok, state }: whether the server is ready, and the engine state from /readyz, if available. */
+/** Return { ok, state }: whether the server is ready, and the engine state from /readyz, if available. Throws if there is no response. */
 export async function readiness() {
-  const ready = await fetch("readyz", { headers: authorization(), cache: "no-store" });
+  const probe = (path) => fetch(path, { headers: authorization(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+  const ready = await probe("readyz");
   if (ready.status === 200 || ready.status === 503) return { ok: ready.ok, state: await ready.json().catch(() => ({})) };
-  return { ok: (await fetch("health", { cache: "no-store" })).ok, state: {} };
+  return { ok: (await probe("health")).ok, state: {} };
 }
 
 /** Return the number of tokens of a conversation's prompt. */

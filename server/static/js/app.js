@@ -118,6 +118,7 @@ async function write(within, message, { resume = false, round = 0 } = {}) {
   const run = new Run(message, {
     changed: () => thread.changed(message),
     save: () => gone.has(within.id) || store.saveConversation(within, [message]),
+    explain: () => status.explain(),
   });
   runs.set(message.id, run);
   live.set(within.id, within);
@@ -131,7 +132,6 @@ async function write(within, message, { resume = false, round = 0 } = {}) {
   runs.delete(message.id);
   if (!within.busy) live.delete(within.id);
   if (error?.status === 401) settings.askForKey(error.message);
-  if (error?.status === 0) status.doubt();
   if (within === conversation) {
     thread.finished(message);
     showConversation();
@@ -227,6 +227,7 @@ const settings = new Settings({
 });
 const status = new Status({
   connected(cards) {
+    settings.keyAccepted();
     models = cards.map(({ id }) => id);
     if (!models.includes(model)) model = models[0] ?? "";
     const options = models.map((id) => new Option(id, id, false, id === model));

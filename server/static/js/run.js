@@ -3,7 +3,10 @@ import { ApiError, streamChat } from "./api.js";
 
 const SAVE_EVERY = 1000; // milliseconds between saves: the most that a closed page loses
 
-/** Fills `message` from the server. `changed()` is called for each piece, `save()` at most every second and at the end. */
+/**
+ * Fills `message` from the server. `changed()` is called for each piece, `save()` at most every second and at the end,
+ * and `explain()` when the server failed: it resolves to what to tell the reader instead of the server's words, or null.
+ */
 export class Run {
   #controller = new AbortController();
   #clock = { start: performance.now(), first: 0, last: 0, thought: 0 };
@@ -12,10 +15,9 @@ export class Run {
   #saved = performance.now();
   #thinking = false;
 
-  constructor(message, { changed, save }) {
+  constructor(message, { changed, save, explain }) {
     this.message = message;
-    this.changed = changed;
-    this.save = save;
+    Object.assign(this, { changed, save, explain });
   }
 
   stop() {
@@ -42,8 +44,9 @@ export class Run {
       this.#checkEnd();
       message.state = "done";
     } catch (error) {
-      message.state = this.signal.aborted ? "stopped" : "failed";
-      if (message.state === "failed") failure = this.#fail(error);
+      const stopped = this.signal.aborted;
+      if (!stopped) failure = await this.#fail(error);
+      message.state = stopped ? "stopped" : "failed";
     }
     message.stats = this.#statistics();
     this.#tidy();
@@ -101,8 +104,10 @@ export class Run {
     if (finish === "error") throw new ApiError("The server failed while generating this answer.", 500);
   }
 
-  #fail(error) {
-    this.message.error = error instanceof SyntaxError ? `The settings are not valid JSON: ${error.message}` : error.message;
+  async #fail(error) {
+    const told = error instanceof SyntaxError ? `The settings are not valid JSON: ${error.message}` : error.message;
+    const servers = error.status === 0 || error.status >= 500;
+    this.message.error = servers ? ((await this.explain()) ?? sentence(told)) : told;
     return error;
   }
 
@@ -135,6 +140,9 @@ export class Run {
     };
   }
 }
+
+// Servers' messages begin in lower case.
+const sentence = (text) => `${text[0]?.toUpperCase() ?? ""}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
 /** Return text and reasoning. Reasoning that the server does not parse is in the text, as <think>…</think>. */
 export function splitThoughts({ content, reasoning = "" }) {

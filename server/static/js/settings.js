@@ -58,8 +58,14 @@ export class Settings {
 
   askForKey(reason) {
     $("key-row").hidden = false;
-    $("key-help").textContent = `${reason} The key is stored until you close this tab.`;
+    $("key-error").textContent = apiKey.get() ? reason : "";
+    $("api-key").setAttribute("aria-invalid", String(apiKey.get() !== ""));
     return this.open("api-key");
+  }
+
+  keyAccepted() {
+    $("key-error").textContent = "";
+    $("api-key").setAttribute("aria-invalid", "false");
   }
 
   showModels(cards) {

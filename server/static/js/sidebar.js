@@ -15,7 +15,9 @@ export class Sidebar {
   constructor({ renamed, deleted }) {
     this.renamed = renamed;
     this.deleted = deleted;
-    this.#show(wide.matches && load(OPEN, true));
+    const adapt = () => this.#show(wide.matches && load(OPEN, true));
+    adapt();
+    wide.addEventListener("change", adapt);
     $("toggle-sidebar").addEventListener("click", () => this.toggle());
     $("shade").addEventListener("click", () => this.#show(false));
     $("search").addEventListener("input", () => this.refresh());

@@ -2,7 +2,7 @@
 import { listModels, readiness, readMetrics } from "./api.js";
 import { $, element, shortName } from "./dom.js";
 
-const LOOK = { ready: 15_000, waiting: 1_000 }; // milliseconds between health checks
+const LOOK = { ready: 5_000, waiting: 1_000 }; // milliseconds between health checks
 const TOY = /(^|\/)(quire-demo|configs\/demo|quire\/demo)\/?$/; // names of the bundled model
 const SAMPLE = 2_000; // milliseconds between metrics requests while the panel is open
 const SPAN = 240_000; // milliseconds covered by the plot
@@ -25,6 +25,16 @@ const WORDS = {
   locked: "Needs an API key",
   offline: "The server cannot be reached",
 };
+
+// What a reader is told when an answer failed.
+const FAILURES = {
+  restarting: "The engine stopped and is restarting. Try again in a moment.",
+  waiting: "The server is starting. Try again in a moment.",
+  unresponsive: "The engine does not respond. Try again in a moment.",
+  draining: "The server is stopping. Try again once it has been started again.",
+  dead: "The engine has stopped. Its log says why; start the server again.",
+  offline: "The server cannot be reached. Is it still running?",
+};
 const BROKEN = new Set(["unresponsive", "draining", "dead"]); // other phases lead to "ready"
 
 export class Status {
@@ -32,6 +42,7 @@ export class Status {
   text = WORDS.connecting; // the state in words
   #timer = 0;
   #waiting = 0; // number of questions that wait for the start
+  #state = {}; // the engine's, from /readyz
   #samples = []; // { at, generated, prompt }: token counters
   #sampling = 0;
   #cards = [];
@@ -57,9 +68,11 @@ export class Status {
     clearTimeout(this.#timer);
     try {
       const { ok, state } = await readiness();
+      this.#state = state;
       if (!ok) this.#set(BROKEN.has(state.phase) ? "offline" : "waiting", phaseText(state), state.fraction);
       else if (this.kind !== "ready") await this.#connect();
     } catch (error) {
+      this.#state = {};
       const kind = error.status === 401 ? "locked" : "offline";
       this.#set(kind, WORDS[kind]);
       if (error.status === 401) this.locked(error.message);
@@ -67,6 +80,7 @@ export class Status {
     if ((document.hidden && !this.#waiting) || this.kind === "locked") return;
     // Also sample while the panel is closed, so that its plot has data when it opens.
     if (this.kind === "ready" && !$("status").open) this.#read().catch(() => {});
+    clearTimeout(this.#timer); // of another look at the same time
     this.#timer = setTimeout(() => this.look(), this.kind === "ready" ? LOOK.ready : LOOK.waiting);
   }
 
@@ -74,6 +88,14 @@ export class Status {
   doubt() {
     this.kind = "connecting";
     return this.look();
+  }
+
+  /** Look at the server after a request failed. Returns what a reader should know about it, or null if it is ready. */
+  async explain() {
+    await this.doubt();
+    const { phase, num_restarts: restarts } = this.#state;
+    if (this.kind === "waiting") return restarts ? FAILURES.restarting : FAILURES.waiting;
+    return this.kind === "offline" ? (FAILURES[phase] ?? FAILURES.offline) : null;
   }
 
   /** Wait until the server has started, cannot be reached, or `signal` aborts. */
@@ -95,6 +117,7 @@ export class Status {
   #set(kind, text, fraction = null) {
     Object.assign(this, { kind, text });
     $("status-dot").dataset.status = kind;
+    $("status-dot").classList.toggle("lost", kind === "waiting" && this.#state.num_restarts > 0);
     $("status-text").textContent = $("phase").textContent = $("start-text").textContent = text;
     $("model-name").textContent = kind === "ready" ? shortName(this.#cards[0]?.id ?? "") : text;
     const several = kind === "ready" && this.#cards.length > 1;
@@ -117,11 +140,15 @@ export class Status {
   async #sample() {
     clearTimeout(this.#sampling);
     try {
-      this.#draw(await this.#read());
+      const read = await this.#read();
+      this.#draw(read, await this.context());
+      $("status-note").textContent = "";
     } catch (error) {
+      this.#draw({}, null);
       $("status-note").textContent = error.message;
     }
-    if ($("status").open) this.#sampling = setTimeout(() => this.#sample(), SAMPLE);
+    const soon = this.#samples.length < 2; // a rate needs two
+    if ($("status").open) this.#sampling = setTimeout(() => this.#sample(), soon ? SAMPLE / 4 : SAMPLE);
   }
 
   async #read() {
@@ -130,29 +157,32 @@ export class Status {
     return read;
   }
 
-  async #draw(read) {
+  /** `read`: the newest sample, {} if the server is gone. `context`: the tokens of the conversation, null if not known. */
+  #draw(read, context) {
     const rates = ratesOf(this.#samples);
-    const context = await this.context();
+    const newest = read.at === rates.at(-1)?.at ? rates.at(-1) : {};
     const most = this.maxLength;
     const of = (value) => (value === undefined ? "–" : value.toLocaleString("en"));
     const percent = (value) => (Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : "–");
+    const rate = (value) => (value === undefined ? "–" : `${of(Math.round(value))} tokens/s`);
+    const { num_restarts: restarts, last_loss: loss } = this.#state;
     const rows = [
       ["Running", of(read.running)],
       ["Waiting", of(read.waiting)],
       ["KV cache in use", percent(read.kvUse)],
       ["Prefix cache hits", percent(read.hits / read.queries)],
-      ["Generated", `${of(Math.round(rates.at(-1)?.generated ?? 0))} tokens/s`],
-      ["Prefilled", `${of(Math.round(rates.at(-1)?.prompt ?? 0))} tokens/s`],
+      ["Generated", rate(newest.generated)],
+      ["Prefilled", rate(newest.prompt)],
       ["Tokens in this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)}` : ""}`],
+      ...(restarts ? [["Engine restarts", `${of(restarts)}${loss ? `, last: ${loss}` : ""}`]] : []),
     ];
     $("status-figures").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
-    $("status-note").textContent = "";
     drawPlot(rates);
   }
 }
 
 // Describe the state from /readyz of an engine that is not ready.
-function phaseText({ phase = "dead", fraction, seconds_left: left, num_restarts: restarts }) {
+function phaseText({ phase = "starting", fraction, seconds_left: left, num_restarts: restarts }) {
   const again = restarts && phase !== "restarting" && !BROKEN.has(phase) ? `${WORDS.restarting}: ` : "";
   const part = typeof fraction === "number" ? ` ${Math.round(100 * fraction)} %` : "";
   const rest = typeof left === "number" ? `, about ${timeText(left)} left` : "";
@@ -180,22 +210,24 @@ export function parseMetrics(text) {
   return read;
 }
 
-/** Return tokens per second between samples. A decreased counter means that the server restarted. */
+/** Return tokens per second between samples, each { from, at, generated, prompt } in milliseconds and tokens/s. A decreased counter means that the server restarted. */
 export function ratesOf(samples) {
   return samples.slice(1).map((sample, index) => {
     const before = samples[index];
     const seconds = (sample.at - before.at) / 1000;
     const rate = (name) => Math.max(0, ((sample[name] ?? 0) - (before[name] ?? 0)) / seconds);
-    return { at: sample.at, generated: rate("generated"), prompt: rate("prompt") };
+    return { from: before.at, at: sample.at, generated: rate("generated"), prompt: rate("prompt") };
   });
 }
 
 function drawPlot(rates) {
-  const most = Math.max(1, ...rates.map(({ generated }) => generated));
-  const now = rates.at(-1)?.at ?? 0;
-  const points = rates.map(({ at, generated }) => `${240 * (1 - (now - at) / SPAN)},${58 - (54 * generated) / most}`);
+  const most = Math.max(0, ...rates.map(({ generated }) => generated));
+  const now = performance.now();
+  const point = (at, rate) => `${240 * (1 - (now - at) / SPAN)},${58 - (54 * rate) / Math.max(1, most)}`;
+  const points = rates.flatMap(({ from, at, generated }) => [point(from, generated), point(at, generated)]);
   $("plot-line").setAttribute("points", points.join(" "));
   const first = points[0]?.split(",")[0] ?? 240;
-  $("plot-area").setAttribute("points", points.length ? `${first},60 ${points.join(" ")} 240,60` : "");
+  const last = points.at(-1)?.split(",")[0];
+  $("plot-area").setAttribute("points", points.length ? `${first},60 ${points.join(" ")} ${last},60` : "");
   $("plot-most").textContent = `${Math.round(most).toLocaleString("en")} tokens/s`;
 }

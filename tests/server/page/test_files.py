@@ -61,6 +61,7 @@ def test_ids_in_the_scripts_exist_once_in_the_page() -> None:
         "docs",
         "metrics",
         "tools-help tools-error",
+        "key-help key-error",
     } <= set(ids)
 
 

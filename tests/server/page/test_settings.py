@@ -144,10 +144,14 @@ def test_a_key_is_asked_for_only_when_the_server_wants_one(context: Any, stub: S
     assert page.run("document.activeElement.id") == "api-key"
     page.tab.keyboard.type("wrong")
     page.tab.keyboard.press("Escape")
-    page.see("#key-help", "rejected this API key")
+    page.see("#key-error", "rejected this API key")
+    assert page.run("getComputedStyle(document.querySelector('#key-error')).color") == "rgb(166, 58, 43)"
     page.tab.fill("#api-key", "sesame")
     page.tab.keyboard.press("Escape")
     page.wait_for_status("ready")
+    page.tab.click("#open-settings")
+    assert page.run("document.querySelector('#key-error').textContent") == ""
+    page.tab.keyboard.press("Escape")
     page.ask("1 and 2")
     assert page.texts(".prose") == ["1 plus 2 is 3."]
     stub.api_key = "changed"

@@ -77,6 +77,40 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
     ]
 
 
+def test_a_failed_answer_shows_at_once_that_the_engine_is_gone(page: ChatPage, stub: Stub) -> None:
+    page.ask("the engine dies", until="failed")
+    assert page.texts(".failure-text") == ["The engine stopped and is restarting. Try again in a moment."]
+    assert page.texts("#model-name") == ["Restarting, about 3 s left"]
+    page.until("getComputedStyle(document.querySelector('#status-dot')).backgroundColor === 'rgb(166, 58, 43)'")
+    stub.ready = {"phase": "dead", "fraction": None, "seconds_left": None}
+    page.wait_for_status("offline")
+    page.ask("break it", until="failed")
+    assert page.last(".failure-text").inner_text().startswith("The engine has stopped.")
+    stub.ready = {"phase": "ready"}
+    page.ask("break it", until="failed")
+    assert page.last(".failure-text").inner_text() == "The engine stopped."
+
+
+def test_the_panel_of_a_server_that_is_gone_shows_no_figures(page: ChatPage, context: Any) -> None:
+    page.tab.set_viewport_size(SIZES["phone"])
+    page.tab.click("#open-status")
+    page.see("#status-figures dd", "25.0 %")
+    context.set_offline(True)
+    page.see("#status-note", "cannot be reached")
+    page.until("[...document.querySelectorAll('#status-figures dd')].every(({ textContent }) => textContent === '–')")
+    context.set_offline(False)
+    page.see("#status-figures dd", "25.0 %")
+    assert page.texts("#status-note") == [""]
+
+
+def test_an_idle_server_has_no_peak(page: ChatPage, stub: Stub) -> None:
+    stub.growth = 0
+    page.open(page.tab.url)
+    page.tab.click("#open-status")
+    page.see("#status-figures dd", "0 tokens/s")
+    assert page.texts("#plot-most") == ["0 tokens/s"]
+
+
 def test_the_plot_has_a_past_when_the_panel_is_opened(page: ChatPage) -> None:
     for _ in range(2):
         with page.tab.expect_response("**/metrics"):
