@@ -1,4 +1,4 @@
-"""`quire keys new`: creates an API key and its line in the server's key file."""
+"""`quire keys`: creates, lists and removes API keys in the server's key file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ EPILOG = """examples:
   quire keys new alice --file keys.yaml                   then: quire serve MODEL --api-key-file keys.yaml
   quire keys new batch --file keys.yaml --requests-per-minute 600 --tokens-per-minute 100000
   KEY=$(quire keys new ci --file keys.yaml)               only the key is written to standard output
+  quire keys list --file keys.yaml                        names, limits and rights
+  quire keys remove alice --file keys.yaml                revokes the key within a second
 
-The file contains hashes, never keys. A running server reloads it when it changes: removing a line revokes the key
-within a second.
+The file contains hashes, never keys. A running server reloads it when it changes.
 """
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("keys", help="create API keys", description="Manage the API keys of a server.")
+    parser = commands.add_parser(
+        "keys",
+        help="create, list and remove API keys",
+        description="Manage the API keys of a server.",
+        epilog=EPILOG,
+    )
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     new = actions.add_parser(
         "new", help="create a key", description="Create an API key and show it once.", epilog=EPILOG
@@ -35,6 +41,37 @@ def add_parser(commands: Any) -> None:
         help = f"maximum {what} per minute (default: no limit)"
         new.add_argument(f"--{what}-per-minute", metavar="N", type=int, help=help)
     new.set_defaults(run=run)
+    shown = actions.add_parser("list", help="list the keys of a file", description="List the keys of a key file.")
+    remove = actions.add_parser("remove", help="remove a key", description="Remove a key from a key file.")
+    remove.add_argument("name", metavar="NAME", help="name of the key's owner")
+    for action in (shown, remove):
+        action.add_argument("--file", metavar="FILE", type=Path, required=True, help="key file of the server")
+    shown.set_defaults(run=run_list)
+    remove.set_defaults(run=run_remove)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Print a line for each owner of keys."""
+    from server.http.api_keys import read_entries
+
+    rows: list[tuple[str, ...]] = [("NAME", "KEYS", "REQUESTS/MIN", "TOKENS/MIN", "MAY")]
+    for name, entry in read_entries(args.file).items():
+        limits = (entry.requests_per_minute, entry.tokens_per_minute)
+        rights = ", ".join(right for right, has in (("priority", entry.priority), ("admin", entry.admin)) if has)
+        num_keys = 1 if isinstance(entry.key, str) else len(entry.key)
+        rows.append((name, str(num_keys), *("–" if limit is None else f"{limit:,}" for limit in limits), rights))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    from server.http.api_keys import remove_from_file
+
+    remove_from_file(args.file, args.name)
+    print(f"Removed {args.name} from {args.file}. A running server refuses the key within a second.", file=sys.stderr)
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   quire top http://127.0.0.1:8000
+  quire top http://127.0.0.1:8000 --once                        the same once, for reports and scripts
   quire top http://127.0.0.1:8000 --interval 10 >> load.txt     one line every ten seconds, without a terminal
 
 The statistics come from /metrics and /readyz. vLLM's servers work too, with fewer values. Press Ctrl-C to quit.
@@ -34,6 +35,7 @@ class TopFlags:
 
     api_key: str | None = flag(None, "API key for the server", metavar="KEY")
     interval: float = flag(1.0, "seconds between updates", at_least=0.1)
+    once: bool = flag(False, "print the statistics of one interval and exit")
     count: int | None = flag(None, "number of updates (default: until Ctrl-C)", at_least=1)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     (flags,) = load(given, TopFlags)
     headers = {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=10) as http:
+        if flags.once:
+            Console().print(screen(next(_snapshots(http, flags)), url))
+            return 0
         if not sys.stdout.isatty():
             for snapshot in _snapshots(http, flags):
                 print(time.strftime("%H:%M:%S"), line(snapshot), flush=True)

@@ -130,6 +130,53 @@ def add_to_file(path: Path, name: str, entry: Entry) -> None:
         raise ConfigError(f"{label}: cannot be written ({error.strerror or error})") from None
 
 
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Return the entries of a key file by name. Raises `ConfigError`."""
+    label = f"file {path}"
+    entries = _entries(_read(path, label), label)
+    _callers(entries, label)
+    return {name: value if isinstance(value, Entry) else Entry(value) for name, value in entries.items()}
+
+
+def remove_from_file(path: Path, name: str) -> None:
+    """Remove an entry from a key file, whose other lines stay as they are.
+
+    Raises `ConfigError` if it has no such entry or no other one: a server keeps its keys when a file holds none.
+    """
+    label, entries = f"file {path}", read_entries(path)
+    if name not in entries:
+        raise ConfigError(f"{label}: {name} has no key there; it holds those of {', '.join(entries) or 'no one'}")
+    if len(entries) == 1:
+        raise ConfigError(
+            f"{label}: {name} has its only key, and a server keeps its keys when the file holds none: "
+            "add another key first, or stop the server and delete the file"
+        )
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    root: Any = yaml.compose(text, yaml.BaseLoader)  # a mapping, since it has entries
+    key, value = next(pair for pair in root.value if pair[0].value == name)
+    first, last = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
+    while last > first + 1 and lines[last - 1].lstrip()[:1] in ("", "#"):  # a block's end is the next entry's begin
+        last -= 1
+    rest = "".join(lines[:first] + lines[last:])
+    if set(_entries(rest.encode(), label)) != set(entries) - {name}:
+        raise ConfigError(f"{label}: {name} does not have lines of its own: remove it with an editor")
+    _replace(path.resolve(), rest, label)
+
+
+def _replace(path: Path, text: str, label: str) -> None:
+    """Replace a file at once, so that no server reads half of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"{label}: cannot be written ({error.strerror or error})") from None
+
+
 def entry_line(name: str, entry: Entry) -> str:
     """Return a line of a key file, without line end. Raises `ConfigError` if it could not be read back."""
     _callers({name: entry}, "key")

@@ -8,9 +8,14 @@ from typing import Any
 
 from server.observability.context import CURRENT
 
+MAX_POLLED = 256  # paths that are remembered; the polls of further ones are all logged
+
 
 class RequestFields(logging.Filter):
-    """Adds the request's id and key name to each record, and removes query strings from uvicorn's access lines."""
+    """Adds the request's id and key name to each record, and removes query strings from uvicorn's access lines.
+
+    Of the polls of a path that are answered with 503, as while the server starts, only the first is logged.
+    """
 
     def __init__(self, quiet_paths: Collection[str] = ()) -> None:
         """`quiet_paths`: paths whose access lines are dropped; "/static/" covers everything below it, "/" just the
@@ -18,6 +23,7 @@ class RequestFields(logging.Filter):
         """
         super().__init__()
         self._quiet_paths = frozenset(quiet_paths)
+        self._polled: set[str] = set()  # paths whose last GET was answered with 503
         self._quiet_folders = tuple(path for path in quiet_paths if path.endswith("/") and path != "/")
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -34,5 +40,18 @@ class RequestFields(logging.Filter):
             path = str(path).partition("?")[0]  # a query may hold secrets
             record.args = (client, method, path, version, status)
             record.details = {"client": client, "method": method, "path": path, "status": status}
-            return path not in self._quiet_paths and not path.startswith(self._quiet_folders)
+            if path in self._quiet_paths or path.startswith(self._quiet_folders):
+                return False
+            return method not in ("GET", "HEAD") or self._is_news(path, status)
+        return True
+
+    def _is_news(self, path: str, status: object) -> bool:
+        """Return False for a 503 that follows another one of the path."""
+        if status != 503:
+            self._polled.discard(path)
+            return True
+        if path in self._polled:
+            return False
+        if len(self._polled) < MAX_POLLED:
+            self._polled.add(path)
         return True

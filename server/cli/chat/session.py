@@ -29,6 +29,7 @@ COMMANDS = {
     "/help": "show this list",
     "/quit": "quit, like Ctrl-D",
 }
+SYNONYMS = {"/retry": "/regen", "/clear": "/new", "/reset": "/new", "/?": "/help", "/exit": "/quit", "/bye": "/quit"}
 NAMES = [command.split()[0] for command in COMMANDS]
 HELP = "\n".join([*(f"{name:<20} {what}" for name, what in COMMANDS.items()), "Ctrl-C stops the answer, not the chat."])
 
@@ -87,7 +88,7 @@ class Chat:
             except KeyboardInterrupt:
                 self._terminal.say("\n(/quit or Ctrl-D quits)")
                 continue
-            if line == "/quit":
+            if SYNONYMS.get(line, line) == "/quit":
                 return
             if line.startswith("/"):
                 self.command(line)
@@ -96,7 +97,7 @@ class Chat:
 
     def command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
-        rest = rest.strip()
+        name, rest = SYNONYMS.get(name, name), rest.strip()
         match name:
             case "/new":
                 self._messages.clear()

@@ -1,5 +1,6 @@
-"""`quire keys new`: what it shows, and what it writes."""
+"""`quire keys`: what it shows, and what it writes."""
 
+import re
 import stat
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from server.cli import main as cli
 from server.generation.caller import Caller
-from server.http.api_keys import KeyRing
+from server.http.api_keys import KeyRing, read_keys
 
 
 def new(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -72,3 +73,67 @@ def test_a_file_of_another_form_is_left_alone(tmp_path: Path, capsys: pytest.Cap
         assert new(capsys, "bob", "--file", file)[0] == 1
         assert file.read_text() == text
     assert new(capsys, "bob", "--file", tmp_path / "none" / "keys")[0] == 1
+
+
+KEYS = """# ours
+alice: {key: one, requests_per_minute: 60}  # until May
+# bob has two keys
+bob:
+  key: [two, three]
+  priority: true
+
+# the robots
+ci: four
+"""
+
+
+def test_keys_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    assert cli.main(["keys", "list", "--file", str(file)]) == 0
+    head, *rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["NAME", "KEYS", "REQUESTS/MIN", "TOKENS/MIN", "MAY"]
+    assert rows == [["alice", "1", "60", "–"], ["bob", "2", "–", "–", "priority"], ["ci", "1", "–", "–"]]
+    assert cli.main(["keys", "list", "--file", str(tmp_path / "none")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("alice", "alice: {key: one, requests_per_minute: 60}  # until May\n"),
+        ("bob", "bob:\n  key: [two, three]\n  priority: true\n"),
+        ("ci", "ci: four\n"),
+    ],
+)
+def test_removing_a_key_leaves_the_other_lines(
+    name: str, gone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS)
+    file.chmod(0o640)
+    before = read_keys(file)
+    assert cli.main(["keys", "remove", name, "--file", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    assert file.read_text() == KEYS.replace(gone, "")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert set(read_keys(file).items()) == {item for item in before.items() if item[1].name != name}
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alice: one\n", "has its only key"),
+        ("bob: one\nci: two\n", "alice has no key there; it holds those of bob, ci"),
+        ("{alice: one, bob: two}\n", "alice does not have lines of its own"),
+        ("- a\n", "must hold 'NAME: KEY' lines"),
+    ],
+)
+def test_keys_that_cannot_be_removed(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    assert cli.main(["keys", "remove", "alice", "--file", str(file)]) == 1
+    assert message in capsys.readouterr().err
+    assert file.read_text() == text

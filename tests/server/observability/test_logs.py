@@ -34,8 +34,8 @@ def configure(*filters: logging.Filter) -> None:
     configure_logging(*filters)
 
 
-def access_line(path: str = "/v1/completions?key=secret") -> None:
-    arguments = ("127.0.0.1:5000", "POST", path, "1.1", 200)
+def access_line(path: str = "/v1/completions?key=secret", method: str = "POST", status: int = 200) -> None:
+    arguments = ("127.0.0.1:5000", method, path, "1.1", status)
     logging.getLogger("uvicorn.access").warning('%s - "%s %s HTTP/%s" %d', *arguments)
 
 
@@ -70,6 +70,21 @@ def test_lines_of_text_end_with_the_request(log: Log) -> None:
     first, second = log.readouterr().err.splitlines()
     assert first.endswith("no request")
     assert second.endswith('"POST /v1/completions HTTP/1.1" 200 request_id=mine')
+
+
+def test_polls_while_the_server_starts_take_one_line(log: Log) -> None:
+    configure(RequestFields())
+    for status in (503, 503, 503, 200, 200, 503):
+        access_line("/readyz?any", "GET", status)
+    access_line("/health", "GET", 503)
+    for _ in range(2):
+        access_line("/v1/completions", "POST", 503)
+    shown = [line.partition('"')[2].split() for line in log.readouterr().err.splitlines()]
+    assert [(words[1], words[3]) for words in shown] == [
+        *(("/readyz", status) for status in ("503", "200", "200", "503")),
+        ("/health", "503"),
+        *(("/v1/completions", "503"),) * 2,
+    ]
 
 
 def test_logging_is_configured_anew_but_other_handlers_stay(log: Log) -> None:

@@ -112,6 +112,11 @@ def test_lines_where_there_is_no_terminal(serve: Callable[..., Live], capsys: py
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(" ready · running 0 " in line for line in lines)
+    assert cli.main(["top", url, "--api-key", "k", "--interval", "0.1", "--once"]) == 0
+    once = capsys.readouterr().out
+    assert "quire top" in once
+    assert "ready" in once
+    assert "\x1b" not in once
     assert cli.main(["top", url]) == 1
     assert "requires an API key: --api-key KEY" in capsys.readouterr().err
 

@@ -145,6 +145,11 @@ def test_a_file_of_something_else_is_refused(typed: Typed, tmp_path: Path, conte
     assert typed.prompt() == ["Hi", "1: Hi", "and?"]
 
 
+def test_commands_of_other_programs(typed: Typed) -> None:
+    assert typed("Hi", "/retry", "/clear", "and?") == ["1: Hi", "2: Hi", "A new conversation.", "3: and?"]
+    assert typed("/bye", "not read") == []
+
+
 def test_unknown_commands_and_help(typed: Typed) -> None:
     unknown, help = typed("/regenn", "/help", "/quit", "not read")
     assert unknown == "There is no command /regenn (did you mean /regen?); /help lists them."
