@@ -8,6 +8,7 @@ import { footnote, MarkdownIt, tasklist, tex } from "../vendor/markdown-it.js";
 import { element } from "./dom.js";
 
 const CONTAINERS = new Set(["bullet_list", "ordered_list", "list_item", "blockquote", "table", "thead", "tbody", "tr"]);
+const LONG_CELL = 24; // characters of a table's cell that may wrap
 const MOST_HIGHLIGHTED = 60_000; // characters; highlighting more would block the page
 const MOST_HIGHLIGHTED_STREAMING = 6_000;
 const REFERENCES = /^ {0,3}\[[^\]\n]+\]:/m; // link references and footnotes may be defined after their use
@@ -162,6 +163,7 @@ function build(node, streaming) {
   const fragment = DOMPurify.sanitize(insideTable(node.key), PURE);
   const built = fragment.querySelector("th, td") ?? fragment.firstElementChild ?? element("p");
   built.setAttribute("dir", "auto");
+  if (built.matches("th, td") && built.textContent.length > LONG_CELL) built.classList.add("long");
   built.querySelectorAll(".math").forEach(drawMath);
   for (const box of built.querySelectorAll("input")) box.setAttribute("aria-label", box.checked ? "done" : "to do");
   return built;

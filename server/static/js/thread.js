@@ -16,6 +16,7 @@ export class Thread {
   constructor(actions) {
     this.actions = actions;
     scroller.addEventListener("scroll", () => this.#noticeScroll(), { passive: true });
+    scroller.addEventListener("scroll", hideAlternatives, { passive: true });
     new ResizeObserver(() => this.#followDown()).observe(scroller);
     $("to-latest").addEventListener("click", () => this.followAgain());
   }

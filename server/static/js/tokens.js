@@ -4,7 +4,7 @@ import { $, element } from "./dom.js";
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -0.01 ? 0 : 1)} %`;
 const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/^ | $/g, "·");
 
-/** Return an element that shows `tokens`: [text, logprob, alternatives]. Pointer or arrow keys select a token. */
+/** Return an element that shows `tokens`: [text, logprob, alternatives]. A pointer, a tap or the arrow keys select a token. */
 export function tokensView(tokens) {
   const spans = tokens.map(([text, logprob], index) => {
     const certainty = Math.min(4, Math.floor(Math.exp(logprob) * 5)); // 0: unlikely … 4: nearly certain
@@ -18,8 +18,11 @@ export function tokensView(tokens) {
     spans[chosen].classList.add("chosen");
     showAlternatives(spans[chosen], tokens[chosen]);
   };
-  view.addEventListener("pointerover", ({ target }) => target.dataset.index && choose(Number(target.dataset.index)));
-  view.addEventListener("pointerleave", hideAlternatives);
+  const point = ({ target }) => target.dataset.index && choose(Number(target.dataset.index));
+  const isMouse = ({ pointerType }) => pointerType !== "touch"; // a finger "leaves" when it is lifted
+  view.addEventListener("pointerover", (event) => isMouse(event) && point(event));
+  view.addEventListener("pointerleave", (event) => isMouse(event) && hideAlternatives());
+  view.addEventListener("click", point);
   view.addEventListener("blur", hideAlternatives);
   view.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -44,6 +47,8 @@ function showAlternatives(span, [text, logprob, alternatives]) {
   panel.style.left = `${Math.max(8, left)}px`;
   panel.style.top = `${below ? box.bottom + 6 : box.top - panel.offsetHeight - 6}px`;
 }
+
+document.addEventListener("pointerdown", ({ target }) => target.closest(".tokens") || hideAlternatives());
 
 export function hideAlternatives() {
   $("alternatives").hidden = true;

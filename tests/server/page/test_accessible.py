@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,58 @@ def test_nothing_serious(browser: Any, stub: Stub, url: str, theme: str, size: s
         page.tab.click("#toggle-sidebar")
         assert serious(page) == []
     context.close()
+
+
+@pytest.fixture
+def phone(browser: Any, url: str) -> Iterator[ChatPage]:
+    """The page on a touch screen."""
+    context = browser.new_context(viewport=SIZES["phone"], has_touch=True, is_mobile=True)
+    yield ChatPage(context.new_page()).open(url)
+    context.close()
+
+
+def test_a_tap_shows_the_alternatives_of_a_token(phone: ChatPage) -> None:
+    phone.set(logprobs=True)
+    phone.ask("1 and 2")
+    phone.last(".show-tokens").tap()
+    phone.tab.tap(".token >> nth=1")
+    phone.see("#alternatives", "90.5 %")
+    phone.tab.tap(".question-text")
+    phone.tab.wait_for_selector("#alternatives", state="hidden")
+
+
+def test_columns_of_a_wide_table_stay_readable(phone: ChatPage) -> None:
+    phone.ask("Show me a table")
+    assert phone.run("((box) => box.scrollWidth > box.clientWidth + 50)(document.querySelector('.table'))")
+    widths = phone.run("[...document.querySelectorAll('.table tbody tr:first-child td')].map((td) => td.offsetWidth)")
+    lines = phone.run("[...document.querySelectorAll('.table tbody td')].map((td) => td.offsetHeight / 26)")
+    assert widths[-1] >= 176
+    assert max(lines) < 3.5, "24 characters fit on a line"
+
+
+def test_no_shortcuts_without_a_keyboard(phone: ChatPage) -> None:
+    assert not phone.tab.is_visible("#keys")
+    phone.tab.tap("#toggle-sidebar")
+    assert phone.tab.is_visible("#import")
+    assert not phone.tab.is_visible("#open-shortcuts")
+
+
+def test_compared_answers_are_pages_to_swipe_between(phone: ChatPage, stub: Stub, url: str) -> None:
+    stub.models = ["big", "small"]
+    phone.open(url)
+    phone.tab.tap("#open-settings")
+    phone.tab.check("[name=compare][value=big]")
+    phone.tab.check("[name=compare][value=small]")
+    phone.tab.tap("[aria-label='Close settings']")
+    phone.ask("a story")
+    phone.until("document.querySelectorAll('.group [data-state=done]').length === 2")
+    first, second = (phone.tab.locator(".group .answer").nth(i).bounding_box() for i in range(2))
+    assert first["y"] == second["y"]
+    assert first["width"] > 300
+    assert first["x"] + first["width"] < second["x"] < 390, "the next one shows at the edge"
+    assert phone.run("document.querySelector('#scroller').scrollWidth <= innerWidth")
+    phone.last(".choose").tap()
+    phone.see(".group .answer.other .model-label", "big")
 
 
 @pytest.mark.parametrize("size", SIZES)
