@@ -9,9 +9,10 @@ from itertools import combinations
 
 from tests.composition.features import BY_NAME, CHECKPOINTS, FEATURES, reason_against
 
-PROCESS_COST = 4  # pairs that a configuration with more processes must gain, since these start slowly
-TRIES = 60  # random configurations, of which the one with most new pairs is taken
+PROCESS_COST = 12  # pairs that a configuration with more processes must gain, since these start slowly
+TRIES = 300  # random configurations, of which the one with most new pairs is taken
 REQUESTS = frozenset(feature.name for feature in FEATURES if feature.kind == "request")
+MODELS = [feature.name for feature in FEATURES if feature.kind == "model"]
 WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
 SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting"]
 # Settings that multiply the processes: at most one in a configuration, unless it is there for a pair of them.
@@ -44,11 +45,17 @@ def possible_pairs() -> set[frozenset[str]]:
 
 
 def quick_pairs() -> set[frozenset[str]]:
-    """Return the possible pairs without those of a weight format and a setting that starts processes: these need many
-    configurations that start slowly.
+    """Return the possible pairs without those of a weight format and a kind of model, of either and a way to run
+    processes, or of two ways: these need many configurations, which start slowly.
     """
-    processes = {*PROCESSES, "async engine"}
-    return {pair for pair in possible_pairs() if not (pair & set(WEIGHTS) and pair & processes)}
+    weights, models, ways = set(WEIGHTS), set(MODELS), {*PROCESSES, "async engine"}
+    return {
+        pair
+        for pair in possible_pairs()
+        if not (pair & weights and pair & models)
+        and not (pair & ways and pair & (weights | models))
+        and not (pair & ways and pair <= ways | {"offline"})
+    }
 
 
 def covering(pairs: set[frozenset[str]]) -> list[Configuration]:
@@ -107,7 +114,3 @@ def _add(chosen: set[str], names: Iterable[str], most: int) -> None:
 
 def _fits(name: str, chosen: Iterable[str]) -> bool:
     return all(reason_against(name, other) is None for other in chosen)
-
-
-def _cost(configuration: Configuration) -> int:
-    return PROCESS_COST * sum(name in configuration for name in PROCESSES)
