@@ -51,8 +51,8 @@ R = TypeVar("R")
 
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
-        "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale"),
-        "kernels.cpu.moe": ("experts", "experts_add_norm"),
+        "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
+        "kernels.cpu.moe": ("experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (
             "pack_weight",
             "linear",
@@ -144,6 +144,7 @@ rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 rms_norm_add = _dispatched(reference.rms_norm_add)
 gate_and_mul = _dispatched(reference.gate_and_mul)
+sigmoid = _dispatched(reference.sigmoid)
 add_scaled = _dispatched(reference.add_scaled)
 scale = _dispatched(reference.scale)
 pack_weight = _dispatched(reference.pack_weight)
@@ -161,6 +162,7 @@ quantized_input = _dispatched(reference.quantized_input)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)
+pack_router = _dispatched(reference.pack_router)
 pack_experts = _dispatched(reference.pack_experts)
 compress_experts = _dispatched(reference.compress_experts)
 experts = _dispatched(reference.experts)

@@ -62,9 +62,14 @@ class MoE(nn.Module):
         return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
 
     def pack(self) -> None:
-        """Repack both matrices, already packed one by one, for `kernels.experts`."""
+        """Repack the router, the gate, and both stacks, already packed one by one, for `kernels.experts`."""
+        if not self.gate_up.is_here:
+            return
+        self.router.pack()
+        if self.shared_gate is not None:
+            self.shared_gate.pack()
         gate_up, down = self.gate_up, self.down
-        if gate_up.is_here and gate_up.bias is None and down.bias is None:
+        if gate_up.bias is None and down.bias is None:
             gate_up.format.pack_experts(gate_up, down)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
@@ -132,10 +137,13 @@ def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tu
 class Router(CheckpointModule):
     """Chooses the experts of each token and their weights. Not quantised, and replicated on all ranks."""
 
+    weight: Tensor  # [E, hidden]
+
     def __init__(self, spec: MoESpec, hidden_size: int, scope: Scope) -> None:
         super().__init__()
         self.rule = kernels.Router(**asdict(spec.router))
-        count, device = spec.num_experts, scope.device
+        self.num_experts = count = spec.num_experts
+        device = scope.device
         # Families with a correction bias compute scores with float32 weights.
         dtype = torch.float32 if spec.correction else scope.dtype
         self.weight = empty(count, hidden_size, dtype=dtype, device=device)
@@ -168,6 +176,11 @@ class Router(CheckpointModule):
             self.counts.index_add_(0, chosen, torch.ones_like(chosen))
         return normed, ids, weights
 
+    def pack(self) -> None:
+        weight = kernels.pack_router(self.weight)
+        del self.weight  # a parameter's name accepts only parameters
+        self.weight = weight
+
     def tensors(self) -> Iterator[CheckpointTensor]:
         names = self._names
         named = {f"{names.router}.weight": self.weight, f"{names.router}.bias": self.bias}
@@ -195,12 +208,20 @@ class RouterNorm(RMSNorm):
 class Gate(CheckpointModule):
     """sigmoid(x · w): [T, hidden] → [T, 1]."""
 
+    weight: Tensor  # [1, hidden]
+
     def __init__(self, hidden_size: int, scope: Scope) -> None:
         super().__init__()
         self.weight, self._name = scope.empty(1, hidden_size), scope.name("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight).sigmoid_()
+        return kernels.sigmoid(kernels.linear(x, self.weight))
+
+    def pack(self) -> None:
+        weight = kernels.pack_weight(self.weight)
+        assert isinstance(weight, Tensor)
+        del self.weight  # a parameter's name accepts only parameters
+        self.weight = weight
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)

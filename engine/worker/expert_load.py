@@ -52,7 +52,7 @@ class ExpertLoad:
         self._num_steps += 1
         if not self._has_experts or self._num_steps % self._interval:
             return False
-        width = 1 + max((len(router.weight) for router in self._routers), default=0)
+        width = 1 + max((router.num_experts for router in self._routers), default=0)
         self._counts = torch.zeros(len(self._routers), width, dtype=torch.int64, device=self._device.torch_device)
         for router, counts in zip(self._routers, self._counts, strict=True):
             router.counts = counts

@@ -5,35 +5,83 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.cpu.matmul import linear, swiglu
+from kernels.cpu.elementwise import gate_and_mul, sigmoid
+from kernels.cpu.matmul import linear, pack_weight, swiglu
 from kernels.cpu.packed_weight import NativeWeight
 from kernels.cpu.rotary import rms_norm
-from kernels.data.moe import Experts
+from kernels.data.activation import ExpertActivation
+from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
-from kernels.reference.moe import activate
+from kernels.data.quantized_weight import Weight
+from kernels.reference.moe import activate, choose_experts, expert_linear
+from kernels.reference.precision import to_wide
+
+
+def pack_router(weight: Tensor) -> Tensor:
+    """See `kernels.reference.pack_router`."""
+    packed = pack_weight(to_wide(weight.detach()))
+    assert isinstance(packed, Tensor)
+    return packed
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.route`. With a packed weight of float32, a token's result does not depend on others."""
+    is_packed = weight.is_mkldnn or isinstance(weight, NativeWeight)
+    logits = linear(to_wide(x), weight if is_packed else to_wide(weight), None if bias is None else to_wide(bias))
+    scores = logits
+    if rule.scoring != "softmax_chosen":
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else sigmoid(logits.clone())
+    return choose_experts(logits, scores, correction, rule, slots)
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    rule: Router,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.reference.norm_route`."""
+    normed = rms_norm(x, norm_weight, eps)
+    return normed, *route(normed, weight, bias, correction, rule, slots)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:
     """See `kernels.reference.experts`."""
-    gate_up, down = stack.gate_up, stack.down
-    if not (isinstance(gate_up, NativeWeight) and isinstance(down, NativeWeight)):
-        return reference.experts(x, ids, weights, stack, add_to)
-    parts = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
-    local = ids - stack.first
+    parts = to_wide(x).new_zeros(*ids.shape, x.shape[1])
+    local, down = ids - stack.first, stack.down
+    num_experts = len(down.stack) if isinstance(down, NativeWeight) else len(down)
     for expert in local.unique().tolist():
-        if not 0 <= expert < len(gate_up.stack):
+        if not 0 <= expert < num_experts:
             continue
         token, choice = (local == expert).nonzero(as_tuple=True)
-        matrix, bias = gate_up.stack[expert], None if stack.gate_up_bias is None else stack.gate_up_bias[expert]
-        if stack.activation == "silu":
-            inner = swiglu(x[token], matrix, bias)
-        else:
-            inner = activate(linear(x[token], matrix, bias), stack.activation)
-        bias = None if stack.down_bias is None else stack.down_bias[expert]
-        parts[token, choice] = linear(inner, down.stack[expert], bias).float()
-    result = torch.bmm(weights.float()[:, None, :], parts)[:, 0]
+        inner = _gated(x[token], stack.gate_up, stack.gate_up_bias, expert, stack.activation)
+        parts[token, choice] = to_wide(_linear(inner, stack.down, stack.down_bias, expert))
+    result = torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+
+
+def _gated(
+    x: Tensor, weights: Weight | CompressedWeight, biases: Tensor | None, expert: int, activation: ExpertActivation
+) -> Tensor:
+    if activation == "silu" and isinstance(weights, NativeWeight):
+        return swiglu(x, weights.stack[expert], None if biases is None else biases[expert])
+    inner = _linear(x, weights, biases, expert)
+    return gate_and_mul(inner, activation) if activation == "gelu_tanh" else activate(inner, activation)
+
+
+def _linear(x: Tensor, weights: Weight | CompressedWeight, biases: Tensor | None, expert: int) -> Tensor:
+    """Multiply by one matrix of a stack. One of an MoE's stacks may be packed and the other not."""
+    assert not isinstance(weights, CompressedWeight)
+    if isinstance(weights, NativeWeight):
+        return linear(x, weights.stack[expert], None if biases is None else biases[expert])
+    return expert_linear(x, weights, biases, expert)
 
 
 def experts_add_norm(

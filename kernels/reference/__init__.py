@@ -11,7 +11,7 @@ KV_SCALES for each KV head: kv_scale [2, Hkv] float32, which is None for caches 
 cache hold the same numbers in another dtype.
 """
 
-from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, silu_and_mul
+from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, sigmoid, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
@@ -37,6 +37,7 @@ from kernels.reference.moe import (
     experts_add_norm,
     norm_route,
     pack_experts,
+    pack_router,
     route,
     route_norms_apart,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "pack_e2m1",
     "pack_experts",
     "pack_nibbles",
+    "pack_router",
     "pack_weight",
     "paged_attention_decode",
     "paged_attention_prefill",
@@ -106,6 +108,7 @@ __all__ = [
     "sample",
     "sampling_thresholds",
     "scale",
+    "sigmoid",
     "silu_and_mul",
     "store_kv",
     "to_e4m3",

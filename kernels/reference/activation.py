@@ -25,6 +25,11 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
     return silu_and_mul(x) if gate == "silu" else gelu_and_mul(x)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return sigmoid of x, in place."""
+    return x.sigmoid_()
+
+
 def add_scaled(residual: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """residual [..., n] += factor · x [..., n], in place; the sum is rounded once."""
     return residual.add_(x, alpha=factor)

@@ -17,6 +17,11 @@ from kernels.reference.precision import to_wide
 from kernels.reference.quantized import dequantize
 
 
+def pack_router(weight: Tensor) -> Tensor:
+    """Return a router's weight [E, hidden] in the form in which `route` multiplies fastest."""
+    return weight
+
+
 def route(
     x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -30,6 +35,13 @@ def route(
     scores = logits
     if rule.scoring != "softmax_chosen":
         scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    return choose_experts(logits, scores, correction, rule, slots)
+
+
+def choose_experts(
+    logits: Tensor, scores: Tensor, correction: Tensor | None, rule: Router, slots: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `route` from its logits and scores [T, E]."""
     choice = (
         logits if correction is None else scores + correction
     )  # logits: not all of them differ after rounding as scores
@@ -113,8 +125,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
     for expert in local.unique().tolist():
         if 0 <= expert < len(stack):
             token, choice = (local == expert).nonzero(as_tuple=True)
-            inner = activate(_linear(x[token], gate_up, stack.gate_up_bias, expert), stack.activation)
-            total[token, choice] = to_wide(_linear(inner, down, stack.down_bias, expert))
+            inner = activate(expert_linear(x[token], gate_up, stack.gate_up_bias, expert), stack.activation)
+            total[token, choice] = to_wide(expert_linear(inner, down, stack.down_bias, expert))
     result = (total * weights.to(total.dtype)[:, :, None]).cumsum(1)[:, -1]
     if add_to is not None:
         return add_to.copy_(result + add_to)
@@ -130,7 +142,8 @@ def experts_add_norm(
     return rms_norm(residual, norm.weight, norm.eps)
 
 
-def _linear(x: Tensor, weights: Weight, biases: Tensor | None, expert: int) -> Tensor:
+def expert_linear(x: Tensor, weights: Weight, biases: Tensor | None, expert: int) -> Tensor:
+    """Return linear(x [n, K], one matrix [N, K] of a stack, its bias [N])."""
     weight = weights[expert]
     if isinstance(weight, QuantizedWeight):
         weight = dequantize(weight.codes, weight, x.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
@@ -17,6 +18,7 @@ from engine.models.families import read_spec
 from engine.models.moe import Router
 from engine.offline.llm import LLM
 from engine.stats import ExpertTokens
+from kernels.cpu.library import library
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
 from tests.support.answers import greedy_answers
 
@@ -74,6 +76,32 @@ def test_grammars_and_seeds_alone_and_in_a_crowd(tiny_experts: Path) -> None:
     llm.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_log_probabilities_do_not_depend_on_company(family: str, tmp_path: Path) -> None:
+    """Softmax and sigmoid routers, shared experts with and without a gate: to the last bit."""
+    if library() is None:
+        pytest.skip("without a compiler, GEMMs depend on the number of tokens")
+    make_checkpoint(family, tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, enable_prefix_caching=False
+    )
+    engine = Engine(config)
+
+    def run(prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
+        found: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+            engine.add_request(EngineRequest(str(i), prompt, sampling))
+        while engine.has_work():
+            for output in engine.step():
+                found[int(output.request_id)] += output.logprobs or []
+        return found
+
+    prompts = [[3 + i] * (5 + 3 * i) for i in range(6)]
+    assert run(prompts) == [run([prompt])[0] for prompt in prompts]
+    engine.close()
+
+
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
     tiny_experts: Path, monkeypatch: pytest.MonkeyPatch, interval: int
@@ -84,12 +112,13 @@ def test_tokens_of_each_expert_are_counted_in_steps_with_prompts(
             expert_load_interval=interval,
         )
     )  # fmt: skip
+    num_experts = engine.spec.layers[0].mlp.num_experts  # type: ignore[union-attr]
     seen: list[list[int]] = []  # of each layer of each step: how many tokens its experts got
     route = Router.forward
 
     def watched(self: Router, *args: Any) -> Any:
         normed, ids, weights = route(self, *args)
-        seen.append(ids[ids >= 0].bincount(minlength=len(self.weight)).tolist())
+        seen.append(ids[ids >= 0].bincount(minlength=num_experts).tolist())
         return normed, ids, weights
 
     monkeypatch.setattr(Router, "forward", watched)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import Experts, QuantizedWeight, Weight, reference
+import kernels
+from kernels import Experts, QuantizedWeight, Router, Weight, reference
 from kernels.cpu import matmul, moe
 from kernels.cpu.library import library
 from kernels.cpu.packed_weight import NativeWeight
@@ -78,3 +79,45 @@ def test_the_matrices_of_a_packed_stack_share_its_memory() -> None:
         assert isinstance(packed, NativeWeight)
         size = packed.nbytes // 3
         assert [matrix.data_ptr() - packed.data_ptr() for matrix in packed.stack] == [0, size, 2 * size]
+
+
+def test_one_stack_may_be_packed_and_the_other_not() -> None:
+    """Groups of 48 channels cannot be packed: down is read as it is."""
+    stacks = random_experts("int8", 6, 96, 128), random_experts("int8", 6, 128, 48)
+    assert [isinstance(matmul.pack_weight(stack), NativeWeight) for stack in stacks] == [True, False]
+    check(*stacks, "silu", False, torch.float32, 2e-2)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize("num_experts", [8, 60])
+def test_a_token_alone_is_routed_as_among_others(scoring: Any, num_experts: int) -> None:
+    torch.manual_seed(0)
+    x, norm, weight = torch.randn(33, 64), torch.rand(64), matmul.pack_weight(torch.randn(num_experts, 64))
+    assert isinstance(weight, NativeWeight)
+    rule = Router(4, scoring, renormalise=True)
+    together = kernels.norm_route(x, norm, 1e-5, weight, None, None, rule)
+    alone = [kernels.norm_route(row, norm, 1e-5, weight, None, None, rule) for row in x.split(1)]
+    for got, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(got, torch.cat(parts))
+    plain = torch.randn(num_experts, 64)
+    torch.testing.assert_close(
+        moe.route(x, matmul.pack_weight(plain), None, None, rule)[1], reference.route(x, plain, None, None, rule)[1]
+    )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_a_token_alone_gets_of_experts_what_it_gets_among_others(activation: Any) -> None:
+    torch.manual_seed(0)
+    gate_up, down = (matmul.pack_weight(torch.randn(6, n, k)) for n, k in ((192, 128), (128, 96)))
+    stack = Experts(gate_up, down, None, None, activation, 0)
+    x, ids, weights = torch.randn(21, 128), torch.rand(21, 6).argsort(1)[:, :3].int(), torch.rand(21, 3)
+    together = moe.experts(x, ids, weights, stack)
+    parts = zip(x.split(1), ids.split(1), weights.split(1), strict=True)
+    assert torch.equal(together, torch.cat([moe.experts(*part, stack) for part in parts]))
+
+
+def test_sigmoids_do_not_depend_on_their_number() -> None:
+    x = torch.randn(1001, 1)
+    together = kernels.sigmoid(x.clone())
+    assert torch.equal(together, torch.cat([kernels.sigmoid(row.clone()) for row in x.split(1)]))
+    torch.testing.assert_close(together, x.sigmoid())
