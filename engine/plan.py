@@ -5,10 +5,11 @@ Weights and KV blocks are counted exactly as the engine allocates them. Only the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flags import parse_size
+from engine.gpu_specs import GPU, GPUS, known_gpu
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
@@ -31,54 +32,15 @@ from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
 from engine.worker.options import RunnerOptions
+from engine.worker.parallel.cores import num_cores
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
+# What a step takes at least, whatever its bytes. All measured steps take twice as much (tests/engine/test_plan.py).
+STEP_SECONDS = 100e-6  # for sampling, and for the launch
+LAYER_SECONDS = 10e-6  # for about six kernels that wait for each other
+SUM_SECONDS = 2.5e-6  # for each of a layer's two sums over ranks
+REQUEST_SECONDS = 2e-6  # for the work of the host on a token
 COMPRESSED = 0.755  # of the bytes of bfloat16 experts: codes of 12 bits, scales and lists of small weights
-
-
-@dataclass(frozen=True, slots=True)
-class GPU:
-    """The specification of a GPU."""
-
-    title: str
-    memory: int  # bytes
-    capability: tuple[int, int]
-    bandwidth: float = 0.0  # bytes per second; 0: not known
-    flops: float = 0.0  # per second, dense bfloat16; 0: not known
-
-    @property
-    def has_fp8(self) -> bool:
-        return self.capability >= (8, 9)
-
-
-def _gpu(title: str, mebibytes: int, capability: tuple[int, int], terabytes: float, teraflops: float) -> GPU:
-    return GPU(f"NVIDIA {title}", mebibytes << 20, capability, terabytes * 1e12, teraflops * 1e12)
-
-
-GPUS: Mapping[str, GPU] = {
-    "b200": _gpu("B200", 182642, (10, 0), 8.0, 2250),
-    "h200": _gpu("H200", 143156, (9, 0), 4.8, 989),
-    "h100": _gpu("H100 80GB", 81079, (9, 0), 3.35, 989),
-    "a100": _gpu("A100 80GB", 81154, (8, 0), 2.04, 312),
-    "a100-40gb": _gpu("A100 40GB", 40442, (8, 0), 1.56, 312),
-    "l40s": _gpu("L40S", 45589, (8, 9), 0.864, 362),
-    "l4": _gpu("L4", 22563, (8, 9), 0.3, 121),
-    "a10": _gpu("A10", 22515, (8, 6), 0.6, 125),
-    "5090": _gpu("RTX 5090", 32109, (12, 0), 1.79, 210),
-    "4090": _gpu("RTX 4090", 24077, (8, 9), 1.01, 165),
-    "3090": _gpu("RTX 3090", 24135, (8, 6), 0.936, 71),
-}
-
-
-def find_gpu(name: str) -> GPU:
-    """Find a GPU by name, or create one by memory size, such as "24GB". Raises `ConfigError` with the valid names."""
-    if (gpu := GPUS.get(name.lower())) is not None:
-        return gpu
-    try:
-        memory = parse_size(name.upper().removesuffix("IB").removesuffix("B"))
-    except ValueError:
-        raise ConfigError(f"gpu must be one of {', '.join(GPUS)}, or a size such as 24GB, got {name!r}") from None
-    return GPU(f"a GPU of {memory / 2**30:g} GiB", memory, (8, 9))
 
 
 def gpu_here() -> GPU | None:
@@ -86,11 +48,43 @@ def gpu_here() -> GPU | None:
     if not CudaDevice.is_available():
         return None
     device = CudaDevice.current()
-    words, memory = re.split(r"[ -]", device.name.lower()), device.memory().total
-    alike = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in words]
-    known = min(alike, key=lambda gpu: abs(gpu.memory - memory), default=None)
+    memory = device.memory().total
+    known = known_gpu(device.name, memory)
     rates = (known.bandwidth, known.flops) if known is not None else (0.0, 0.0)
     return GPU(device.name, memory, device.capability, *rates)
+
+
+def cpu_here() -> GPU:
+    """Return this machine's CPU, whose speed `make_plan` measures."""
+    cores = num_cores()
+    return GPU(f"this machine's CPU, {cores} core{'s' * (cores > 1)}", CpuDevice().memory().total, None)
+
+
+def _measured(cpu: GPU, num_bytes: int, dtype: torch.dtype) -> GPU:
+    """Return the CPU with the speed of this moment, in sums over `num_bytes` and in GEMMs.
+
+    The better of all threads and one: on a busy machine, threads wait for the one that got no core.
+    """
+    words = torch.ones(min(max(num_bytes, 1 << 20), 256 << 20) // 4)
+    rows, weights = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    seconds, num_threads = [], torch.get_num_threads()
+    for size in {num_threads, 1}:
+        torch.set_num_threads(size)
+        seconds.append((_fastest(words.sum), _fastest(lambda: rows @ weights)))
+    torch.set_num_threads(num_threads)
+    sum_seconds, gemm_seconds = map(min, zip(*seconds, strict=True))
+    return replace(cpu, bandwidth=words.nbytes / sum_seconds, flops=2 * rows.numel() * 1024 / gemm_seconds)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several runs."""
+    found: list[float] = []
+    end = time.perf_counter() + 0.2
+    while len(found) < 3 or (len(found) < 50 and time.perf_counter() < end):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return min(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ class PlannedDevice(CpuDevice):
         return self.gpu.title
 
     @property
-    def capability(self) -> tuple[int, int]:  # type: ignore[override]
+    def capability(self) -> tuple[int, int] | None:  # type: ignore[override]
         return self.gpu.capability
 
     @property
@@ -179,18 +173,27 @@ class Plan:
     def tokens_per_second(self, num_requests: int, context: int) -> float:
         """Return an upper bound of decode throughput over all requests; 0: the GPU's speed is not known.
 
-        A step takes at least the time to read its bytes and the time to compute its GEMMs. All else is ignored.
+        A step takes at least the time to read its bytes, or to compute its GEMMs if that is longer, and the time of its
+        launches. All else is ignored.
         """
         if not self.gpu.bandwidth:
             return 0.0
+        of_layer = LAYER_SECONDS + (2 * SUM_SECONDS if self.options.num_ranks_per_stage > 1 else 0)
+        overhead = STEP_SECONDS + self.spec.num_layers * of_layer + num_requests * REQUEST_SECONDS
+        by_bytes = self.bytes_read(num_requests, context) / self.gpu.bandwidth
+        return num_requests / (max(by_bytes, self._gemm_seconds(num_requests)) + overhead)
+
+    def bytes_read(self, num_requests: int, context: int) -> float:
+        """Return the bytes that a GPU reads in a decode step of such requests."""
         idle = self.weights["experts"] * (1 - self._used_experts(num_requests))
         idle += self.weights["tables"] + (0 if self.spec.tie_word_embeddings else self.weights["embedding"])
-        read = self.weight_bytes - idle + self.kv_bytes(context) * num_requests
+        return self.weight_bytes - idle + self.kv_bytes(context) * num_requests
+
+    def _gemm_seconds(self, num_tokens: int) -> float:
         schemes = self.spec.quantization.schemes if self.spec.quantization else ()
         in_8_bits = self.gpu.has_fp8 and any(scheme.activations for _, scheme in schemes)
-        flops = 2 * self.num_active / self.options.num_ranks_per_stage * num_requests
-        by_gemms = flops / (self.gpu.flops * (2 if in_8_bits else 1))
-        return num_requests / max(read / self.gpu.bandwidth, by_gemms)
+        flops = 2 * self.num_active / self.options.num_ranks_per_stage * num_tokens
+        return flops / (self.gpu.flops * (2 if in_8_bits else 1))
 
     def _used_experts(self, num_tokens: int) -> float:
         """Return the fraction of all experts that `num_tokens` tokens use, assuming even routing."""
@@ -212,7 +215,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
             "a plan covers one pipeline stage: leave out pipeline_parallel_size, divide the weights by it"
         )
     folder, spec = _read_model(config)
-    options = runner_options(config, spec, offline, PlannedDevice(gpu))
+    options = runner_options(config, spec, offline, CpuDevice() if gpu.is_cpu else PlannedDevice(gpu))
     _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE)
     own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
@@ -222,10 +225,14 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
+    held = sum(weights.values()) + buffers + activations
+    if gpu.is_cpu:
+        gpu = _measured(gpu, sum(weights.values()), options.dtype)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         num_blocks, _ = asked_for
+    elif gpu.is_cpu:
+        num_blocks = layout.cpu_cache_bytes(options, options.device.memory().free - held)[0] // layout.block_bytes
     else:
-        held = sum(weights.values()) + buffers + activations
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
         num_blocks = blocks_that_fit(layout, memory, options)
     parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
@@ -243,10 +250,15 @@ def _weight_bytes(
     return decoder.spec, bytes_of_parts(decoder)
 
 
-def on_all_gpus(config: EngineConfig) -> Iterator[Plan]:
-    """Yield a plan for each known GPU type, with 1, 2, 4 or 8 GPUs as needed. Raises `ModelError`."""
+def on_all_devices(config: EngineConfig) -> Iterator[Plan]:
+    """Yield a plan for this machine's CPU and each known GPU type, with 1, 2, 4 or 8 GPUs as needed.
+
+    Raises `ModelError`.
+    """
     folder, _ = _read_model(config)
     config = replace(config, model=str(folder))
+    with contextlib.suppress(ModelError, ConfigError):  # the CPU does not support a format
+        yield make_plan(config, cpu_here())
     for gpu in GPUS.values():
         for size in (1, 2, 4, 8):
             try:
@@ -308,13 +320,14 @@ def _mlp_width(mlp: DenseSpec | MoESpec, hidden_size: int) -> int:
 def alternatives(config: EngineConfig, gpu: GPU) -> Iterator[tuple[str, Plan]]:
     """Yield flags that reduce memory use, each with the resulting plan."""
     changes: list[tuple[str, dict[str, object]]] = []
-    if config.kv_cache_dtype == "auto" and gpu.has_fp8:
+    if config.kv_cache_dtype == "auto" and (gpu.has_fp8 or gpu.is_cpu):
         changes.append(("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}))
     if config.quantization is None:
-        changes.append(("--quantization fp8", {"quantization": "fp8"}))
+        for method in ("int8", "int4") if gpu.is_cpu else ("fp8",):
+            changes.append((f"--quantization {method}", {"quantization": method}))
     if not config.compress_experts:
         changes.append(("--compress-experts", {"compress_experts": True}))
-    for size in (2, 4, 8):
+    for size in () if gpu.is_cpu else (2, 4, 8):
         if size > config.tensor_parallel_size:
             changes.append((f"--tensor-parallel-size {size}", {"tensor_parallel_size": size}))
     for flags, change in changes:

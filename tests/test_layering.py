@@ -69,7 +69,7 @@ ALLOWED = {
     "engine.replicas": ENGINE,
     "engine": ENGINE,
     "server": SERVER | {"server.docs", "engine.stats"},
-    "server.cli": SERVER | {"server.cli", "engine.machine", "engine.models.catalog", "engine.plan"},
+    "server.cli": SERVER | {"server.cli", "engine.gpu_specs", "engine.machine", "engine.models.catalog", "engine.plan"},
     "server.docs": SERVER | {"server.docs", "engine.models.catalog"},
     "server.http": FACE
     | {

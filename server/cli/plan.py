@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from engine import EngineConfig
 from engine.flags import add_flags, check, flag, settings_of
+from engine.gpu_specs import GPUS, find_gpu
 from server.cli.common import load_with_model, model_argument
 
 if TYPE_CHECKING:
-    from engine.plan import GPU, Plan
+    from engine.gpu_specs import GPU
+    from engine.plan import Plan
 
 EPILOG = """examples:
-  quire plan Qwen/Qwen3-32B                          on this machine's GPU; without one, on all known GPUs
+  quire plan Qwen/Qwen3-32B                          on this machine's GPU; without one, on its CPU and all known GPUs
   quire plan Qwen/Qwen3-32B --gpu h100 --tensor-parallel-size 2
   quire plan ./my-model --gpu 24GB --quantization fp8 --max-model-len 32k
 
 Only config.json is read, and downloaded if necessary. Weights and KV cache are computed as the engine allocates them;
-the memory for the activations of a step is estimated. Tokens per second are upper limits from the GPU's data sheet.
+the memory for the activations of a step is estimated. Tokens per second are upper limits, from the GPU's data sheet
+(for a CPU: measured now) and the least time that the launches of a step take.
 """
-NAMES = "b200, h200, h100, a100, a100-40gb, l40s, l4, a10, 5090, 4090, 3090"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
 USUAL = 8192  # tokens of a typical request, for columns that show one length
 
@@ -34,7 +36,9 @@ class PlanFlags:
     """Plan."""
 
     gpu: str | None = flag(
-        None, f"{NAMES}, or a memory size such as 24GB (default: this machine's GPU)", metavar="NAME|SIZE"
+        None,
+        f"cpu (this machine's), {', '.join(GPUS)}, or a memory size such as 24GB (default: this machine's GPU)",
+        metavar="NAME|SIZE",
     )
     json: bool = flag(False, "print the plan as JSON")
 
@@ -57,10 +61,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. The exit code is 1 when the engine would not start."""
     flags, config = load_with_model(args, PlanFlags, EngineConfig)
-    from engine.plan import find_gpu, gpu_here, make_plan, on_all_gpus
+    known = find_gpu(flags.gpu) if flags.gpu not in (None, "cpu") else None
+    from engine.plan import cpu_here, gpu_here, make_plan, on_all_devices
 
-    gpu = gpu_here() if flags.gpu is None else find_gpu(flags.gpu)
-    plans = list(on_all_gpus(config)) if gpu is None else [make_plan(config, gpu)]
+    gpu = cpu_here() if flags.gpu == "cpu" else known or gpu_here()
+    plans = list(on_all_devices(config)) if gpu is None else [make_plan(config, gpu)]
     if flags.json:
         print(json.dumps([as_dict(config, plan) for plan in plans], indent=1))
     elif gpu is None:
@@ -76,7 +81,7 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
         "model": config.model,
         "gpu": plan.gpu.title,
         "gpu_memory": plan.gpu.memory,
-        "num_gpus": plan.options.num_ranks_per_stage,
+        "num_gpus": 0 if plan.gpu.is_cpu else plan.options.num_ranks_per_stage,
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active,
         "weight_bytes": dict(plan.weights),
@@ -99,7 +104,7 @@ def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
 
     others = list(alternatives(config, gpu))
     parts = [_title(config, plan), _memory(plan)]
-    if plan.max_model_len and gpu.bandwidth:
+    if plan.max_model_len and plan.gpu.bandwidth:
         parts.append(_speed(plan))
     parts.append(_comparison("Other flags", [("as above", plan), *others]))
     fitting = [flags for flags, other in [("", plan), *others] if other.max_model_len]
@@ -111,8 +116,12 @@ def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
 def _overview(config: EngineConfig, plans: Sequence[Plan]) -> str:
     if not plans:
         return f"{config.model} does not fit on 8 of any known GPU."
-    rows = [(f"{plan.options.num_ranks_per_stage} × {plan.gpu.title}", plan) for plan in plans]
-    return f"{_title(config, plans[0])}\n\n{_comparison('On each GPU', rows)}\n\nDetails for one GPU:  --gpu NAME"
+    rows = [(_devices(plan), plan) for plan in plans]
+    return f"{_title(config, plans[0])}\n\n{_comparison('On each device', rows)}\n\nDetails for one:  --gpu NAME"
+
+
+def _devices(plan: Plan) -> str:
+    return plan.gpu.title if plan.gpu.is_cpu else f"{plan.options.num_ranks_per_stage} × {plan.gpu.title}"
 
 
 def _title(config: EngineConfig, plan: Plan) -> str:
@@ -124,14 +133,16 @@ def _title(config: EngineConfig, plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     options, context = plan.options, plan.max_model_len
-    gpus, share = f"{options.num_ranks_per_stage} × {plan.gpu.title}", options.gpu_memory_utilization
+    used = (
+        f"{options.device.memory().free / plan.gpu.memory if plan.gpu.is_cpu else options.gpu_memory_utilization:.0%}"
+    )
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.weights.items() if size)
     kept = "" if context == options.max_model_len else f"; the model's own is {options.max_model_len:,}"
     held = ", ".join(f"{int(plan.num_requests(each)):,} × {each:,} tokens" for each in _contexts(plan))
     fits = f"tokens{kept}" if context else "no room: the engine would not start"
     step_tokens = options.max_num_batched_tokens
     rows = [
-        ("memory", _gib(plan.gpu.memory), f"{gpus}: {share:.0%} is used"),
+        ("memory", _gib(plan.gpu.memory), f"{_devices(plan)}: {used} is {'free' if plan.gpu.is_cpu else 'used'}"),
         ("weights", _gib(plan.weight_bytes), parts),
         ("largest step", _gib(plan.activations + plan.buffers), f"{step_tokens:,} tokens; an estimate"),
         ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),

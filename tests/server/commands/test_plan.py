@@ -9,7 +9,8 @@ import pytest
 from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.flags import Parser, add_flags
-from engine.plan import GPUS, make_plan
+from engine.gpu_specs import GPUS
+from engine.plan import make_plan
 from server.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
@@ -48,13 +49,28 @@ def test_without_a_gpu_all_are_shown(capsys: Capture) -> None:
     assert main(["plan"]) == 0
     captured = capsys.readouterr()
     assert "No model given" in captured.err
-    assert all(f"1 × {gpu.title}" in captured.out for gpu in GPUS.values())
+    rows = captured.out.split("On each device")[1].splitlines()[1 : len(GPUS) + 2]
+    assert rows[0].startswith("  this machine's CPU, "), "it comes first"
+    assert [row.startswith(f"  1 × {gpu.title} ") for row, gpu in zip(rows[1:], GPUS.values(), strict=True)]
+
+
+def test_the_cpu_of_this_machine(tiny_model: Path, capsys: Capture) -> None:
+    assert main(["plan", str(tiny_model), "--gpu", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("this machine's CPU, ", " is free\n", "--quantization int8", "Maximum tokens per second"):
+        assert words in shown
+    assert "tensor-parallel" not in shown
+    assert main(["plan", str(tiny_model), "--gpu", "cpu", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["num_gpus"] == 0
+    assert 0 < plan["kv_cache_bytes"] <= 4 << 30
+    assert plan["tokens_per_second_at_most"]["1024"]["1"] > 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "--gpu", "h300"], "gpu must be one of"),
+        (["plan", "--gpu", "h300"], "--gpu must be cpu, one of b200, "),
         (["plan", "--gpu", "a100", "--kv-cache-dtype", "fp8"], "needs compute capability 8.9"),
         (["plan", "/nowhere", "--gpu", "a100"], "there is no such folder"),
         (["plan", "/nowhere"], "there is no such folder"),
