@@ -64,7 +64,7 @@ class ChatPage:
     def set(self, **values: Any) -> None:
         """Fill in settings by the ids of their controls."""
         self.tab.click("#open-settings")
-        self.tab.evaluate("document.querySelectorAll('.more-settings').forEach((each) => (each.open = true))")
+        self.tab.evaluate("document.querySelectorAll('#settings details').forEach((each) => (each.open = true))")
         for name, value in values.items():
             control = self.tab.locator(f"#{name.replace('_', '-')}")
             control.set_checked(value) if isinstance(value, bool) else control.fill(value)

@@ -219,9 +219,9 @@ const sidebar = new Sidebar({
   },
 });
 const settings = new Settings({
-  changed() {
-    if (isKept()) store.saveConversation(conversation, []);
-    thread.show(conversation);
+  changed(within) {
+    if (within.messages.size > 0) store.saveConversation(within, []);
+    if (within === conversation) thread.show(conversation);
   },
   keyChanged: () => status.doubt(),
 });

@@ -48,6 +48,9 @@ export function toast(text, action = "", run = null) {
     close();
     run();
   };
+  const dialog = document.querySelector("dialog[open]"); // what is outside of it cannot be used
+  (dialog ?? document.body).append($("toast"));
+  dialog?.addEventListener("close", () => document.body.append($("toast")), { once: true });
   $("toast").hidden = false;
   toastTimer = setTimeout(close, 8000);
 }

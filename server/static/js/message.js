@@ -43,12 +43,15 @@ class MessageView {
 
   /** Let the user edit the text in place. */
   edit(shown, submitLabel) {
-    const area = element("textarea", { class: "edit-text", "aria-label": "Edit message", dir: "auto" });
+    const area = element("textarea", { class: "edit-text", "aria-label": "Edit message", dir: "auto", enterkeyhint: "send" });
     area.value = this.message.content;
-    area.rows = Math.min(16, area.value.split("\n").length + 1);
+    const fit = () => (area.rows = Math.max(1, Math.min(16, area.value.split("\n").length)));
+    area.addEventListener("input", fit);
+    fit();
     const close = () => {
       form.remove();
-      shown.hidden = false;
+      shown.hidden = shown.classList.contains("question-text") && this.message.content === "";
+      this.root.classList.remove("editing");
     };
     const save = element("button", { type: "submit", class: "primary" }, submitLabel);
     const cancel = element("button", { type: "button", class: "plain", onclick: close }, "Cancel");
@@ -60,10 +63,14 @@ class MessageView {
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
       event.stopPropagation();
     });
     shown.hidden = true;
+    this.root.classList.add("editing");
     shown.after(form);
     area.focus();
   }

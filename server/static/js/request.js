@@ -1,4 +1,5 @@
 // Converts a conversation to the body of a chat completion request.
+import { parseJSON } from "./schemas.js";
 import { toolsOf } from "./tools.js";
 
 const NO_RESULT = "No result was given.";
@@ -13,7 +14,7 @@ export function requestFor(conversation, answer, resume) {
   const tools = toolsOf(settings);
   if (tools.length) body.tools = tools;
   if (settings.schema?.trim()) {
-    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parseJSON(settings.schema) } };
   }
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
   return body;

@@ -105,7 +105,7 @@ export class Run {
   }
 
   async #fail(error) {
-    const told = error instanceof SyntaxError ? `The settings are not valid JSON: ${error.message}` : error.message;
+    const told = error instanceof ApiError ? error.message : `Settings: ${error.message}`;
     const servers = error.status === 0 || error.status >= 500;
     this.message.error = servers ? ((await this.explain()) ?? sentence(told)) : told;
     return error;

@@ -1,5 +1,7 @@
 // The demonstration tools, which run in the page: a clock and a calculator.
+import { checkSchema, isObject, parseJSON } from "./schemas.js";
 
+const NAME = /^[\w-]{1,64}$/;
 const DEMONSTRATION = {
   get_time: {
     description: "The present date and time.",
@@ -21,7 +23,7 @@ const DEMONSTRATION = {
   },
 };
 
-/** Return a conversation's tools in the API's format. Throws if the user's tools are not valid JSON. */
+/** Return a conversation's tools in the API's format. Throws an Error if the user's tools are invalid. */
 export function toolsOf(settings) {
   const builtIn = Object.entries(settings.demoTools ? DEMONSTRATION : {}).map(([name, { description, parameters }]) => ({
     type: "function",
@@ -30,11 +32,18 @@ export function toolsOf(settings) {
   return [...builtIn, ...parseTools(settings.tools ?? "")];
 }
 
-/** Parse tools from JSON: a list of tools in the API's format, or of bare functions. */
+/** Parse tools from JSON: a list of tools in the API's format, or of bare functions. Throws an Error that says what is wrong. */
 export function parseTools(text) {
   if (text.trim() === "") return [];
-  const given = JSON.parse(text);
-  return (Array.isArray(given) ? given : [given]).map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+  const given = [parseJSON(text)].flat();
+  const tools = given.map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
+  tools.forEach(({ function: tool }, index) => {
+    const { name, parameters = {} } = isObject(tool) ? tool : {};
+    if (typeof name !== "string" || !NAME.test(name)) throw new Error(`Tool ${index + 1} needs a "name" of letters, digits, _ and -`);
+    if (tools.findIndex((each) => each.function.name === name) < index) throw new Error(`Two tools have the name ${name}`);
+    checkSchema(parameters, [name, "parameters"]);
+  });
+  return tools;
 }
 
 /** Return the result of a demonstration tool's call, or null if the user must enter it. */

@@ -41,7 +41,7 @@ def test_nothing_serious(browser: Any, stub: Stub, url: str, theme: str, size: s
     assert serious(page) == []
     for button, dialog in (("open-settings", "settings"), ("open-status", "status")):
         page.tab.click(f"#{button}")
-        page.run("document.querySelectorAll('.more-settings').forEach((each) => (each.open = true))")
+        page.run("document.querySelectorAll('#settings details').forEach((each) => (each.open = true))")
         page.tab.wait_for_selector(f"#{dialog}[open]")
         assert serious(page) == [], dialog
         page.tab.keyboard.press("Escape")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_page import ChatPage
+from tests.support.chat_page import SIZES, ChatPage
 from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
@@ -101,6 +101,23 @@ def test_editing_a_question_begins_a_branch(page: ChatPage) -> None:
     assert page.texts(".question-text") == ["4 and 5"]
     page.tab.click(".question [aria-label='Previous alternative']")
     assert page.texts(".question-text") == ["1 and 2", "echo this"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_keys_of_the_edit_box_are_those_of_the_composer(page: ChatPage, stub: Stub, size: str) -> None:
+    page.tab.set_viewport_size(SIZES[size])
+    page.ask("1 and 2")
+    page.tab.hover(".question-text")
+    page.tab.click(".question .edit-button")
+    assert page.texts(".question button:visible") == ["Cancel", "Send"]
+    page.tab.keyboard.press("Escape")
+    assert page.tab.is_visible(".question .copy")
+    page.tab.click(".question .edit-button")
+    page.tab.keyboard.press("Shift+Enter")
+    page.tab.keyboard.type("and 3")
+    page.tab.keyboard.press("Enter")
+    page.see(".prose", "1 plus 2 plus 3 is 6.")
+    assert stub.requests[-1]["messages"][-1]["content"] == "1 and 2\nand 3"
 
 
 def test_editing_an_answer_changes_what_the_model_sees(page: ChatPage) -> None:

@@ -41,7 +41,15 @@ def test_every_sampling_parameter_of_the_server_can_be_set(page: ChatPage, stub:
         "logit_bias",
     } <= names
     assert not {"messages", "model", "user", "stream", "use_beam_search"} & names
+    assert page.texts(".parameter-group[open] > summary") == ["Sampling"]
     page.tab.fill("#parameter-top_p", "0.9")
+    page.tab.fill("#find-parameter", "no parameter has this")
+    assert page.texts(".parameters label:visible") == []
+    page.tab.fill("#find-parameter", "end-of-seq")
+    assert page.texts(".parameters label:visible") == ["ignore_eos"]
+    page.tab.fill("#find-parameter", "")
+    assert page.texts(".parameter-group[open] > summary") == ["Sampling 1 set"]
+    page.run("document.querySelectorAll('.parameter-group').forEach((each) => (each.open = true))")
     page.tab.fill("#parameter-stop", "end\\n\nEND")
     page.tab.fill("#parameter-logit_bias", '{"5": -1}')
     page.tab.select_option("#parameter-ignore_eos", "true")
@@ -55,8 +63,23 @@ def test_every_sampling_parameter_of_the_server_can_be_set(page: ChatPage, stub:
     assert page.texts(".stats")[0].endswith("reached the token limit")
 
 
+def test_each_value_has_a_way_back_to_the_default(page: ChatPage, stub: Stub) -> None:
+    page.set(temperature="0.5", max_tokens="7")
+    page.tab.click("#open-settings")
+    page.tab.fill("#parameter-top_p", "0.9")
+    assert page.texts("#parameters-set") == ["3 set"]
+    for name in ("temperature", "max tokens", "top_p"):
+        page.tab.click(f"[aria-label='Default {name}']")
+        assert not page.tab.is_visible(f"[aria-label='Default {name}']")
+    assert page.run("document.activeElement.id") == "parameter-top_p"
+    assert page.texts("#temperature-value") == ["model default"]
+    page.tab.keyboard.press("Escape")
+    page.ask("1 and 2")
+    assert not {"temperature", "max_tokens", "top_p"} & set(stub.requests[-1])
+
+
 def test_settings_for_new_chats_and_reset(page: ChatPage, stub: Stub) -> None:
-    page.set(max_tokens="5")
+    page.set(max_tokens="5", system="Be kind.")
     page.tab.click("#open-settings")
     page.tab.click("#keep-settings")
     page.tab.keyboard.press("Escape")
@@ -69,16 +92,54 @@ def test_settings_for_new_chats_and_reset(page: ChatPage, stub: Stub) -> None:
     page.tab.keyboard.press("Escape")
     page.ask("a story")
     assert "max_tokens" not in stub.requests[-1]
+    assert stub.requests[-1]["messages"][0]["content"] == "Be kind."
+    page.tab.click("#open-settings")
+    page.tab.fill("#max-tokens", "3")
+    page.tab.click("#reset")
+    page.tab.click("#toast-action")  # undo, in the dialog
+    assert page.run("document.querySelector('#max-tokens').value") == "3"
+    page.tab.keyboard.press("Escape")
+    page.ask("a story")
+    assert stub.requests[-1]["max_tokens"] == 3
 
 
 def test_a_json_schema(page: ChatPage, stub: Stub) -> None:
     page.set(schema="{not")
     assert "Not valid JSON" in page.run("document.querySelector('#schema-error').textContent")
     page.ask("1 and 2", until="failed")
-    page.see(".failure-text", "The settings are not valid JSON")
+    page.see(".failure-text", "Settings: Not valid JSON")
     page.set(schema='{"type": "object"}')
     page.ask("1 and 2")
     assert stub.requests[-1]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+WRONG = {
+    "schema": {
+        '{"type": "objct"}': 'type: "objct" is none of string',
+        '{"properties": {"age": {"type": "integr"}}}': 'properties.age.type: "integr" is none of',
+        '{"anyOf": [{"required": "a"}]}': "anyOf.0.required: must be a list",
+        "3": "The schema: must be an object",
+    },
+    "tools": {
+        '[{"description": "nameless"}]': 'Tool 1 needs a "name"',
+        '[{"name": "a"}, {"type": "function", "function": {"name": "a"}}]': "Two tools have the name a",
+        '{"name": "a", "parameters": {"type": "objct"}}': 'a.parameters.type: "objct"',
+        "[null]": 'Tool 1 needs a "name"',
+    },
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_tools_and_schemas_are_checked_while_they_are_typed(page: ChatPage, field: str) -> None:
+    page.tab.click("#open-settings")
+    page.run("document.querySelectorAll('#settings details').forEach((each) => (each.open = true))")
+    error = f"document.querySelector('#{field}-error').textContent"
+    for text, wanted in WRONG[field].items():
+        page.tab.fill(f"#{field}", text)
+        assert wanted in page.run(error), text
+        assert page.tab.get_attribute(f"#{field}", "aria-invalid") == "true"
+    page.tab.fill(f"#{field}", '{"name": "a", "parameters": {"type": ["object", "null"], "required": ["x"]}}')
+    assert page.run(error) == ""
 
 
 def test_demonstration_tools_run_in_the_page(page: ChatPage, stub: Stub) -> None:
