@@ -40,7 +40,8 @@ PROPERTIES = {80: (108, 166912), 90: (132, 232448), 100: (148, 232448)}  # multi
 DETAILS = ("linear_add", "linear_gated silu", "norm_gated gelu_tanh", "norm_linear", "norms_apart silu")
 IN_TABLE = ("experts bfloat16", "experts mxfp4")
 
-launches: list[tuple[str, str]] = []  # of the operation that runs now: the kernel, and all that its launch was given
+# Of the operation that runs now: the kernel, and a description of all that its launch was given.
+launches: list[tuple[str, Callable[[], str]]] = []
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -61,14 +62,18 @@ class Gemms(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if not func.is_view and not name.startswith(("aten::empty", "aten::new_empty", "prim::", "aten::detach")):
-            launches.append((name, ", ".join(described(arg) for arg in args)))
+            launches.append((name, lambda: ", ".join(described(arg) for arg in args)))
         return func(*args, **(kwargs or {}))
 
 
 def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     package, name = kernel.module.split(".")[1], kernel.__name__.removesuffix("_kernel").removeprefix("_")
-    constants = ", ".join(f"{key}={described(value)}" for key, value in sorted(options.items()))
-    launches.append((f"{package} {name}", f"{grid} ({', '.join(described(arg) for arg in args)}) {constants}"))
+
+    def given() -> str:
+        constants = ", ".join(f"{key}={described(value)}" for key, value in sorted(options.items()))
+        return f"{grid} ({', '.join(described(arg) for arg in args)}) {constants}"
+
+    launches.append((f"{package} {name}", given))
 
 
 def weight(form: str, n: int, k: int, rounds: bool = True) -> Weight:
@@ -121,7 +126,7 @@ def linear(form: str, n: int, k: int, rounds: bool = True) -> Operations:
 
 
 def answer(value: bool) -> None:
-    launches.append((str(value), ""))
+    launches.append((str(value), str))
 
 
 def experts(form: str, activation: kernels.ExpertActivation, hidden: int = 2048, inner: int = 768) -> Operations:
@@ -288,8 +293,10 @@ def table(capability: int, full: bool = False) -> Iterator[str]:
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
     for case, make in CASES.items():
+        if not full and "clamped" in case and not case.startswith(IN_TABLE):
+            continue
         for name, operation in make():
-            if not full and (name in DETAILS or ("clamped" in case and not case.startswith(IN_TABLE))):
+            if not full and name in DETAILS:
                 continue
             ranges: list[list[Any]] = []
             for m in TOKENS:
@@ -298,10 +305,10 @@ def table(capability: int, full: bool = False) -> Iterator[str]:
                     operation(m)
                     result = [kernel for kernel, _ in launches]
                 except (AssertionError, NotImplementedError) as error:
-                    launches[:] = [("fails", repr(error))]
+                    launches[:] = [("fails", functools.partial(repr, error))]
                     result = ["fails"]
                 if full:
-                    yield f"sm_{capability} {case} {name} {m}: {launches}"
+                    yield f"sm_{capability} {case} {name} {m}: {[(kernel, given()) for kernel, given in launches]}"
                     continue
                 used = [
                     "cuBLAS" if kernel in GEMMS else kernel
