@@ -4,9 +4,9 @@
 # docker run --gpus all -p 8000:8000 -v quire:/home/quire/.cache quire Qwen/Qwen3-0.6B
 FROM python:3.12-slim
 
-# Triton compiles its launchers with the system's C compiler.
+# Triton compiles its launchers in C, and the first start on a CPU compiles its kernels in C++.
 RUN apt-get update \
- && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && apt-get install -y --no-install-recommends g++ libc6-dev \
  && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 quire

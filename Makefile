@@ -72,6 +72,13 @@ clean: ## remove .venv and every cache
 	rm -rf .coverage* htmlcov .venv .clients tests/clients/*/node_modules build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Shows the time and the size of .venv, with downloads, every few seconds, since pip says nothing for minutes.
+# On a terminal each line replaces the last one.
+PROGRESS = begin=$$(date +%s); if [ -t 1 ]; then wait=2 end='\r'; else wait=10 end='\n'; fi; \
+  (while sleep $$wait; kill -0 $$$$ 2>/dev/null; do \
+    printf "       %d s, %d MB$$end" $$(($$(date +%s) - begin)) $$(du -sm .venv 2>/dev/null | cut -f 1); \
+  done) & trap "kill $$! 2>/dev/null" EXIT
+
 # The stamp is written last, so an interrupted set-up starts again. Without an NVIDIA GPU, torch comes from its index of CPU
 # builds, a tenth of the size. If that index cannot be reached, the default build is installed, which works on CPUs too.
 $(READY): pyproject.toml constraints.txt
@@ -85,14 +92,16 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; \
 	fi; \
 	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH). This takes a few minutes, once."; \
+	$(PROGRESS); \
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
+	export TMPDIR=$(CURDIR)/.venv/tmp; mkdir -p $$TMPDIR; \
 	echo "  1/2  torch"; \
 	if [ $(TORCH) = cpu ] && $(PIP) install -q --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
 	else [ $(TORCH) != cpu ] || echo "The CPU build of torch is not available. Installing the default build, which is larger and also runs on CPUs."; \
 	  $(PIP) install -q torch==$(TORCH_VERSION); fi; \
 	echo "  2/2  Quire and the other packages that serving needs"; \
 	$(PIP) install -q -c constraints.txt -e .; \
-	touch $@
+	rm -rf $$TMPDIR; touch $@
 
 $(TESTS): $(READY)
 	@echo "Installing what the tests need, once."

@@ -21,7 +21,7 @@ def foreign_package(root: Path = ROOT) -> str | None:
             return (
                 f"the package {name!r} in {origin.parent if origin else 'this environment'} is {_owners(name)}, not "
                 "Quire's: "
-                "install Quire in an environment of its own, for instance with `uv tool install quire`"
+                "install Quire in an environment of its own, for instance with `uv tool install .` in its folder"
             )
     return None
 

@@ -82,6 +82,9 @@ def test_kubernetes_asks_for_what_there_is(keys: Path, serve: Callable[..., Live
         volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
     ]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert container["resources"].keys() == {"requests", "limits"}
+    (token,) = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if each["name"] == "HF_TOKEN"]
+    assert token["optional"], "open models need none"
     live = serve(FakeEngine(), ServerConfig(api_key_file=str(keys)))
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert live.http.get(container[probe]["httpGet"]["path"]).status_code == 200, "without a key"

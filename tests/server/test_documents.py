@@ -76,6 +76,13 @@ def test_the_version_is_the_changelogs_newest() -> None:
     assert dated[0] == __version__
 
 
+def test_no_document_needs_a_published_package() -> None:
+    """Only releasing.md may: `pip install 'quire[extra]'` adds to an environment that holds Quire."""
+    published = re.compile(r"(?:pip|tool) install (?:--upgrade )?quire\b")
+    pages = [path for path in (*DOCUMENTS, ROOT / "README.md") if path.name != "releasing.md"]
+    assert [path.name for path in pages if published.search(path.read_text())] == []
+
+
 def test_the_site_has_every_page_once() -> None:
     named = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

@@ -21,7 +21,7 @@ def test_packages_elsewhere_are_named(tmp_path: Path) -> None:
     told = foreign_package(tmp_path)
     assert told is not None
     assert told.startswith("the package 'kernels' in ")
-    assert "uv tool install quire" in told
+    assert "uv tool install ." in told
 
 
 def test_a_package_that_was_overwritten_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
