@@ -52,7 +52,12 @@ ALLOWED = {
     "kernels.triton": {"kernels.triton", "kernels.gpu", "kernels.data"},
     "kernels.gluon": {"kernels.gluon", "kernels.gpu", "kernels.data"},
     "kernels.gpu": {"kernels.gpu", "kernels.data"},
-    "engine.utils": {"engine.utils", "engine.errors", "engine.models.files"},  # the type of progress callbacks
+    "engine.utils": {
+        "engine.utils",
+        "engine.errors",
+        "engine.models.files",  # the type of progress callbacks
+        "engine.core.fairness.tenants",
+    },
     "engine.models": {"engine.models", "engine.utils.folder_files", "engine.utils.one_line", "kernels", "kernels.data"},
     "engine.worker": {"engine.worker", "engine.models", "kernels", "kernels.data", "kernels.triton.collectives"}
     | CONTRACT,
@@ -97,6 +102,7 @@ ALLOWED = {
     | REQUESTS
     | {
         "server.settings",
+        "engine.core.fairness.tenants",
         "engine.processing.beam_search",
         "engine.processing.output_collector",
         "engine.replicas.in_flight",

@@ -41,7 +41,7 @@ class CompileThreads:
         """Submit a task, like `FairExecutor.submit`."""
         if self._fair is None:
             self._executor = make_executor(self._num_threads)
-            self._fair = FairExecutor(self._executor)
+            self._fair = FairExecutor(self._executor, self._num_threads)
         with self._lock:
             self._num_working += 1
         work = self._fair.submit(tenant, function, *args, **kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.fairness.tenants import SEPARATOR
+
 MAX_USER_LENGTH = 256
 
 
@@ -19,7 +21,10 @@ class Caller:
     is_admin: bool = False  # whether it may see other callers' requests and usage, and change what all share
 
     def tenant(self, user: str) -> str:
-        """Return the tenant for fair scheduling: the key; without keys, the request's `user`, else the address."""
+        """Return the tenant for fair scheduling: the key; without keys, the address, and the request's `user` there.
+
+        An address is a group of tenants (see `group_of`): a client gets no more by inventing users.
+        """
         if self.name:
             return f"key {self.name}"
-        return f"user {user[:MAX_USER_LENGTH]}" if user else f"address {self.address}"
+        return f"address {self.address}" + (f"{SEPARATOR}user {user[:MAX_USER_LENGTH]}" if user else "")

@@ -73,6 +73,7 @@ class Generation:
 
     id: str  # unique among the owner's requests
     owner: str  # name of the API key that sent the request
+    tenant: str  # for fairness
     created: int
     model: str
     role: str  # of the generated messages

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from engine.core.fairness.tenants import group_of
 from engine.replicas.in_flight import InFlight
 from server.generation.errors import BusyError, InvalidRequestError
 
@@ -19,7 +20,8 @@ class RequestQueue:
 
     A request for several answers counts as that many. A tenant is the API key, user or client address that a request
     is accounted to. When the queue is full, a tenant below its equal part of it is still accepted, so one client cannot
-    lock out the others. With k tenants the total can reach 1 + 1/2 + … + 1/k times the limit.
+    lock out the others. With k tenants the total can reach 1 + 1/2 + … + 1/k times the limit. Groups of tenants have
+    equal parts of the queue, and the tenants of a group equal parts of the group's.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class RequestQueue:
         total, own = len(sent) + preparing.total(), sent.of(tenant) + preparing[tenant]
         if total + num_new <= self._most:
             return
-        num_tenants = len(sent.tenants | preparing.keys() | {tenant})
-        if own + num_new <= self._most // num_tenants:
+        groups = Counter(map(group_of, sent.tenants | preparing.keys() | {tenant}))
+        if own + num_new <= self._most // (len(groups) * groups[group_of(tenant)]):
             return
         self._refused("queue_full")
         num_waiting = max(total - self._max_num_seqs, 0)

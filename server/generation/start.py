@@ -189,7 +189,7 @@ async def _begin(
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
     ended = _at_the_end(server, caller, usage, Ended(record.received, request.cache_salt, prompts, watches))
     return Generation(
-        public_id, caller.name, now, name, role, n, prompts, samples, usage, record,
+        public_id, caller.name, request.tenant, now, name, role, n, prompts, samples, usage, record,
         server.metrics, server.requests, server.running, ended,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Number of requests that are taken: exactly as many as run and may wait, and a fair part for each owner."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -58,6 +58,21 @@ def test_one_owner_cannot_have_it_all() -> None:
         assert 0 < sent_by_b < 12
         assert isinstance(refusal(queue, 1, "a"), BusyError)
         stack.enter_context(queue.entering(1, "c"))
+
+
+def test_many_names_at_one_address_get_one_part() -> None:
+    queue, _ = make()
+    with ExitStack() as stack:
+        stack.enter_context(queue.entering(12, "address a/user 0"))
+        taken = 0
+        for number in range(1, 100):
+            with suppress(BusyError):
+                stack.enter_context(queue.entering(1, f"address a/user {number}"))
+                taken += 1
+        assert taken < 12
+        for _ in range(6):
+            stack.enter_context(queue.entering(1, "address b"))
+        assert isinstance(refusal(queue, 1, "address b"), BusyError)
 
 
 def test_retry_after_is_when_the_queue_of_now_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

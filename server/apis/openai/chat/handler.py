@@ -62,7 +62,7 @@ async def _answer(model: Model, body: ChatCompletionRequest, generation: Generat
             scores = scores or update.prompt_logprobs
     num_chars = None if body.is_scored else generation.usage.total_tokens
     return await model.in_thread(
-        _encoded, model, body, generation, warnings, choices, scores, tenant=generation.owner, num_chars=num_chars
+        _encoded, model, body, generation, warnings, choices, scores, tenant=generation.tenant, num_chars=num_chars
     )
 
 

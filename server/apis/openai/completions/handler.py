@@ -118,7 +118,7 @@ async def _answer(model: Model, body: CompletionRequest, generation: Generation,
             updates[sample.index].append(update)
     num_chars = None if body.is_scored else generation.usage.total_tokens
     return await model.in_thread(
-        _encoded, model, body, generation, warnings, updates, tenant=generation.owner, num_chars=num_chars
+        _encoded, model, body, generation, warnings, updates, tenant=generation.tenant, num_chars=num_chars
     )
 
 
@@ -160,8 +160,8 @@ async def _events(
     model: Model, body: CompletionRequest, generation: Generation, warnings: Warnings
 ) -> AsyncGenerator[bytes, None]:
     """Yield the response's events. A prompt's echo comes first."""
-    owner, num_tokens = generation.owner, generation.usage.prompt_tokens if body.echo else 0
-    echoes = await model.in_thread(_echoes, model, body, generation, tenant=owner, num_chars=num_tokens)
+    tenant, num_tokens = generation.tenant, generation.usage.prompt_tokens if body.echo else 0
+    echoes = await model.in_thread(_echoes, model, body, generation, tenant=tenant, num_chars=num_tokens)
     stream = _Stream(model, body, generation, warnings, echoes)
     begun, head = stream.only_text_from_here, stream.head
     async with aclosing(generation.events()) as events:
@@ -170,7 +170,7 @@ async def _events(
                 if update.text:  # fast path for most events: the same bytes as from `stream.write`
                     yield _TEXT_EVENT % (head, sample.index, _encode(update.text))
             elif update.prompt_logprobs is not None:
-                yield await model.in_thread(stream.write, sample, update, tenant=owner)
+                yield await model.in_thread(stream.write, sample, update, tenant=tenant)
             elif data := stream.write(sample, update):
                 yield data
     if stream.with_usage:

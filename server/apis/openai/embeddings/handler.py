@@ -37,7 +37,7 @@ async def _answer(model: Model, generation: Generation, warnings: Warnings, as_b
     """Return the response's JSON."""
     found = await generation.embeddings()
     end = _encode({"model": generation.model, "usage": usage_object(generation.usage)})[1:-1]
-    data = await model.in_thread(_data, found, as_base64, tenant=generation.owner)
+    data = await model.in_thread(_data, found, as_base64, tenant=generation.tenant)
     return b'{"id":%b,"object":"list","created":%d,"data":[%b],%b%b}' % (
         _encode(generation.id), generation.created, data, end, warnings.member,
     )  # fmt: skip

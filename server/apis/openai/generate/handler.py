@@ -53,7 +53,7 @@ async def _answer(model: Model, generation: Generation, warnings: Warnings) -> b
     is_scored = sampling.logprobs is not None or sampling.prompt_logprobs is not None
     num_chars = None if is_scored else generation.usage.total_tokens
     return await model.in_thread(
-        _encoded, model, generation, warnings, updates, tenant=generation.owner, num_chars=num_chars
+        _encoded, model, generation, warnings, updates, tenant=generation.tenant, num_chars=num_chars
     )
 
 

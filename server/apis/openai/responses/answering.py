@@ -93,7 +93,7 @@ class Working:
         if not response["store"] or (failed and self.background is None):
             return
         num_chars = None if self.is_large else 0
-        stored = await self.model.in_thread(self._stored, tenant=owner, num_chars=num_chars)
+        stored = await self.model.in_thread(self._stored, tenant=self.generation.tenant, num_chars=num_chars)
         self.kept.responses.put(owner, response["id"], stored)
 
     def _stored(self) -> StoredResponse:

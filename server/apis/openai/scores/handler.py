@@ -60,7 +60,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         classifier = _classifier(model)
         generation = await embed(server, asked, caller_of(request))
         states = await generation.embeddings()
-        found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=generation.owner)
+        found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=generation.tenant)
         data = [
             {
                 "index": index,
@@ -105,10 +105,10 @@ async def _scores(
     generation = await embed(
         server, body.hidden_states(prompts, {"prompt": field}, normalize=normalize), caller_of(request)
     )
-    states, owner = await generation.embeddings(), generation.owner
+    states, tenant = await generation.embeddings(), generation.tenant
     if classifier is None:
-        return generation, await model.in_thread(_cosines, texts, states, pairs, tenant=owner)
-    found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=owner)
+        return generation, await model.in_thread(_cosines, texts, states, pairs, tenant=tenant)
+    found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=tenant)
     return generation, [scores[0] for scores in found]
 
 
