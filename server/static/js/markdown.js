@@ -208,11 +208,48 @@ function highlighted(node) {
   return element("span", { class: `hljs-${(node.scope ?? "").split(".")[0]}` }, ...node.children.map(highlighted));
 }
 
+// ---- answers that are JSON -----------------------------------------------------------------------------------------
+
+/** Return `text` as a code block of Markdown. One that is not `closed` can grow. */
+export function fenced(text, language = "", closed = true) {
+  const longest = Math.max(0, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));
+  const fence = "`".repeat(Math.max(3, longest + 1));
+  return `${fence}${language}\n${text}${closed ? `\n${fence}` : ""}`;
+}
+
+/** Return whether an answer is a JSON object or list, or, if it is not `done`, begins like an object. */
+export function isJSON(text, done) {
+  if (!done) return /^\s*\{\s*("|$)/.test(text);
+  if (!/^\s*[{[]/.test(text)) return false;
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** Indent JSON without reading its values: numbers and strings stay as they are written. */
+export function indented(json) {
+  let depth = 0;
+  const line = () => `\n${"  ".repeat(depth)}`;
+  const tokens = json.match(/"(?:\\.|[^"\\])*"|[{[]\s*[}\]]|[{}[\],:]|[^\s{}[\],:"]+/g) ?? [];
+  const written = (token) => {
+    if (token === "{" || token === "[") depth += 1;
+    if (token === "}" || token === "]") depth -= 1;
+    if (token === "}" || token === "]") return line() + token;
+    if (token === "{" || token === "[" || token === ",") return token + line();
+    return token === ":" ? ": " : token;
+  };
+  return tokens.map(written).join("");
+}
+
 // ---- public interface ----------------------------------------------------------------------------------------------
 
 /** Shows a growing text in an element. */
 export class MarkdownView {
   #text = "";
+  #done = null;
   #start = 0; // start of the text that may still change
   #kept = 0; // number of finished elements before it
 
@@ -224,6 +261,8 @@ export class MarkdownView {
   /** Show `text`. `done`: the text is complete. */
   update(text, done) {
     text = text.replace(/\r\n?/g, "\n");
+    if (text === this.#text && done === this.#done) return;
+    this.#done = done;
     const whole = done && REFERENCES.test(text);
     if (whole || !text.startsWith(this.#text)) this.#restart();
     this.#text = text;

@@ -1,7 +1,7 @@
 // One message on the page: its elements and actions.
 import { isBusy } from "./conversation.js";
 import { $, copy, element, iconButton, shortName } from "./dom.js";
-import { MarkdownView } from "./markdown.js";
+import { fenced, indented, isJSON, MarkdownView } from "./markdown.js";
 import { splitThoughts } from "./run.js";
 import { tokensView } from "./tokens.js";
 
@@ -98,6 +98,7 @@ class AnswerView extends MessageView {
   constructor(message, conversation, actions) {
     super("answer-template", message, conversation, actions);
     this.prose = new MarkdownView(this.part("prose"), message.id);
+    this.thoughts = new MarkdownView(this.part("thinking-text"), `thoughts-${message.id}`);
     this.button("copy", (event) => copy(message.content, event.currentTarget));
     this.button("again", () => actions.regenerate(message));
     this.button("retry", () => actions.regenerate(message));
@@ -114,7 +115,7 @@ class AnswerView extends MessageView {
     const busy = isBusy(message);
     root.dataset.state = message.state;
     this.#showThoughts(reasoning, busy && content === "");
-    this.prose.update(content, !busy);
+    this.prose.update(shownText(content, !busy), !busy);
     this.#showCalls(busy);
     this.part("waiting").hidden = !busy || content !== "" || (message.calls?.length ?? 0) > 0;
     this.part("waiting-for").textContent = this.actions.startText();
@@ -141,10 +142,7 @@ class AnswerView extends MessageView {
     const seconds = this.message.thoughtSeconds;
     const taken = seconds ? ` for ${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s` : "";
     this.part("thinking-label").textContent = thinking ? "Thinking…" : `Thought${taken}`;
-    const text = this.part("thinking-text");
-    const had = text.textContent;
-    if (reasoning.startsWith(had)) text.append(reasoning.slice(had.length));
-    else text.textContent = reasoning;
+    this.thoughts.update(reasoning, !thinking);
   }
 
   #showCalls(busy) {
@@ -182,12 +180,13 @@ class AnswerView extends MessageView {
   }
 }
 
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text;
-  }
+const pretty = (json) => (isJSON(json, true) ? indented(json) : json);
+
+// An answer that is JSON is shown as code, one that is on a single line in several.
+function shownText(content, done) {
+  if (!isJSON(content, done)) return content;
+  const long = done && !content.trim().includes("\n");
+  return fenced(long ? indented(content) : content, "json", done);
 }
 
 function summary({ stats, finish, state }) {

@@ -1,4 +1,5 @@
 // Converts a conversation to the body of a chat completion request.
+import { fenced } from "./markdown.js";
 import { parseJSON } from "./schemas.js";
 import { toolsOf } from "./tools.js";
 
@@ -43,9 +44,6 @@ function answered({ content, calls = [] }) {
 }
 
 function withAttachments({ content, attachments = [] }) {
-  const files = attachments.map(({ name, text }) => {
-    const fence = "`".repeat(Math.max(3, 1 + Math.max(0, ...[...text.matchAll(/`+/g)].map(([run]) => run.length))));
-    return `${name}:\n${fence}\n${text}\n${fence}`;
-  });
+  const files = attachments.map(({ name, text }) => `${name}:\n${fenced(text)}`);
   return [...files, content].filter(Boolean).join("\n\n");
 }

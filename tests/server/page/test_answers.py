@@ -50,7 +50,7 @@ def test_thoughts_are_folded_away_with_their_time(page: ChatPage) -> None:
     assert page.texts(".prose")[0].startswith("A paged KV cache")
     assert not page.run("document.querySelector('.thinking').open")
     page.tab.click(".thinking-label")
-    page.see(".thinking-text", "The user wants to know")
+    page.see(".thinking-text p", "The user wants to know")
     page.ask("echo")
     assert json.loads(page.last("pre").inner_text())[1]["content"].startswith("A **paged** KV cache")
 
@@ -60,6 +60,39 @@ def test_thoughts_that_the_server_left_in_the_text(page: ChatPage, stub: Stub) -
     page.ask("why")
     assert page.texts(".prose") == ["So that."]
     assert page.run("document.querySelector('.thinking-text').textContent") == "Because."
+
+
+def test_reasoning_is_rendered(page: ChatPage, stub: Stub) -> None:
+    stub.answers["why"] = "<think>First *this*:\n\n- one\n- two\n\n`x`</think>So."
+    page.ask("why")
+    page.tab.click(".thinking-label")
+    assert page.texts(".thinking-text li") == ["one", "two"]
+    assert page.texts(".thinking-text em") == ["this"]
+    assert page.texts(".prose") == ["So."]
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (
+            '{"a":[1,2.50,{}],"b":"`` x: [1] \\" ```"}',
+            '{\n  "a": [\n    1,\n    2.50,\n    {}\n  ],\n  "b": "`` x: [1] \\" ```"\n}',
+        ),
+        ('{\n "n": 12345678901234567890 }', '{\n "n": 12345678901234567890 }'),
+        ("[1] is a *reference*", None),
+        ("{not} JSON", None),
+    ],
+)
+def test_answers_in_json_are_code(page: ChatPage, stub: Stub, answer: str, shown: str | None) -> None:
+    stub.answers["json"] = answer
+    page.ask("json")
+    if shown is None:
+        assert page.tab.locator(".prose pre").count() == 0
+        return
+    assert page.texts(".code-head span") == ["json"]
+    assert page.texts(".prose pre code") == [shown]
+    page.ask("echo")
+    assert json.loads(page.last("pre").inner_text())[1]["content"] == answer, "the model sees its own words"
 
 
 def test_stop_keeps_what_was_written_and_continue_goes_on(page: ChatPage, stub: Stub) -> None:

@@ -54,6 +54,15 @@ def test_markdown_is_the_same_whole_and_streamed(page: ChatPage) -> None:
         assert streamed == whole, text
 
 
+def test_a_list_with_some_tasks_keeps_its_bullets(page: ChatPage, stub: Stub) -> None:
+    stub.answers["list"] = "- [x] done\n- a plain item\n- [ ] to do"
+    page.ask("list")
+    styles = page.run("[...document.querySelectorAll('.prose li')].map((li) => getComputedStyle(li).listStyleType)")
+    assert styles == ["none", "disc", "none"]
+    lefts = page.run("[...document.querySelectorAll('.prose li p')].map((p) => p.getBoundingClientRect().left)")
+    assert max(lefts) - min(lefts) < 24
+
+
 def test_formulas_code_tasks_and_footnotes(page: ChatPage, stub: Stub) -> None:
     stub.answers["all"] = RICH + "\n\n\\[ e^{i\\pi} + 1 = 0 \\]"
     page.ask("all")
