@@ -92,14 +92,14 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; \
 	fi; \
 	echo "Setting up .venv with $$($$python --version) and torch $(TORCH_VERSION) for $(TORCH). This takes a few minutes, once."; \
-	$(PROGRESS); \
+	$(PROGRESS); echo "  1/3  .venv"; \
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
 	export TMPDIR=$(CURDIR)/.venv/tmp; mkdir -p $$TMPDIR; \
-	echo "  1/2  torch"; \
+	echo "  2/3  torch"; \
 	if [ $(TORCH) = cpu ] && $(PIP) install -q --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
 	else [ $(TORCH) != cpu ] || echo "The CPU build of torch is not available. Installing the default build, which is larger and also runs on CPUs."; \
 	  $(PIP) install -q torch==$(TORCH_VERSION); fi; \
-	echo "  2/2  Quire and the other packages that serving needs"; \
+	echo "  3/3  Quire and the other packages that serving needs"; \
 	$(PIP) install -q -c constraints.txt -e .; \
 	rm -rf $$TMPDIR; touch $@
 

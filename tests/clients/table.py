@@ -45,9 +45,9 @@ class Client:
 def write(clients: list[Client], path: Path = DOCUMENT) -> None:
     """The rows of `clients` anew; those of others stay."""
     text = path.read_text(encoding="utf-8")
-    before, head, old = text.partition(HEAD)
+    before, head, rest = text.partition(HEAD)
+    old, blank, after = rest.partition("\n\n")
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in old.splitlines() if row.startswith("| ")}
     rows |= {each.name: f"| {each.name} | `{each.package}` {each.version} | {each.tried} |" for each in clients}
-    path.write_text(
-        before + head + "\n".join(rows[name] for name in sorted(rows, key=str.lower)) + "\n", encoding="utf-8"
-    )
+    table = "\n".join(rows[name] for name in sorted(rows, key=str.lower))
+    path.write_text(before + head + table + (blank + after or "\n"), encoding="utf-8")

@@ -14,6 +14,9 @@ import pytest
 from engine import LLM, __version__
 from engine.config import EngineConfig
 from engine.flags import load, settings_of
+from engine.replicas.start_times import times_file
+from server.cli.chat.terminal import history_file
+from server.cli.main import COMMANDS
 from server.settings import ServerConfig
 from tests.support.documents import DOCUMENTS, ROOT
 from tests.support.live_server import Live
@@ -74,6 +77,20 @@ def test_the_version_is_the_changelogs_newest() -> None:
     project = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert project == [__version__]
     assert dated[0] == __version__
+
+
+def test_files_are_written_where_the_document_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("QUIRE_CACHE_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    table = (ROOT / "docs" / "operations.md").read_text().partition("\n## Files\n")[2].partition("\n## ")[0]
+    for path in (times_file(), times_file().parent / "kernels", history_file()):
+        assert f"| `~/{path.relative_to(tmp_path)}`" in table
+    commands = {"pull", *(word for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in row.split("`"))}
+    named = {name.removeprefix("quire ").split()[0] for name in commands if name.strip(", ")}
+    assert {*COMMANDS, "completion"} - named == set()
+    options = {setting.option for cls in (EngineConfig, ServerConfig) for setting in settings_of(cls).values()}
+    assert {"--download-dir", "--prefix-cache-file", "--record-trace", "--uds"} <= options
 
 
 def test_no_document_needs_a_published_package() -> None:
