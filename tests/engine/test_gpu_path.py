@@ -41,7 +41,7 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:
-    settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "max_num_seqs": 2}
     names = ["greedy", "long prompt"]
     expected = answers(tiny_model, names, **settings)
     assert expected != answers(tiny_model, names)
@@ -82,14 +82,14 @@ def test_tokens_of_what_is_rounded_where_it_is_computed(
 ) -> None:
     """Norms, and attention where a scale is a head's: as if the products themselves rounded them."""
     names, model = ["greedy", "long prompt"], tiny_model
-    settings: dict[str, Any] = {"quantization": "fp8"}
+    settings: dict[str, Any] = {"quantization": "fp8", "max_num_seqs": 2}
     if form == "fp8 blocks":
         pytest.importorskip("transformers")
         make_quantised(
             "qwen3_moe fp8-deepseek", tmp_path,
             shape={"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 2},
         )  # fmt: skip
-        settings, model = {"skip_tokenizer_init": True}, tmp_path
+        settings, model = {"skip_tokenizer_init": True, "max_num_seqs": 2}, tmp_path
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
     monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)

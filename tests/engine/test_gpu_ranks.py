@@ -31,12 +31,13 @@ pytest.importorskip("triton")
 from kernels.triton import collectives
 from kernels.triton.collectives import WORDS, all_reduce
 from tests.support.forks import hide_garbage_from_forks
-from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
+from tests.support.interpreted_gpu import REQUESTS, InterpretedGPU, answers, interpret
 from tests.support.quick_interpreter import yield_while_waiting
 from tests.support.unwritten import unwritten_is_nan
 
 SIZE, MOST = 2, 4  # ranks of a stage, and of both stages
-MANY_TOKENS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
+MANY_TOKENS = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
+SOME = ("greedy", "long prompt", "special", "word", "word, scored")  # requests
 
 
 class SharedMemory:
@@ -150,7 +151,8 @@ def test_tokens_are_those_of_one_rank(
     settings: dict[str, Any],
     small_bytes: int,
 ) -> None:
-    expected = answers(tiny_model, **settings)
+    names = SOME if settings else tuple(REQUESTS)
+    expected = answers(tiny_model, names, **settings)
     request.getfixturevalue("gpus")
     monkeypatch.setattr(gpu_communicator, "SMALL_BYTES", small_bytes)
     sums: list[tuple[Any, ...]] = []  # arguments of sums of larger tensors
@@ -171,7 +173,7 @@ def test_tokens_are_those_of_one_rank(
 
     monkeypatch.setattr(StepSampling, "begin", begun)
     with unwritten_is_nan():
-        assert answers(tiny_model, tensor_parallel_size=SIZE, **settings) == expected
+        assert answers(tiny_model, names, tensor_parallel_size=SIZE, **settings) == expected
     prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]
     decode = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, tuple)]
     assert all(graph.num_replays for graph in (*decode, *prefill))
@@ -185,7 +187,7 @@ def test_tokens_are_those_of_one_rank(
 @pytest.mark.parametrize(
     ("settings", "ranks_each"),
     [
-        pytest.param({}, 1, id="few tokens at once"),
+        pytest.param({}, 1, id="few tokens at once", marks=pytest.mark.slow),
         pytest.param(MANY_TOKENS, 1, id="many", marks=pytest.mark.slow),
         pytest.param({}, SIZE, id="two ranks each"),
     ],
@@ -193,10 +195,11 @@ def test_tokens_are_those_of_one_rank(
 def test_tokens_are_those_of_one_stage(
     tiny_model: Path, request: pytest.FixtureRequest, settings: dict[str, Any], ranks_each: int
 ) -> None:
-    expected = answers(tiny_model, **settings)
+    names = SOME if ranks_each > 1 else tuple(REQUESTS)
+    expected = answers(tiny_model, names, **settings)
     request.getfixturevalue("gpus")
     with unwritten_is_nan():
-        found = answers(tiny_model, pipeline_parallel_size=2, tensor_parallel_size=ranks_each, **settings)
+        found = answers(tiny_model, names, pipeline_parallel_size=2, tensor_parallel_size=ranks_each, **settings)
     assert found == expected
     for kind in (tuple, torch.Tensor) if settings else (tuple,):  # of decode, and of prefill
         assert any(graph.num_replays for graph in InterpretedGPU.graphs if isinstance(graph.result, kind))

@@ -6,6 +6,7 @@ Its device is an accelerator that does all work at once, and whose graphs are th
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,11 @@ class InterpretedGPU(CpuDevice):
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, what would run on a GPU is interpreted."""
     quicken()
+    for name in itertools.chain(*kernels.BACKENDS["cpu"].values()):
+        monkeypatch.setattr(kernels, name, getattr(reference, name))
     for module, names in kernels.BACKENDS["cuda"].items():
         for name in names:
             monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
-    monkeypatch.setattr(kernels, "pack_weight", reference.pack_weight)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(options, "find_device", lambda name: InterpretedGPU())
     monkeypatch.setattr(startup, "compile_kernels", lambda *_: None)  # the interpreter would run what it launches
