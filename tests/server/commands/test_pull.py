@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.models.errors import ModelError
+from engine.processing.input_processor import InputProcessor
 from server.cli.main import main
 
 
@@ -38,3 +41,11 @@ def test_weights_of_a_model_that_cannot_be_served_are_not_downloaded(
     assert main(["pull", "strange/one"]) == 1
     assert "'MambaForCausalLM' is not supported" in capsys.readouterr().err
     assert ["*.safetensors" in each["allow_patterns"] for each in hub] == [False]
+
+
+def test_the_same_where_it_is_served(hub: list[dict[str, Any]], tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="'MambaForCausalLM' is not supported"):
+        InputProcessor.load(EngineConfig(model="strange/one"))
+    assert ["*.safetensors" in each["allow_patterns"] for each in hub] == [False]
+    assert InputProcessor.load(EngineConfig(model="tiny/one")).folder == tiny_model
+    assert ["*.safetensors" in each["allow_patterns"] for each in hub[1:]] == [False, True]
