@@ -28,12 +28,13 @@ const isKept = () => conversation.messages.size > 0;
 
 // ---- opening conversations ----------------------------------------------------------------------------------------
 
-const idInAddress = () => location.hash.match(/^#\/c\/(\w+)$/)?.[1];
+const idsInAddress = () => location.hash.match(/^#\/c\/(\w+)(?:\/(\w+))?$/)?.slice(1) ?? [];
+const idInAddress = () => idsInAddress()[0];
 
 /** Show the conversation named in the address, or a new chat. */
 async function open() {
-  const id = idInAddress();
-  if (id && id === conversation.id) return;
+  const [id, message] = idsInAddress();
+  if (id && id === conversation.id) return message && showMessage(message);
   const found = id ? (live.get(id) ?? (await store.loadConversation(id))) : null;
   if (id !== idInAddress()) return; // meanwhile another one was opened
   if (id && !found) history.replaceState(null, "", "#/");
@@ -48,6 +49,15 @@ async function open() {
   thread.followAgain();
   sidebar.refresh(found?.id ?? "");
   if (!matchMedia("(pointer: coarse)").matches) composer.focus(); // focus would open the keyboard of a touch screen
+  if (found && message) showMessage(message);
+}
+
+/** Show the message, which a search found, and drop it from the address. */
+function showMessage(id) {
+  history.replaceState(null, "", `#/c/${conversation.id}`);
+  conversation.reveal(id);
+  showConversation();
+  thread.scrollTo(id);
 }
 
 // Mark answers that a closed page left unfinished as stopped.
@@ -217,6 +227,7 @@ const sidebar = new Sidebar({
     composer.forget(id);
     if (id === conversation.id) newChat();
   },
+  changed: changedElsewhere,
 });
 const settings = new Settings({
   changed(within) {
@@ -246,6 +257,7 @@ const status = new Status({
 $("model-select").addEventListener("change", () => (model = $("model-select").value));
 $("stop").addEventListener("click", stop);
 $("new-chat").addEventListener("click", newChat);
+$("new-in-list").addEventListener("click", newChat);
 $("open-settings").addEventListener("click", () => settings.open());
 $("system-strip").addEventListener("click", () => settings.open("system"));
 $("log").addEventListener("click", (event) => {

@@ -90,6 +90,11 @@ export class Conversation {
     this.meta.updated = Date.now();
   }
 
+  /** Show the branch of the message with this id. */
+  reveal(id) {
+    for (const message of this.path(id)) this.meta.selected[message.parent] = message.id;
+  }
+
   get busy() {
     return [...this.messages.values()].some(isBusy);
   }

@@ -1,9 +1,11 @@
 // The list of conversations: search, rename, delete, export, import.
 import { $, download, element, iconButton, load, save, toast } from "./dom.js";
 import * as store from "./store.js";
-import { fromJSON, toJSON, toMarkdown } from "./transfer.js";
+import { copyOf, fromJSON, toJSON, toMarkdown } from "./transfer.js";
 
 const OPEN = "quire.sidebar";
+const DAY = 86_400_000; // milliseconds
+const AROUND = 20; // characters shown before a match
 const wide = matchMedia("(min-width: 60rem)");
 
 export class Sidebar {
@@ -11,10 +13,9 @@ export class Sidebar {
   #menuFor = null; // the conversation of the open menu
   #shown = 0; // number of the latest search: older results are dropped
 
-  /** Callbacks: `renamed(id, title)`, `deleted(id)`. */
-  constructor({ renamed, deleted }) {
-    this.renamed = renamed;
-    this.deleted = deleted;
+  /** Callbacks: `renamed(id, title)`, `deleted(id)`, `changed(id)` when an import has replaced a conversation. */
+  constructor({ renamed, deleted, changed }) {
+    Object.assign(this, { renamed, deleted, changed });
     const adapt = () => this.#show(wide.matches && load(OPEN, true));
     adapt();
     wide.addEventListener("change", adapt);
@@ -60,13 +61,21 @@ export class Sidebar {
     const [all, found] = await Promise.all([store.listConversations(), wanted ? store.searchConversations(wanted) : null]);
     if (round !== this.#shown) return;
     const listed = all.filter(({ id }) => !found || found.has(id));
-    $("conversations").replaceChildren(...listed.map((meta) => this.#item(meta)));
+    const groups = Map.groupBy(listed, ({ updated }) => dateHeading(updated));
+    const sections = Array.from(groups, ([heading, metas]) => {
+      const items = metas.map((meta) => this.#item(meta, wanted, found?.get(meta.id)));
+      return element("section", {}, element("h2", {}, heading), element("ul", {}, ...items));
+    });
+    $("conversations").replaceChildren(...sections);
     $("no-conversations").hidden = listed.length > 0;
     $("no-conversations").textContent = wanted ? "Nothing found." : "Conversations are stored in this browser.";
   }
 
-  #item(meta) {
-    const link = element("a", { href: `#/c/${meta.id}`, dir: "auto" }, meta.title || "Conversation");
+  /** `wanted`: the text that was searched for. `message`: one that holds it. */
+  #item(meta, wanted, message) {
+    const title = element("span", { class: "title" }, ...marked(meta.title || "Conversation", wanted));
+    const link = element("a", { href: `#/c/${meta.id}${message ? `/${message.id}` : ""}`, dir: "auto" }, title);
+    if (message) link.append(element("span", { class: "match", dir: "auto" }, ...marked(message.content, wanted, AROUND)));
     if (meta.id === this.#current) link.setAttribute("aria-current", "page");
     const more = iconButton("more", `Options for ${meta.title}`, () => this.#openMenu(meta, item, more), "more");
     const item = element("li", {}, link, more);
@@ -132,19 +141,57 @@ export class Sidebar {
     download("quire-conversations.json", toJSON(all.filter(Boolean)), "application/json");
   }
 
+  /** Save an imported conversation, unless it is here. Returns what became of it. */
+  async #take(given) {
+    const here = await store.loadConversation(given.id);
+    const hasAll = (one, other) => [...other.messages.keys()].every((id) => one.messages.has(id));
+    if (here && hasAll(here, given)) return "known";
+    const replaces = here && hasAll(given, here); // it was continued elsewhere
+    const saved = await store.saveConversation(here && !replaces ? copyOf(given) : given);
+    if (replaces) await this.changed(given.id);
+    return !saved ? "refused" : replaces ? "updated" : "imported";
+  }
+
   async #import() {
     const [file] = $("import-file").files;
     $("import-file").value = "";
     try {
-      const conversations = fromJSON(await file.text());
-      let saved = true;
-      for (const conversation of conversations) saved = (await store.saveConversation(conversation)) && saved;
-      if (saved) toast(`Imported ${conversations.length} conversation${conversations.length === 1 ? "" : "s"}.`);
+      const counts = { imported: 0, updated: 0, known: 0, refused: 0 };
+      for (const conversation of fromJSON(await file.text())) counts[await this.#take(conversation)] += 1;
+      if (!counts.refused) toast(importText(counts));
     } catch (error) {
       toast(`${file.name} cannot be imported: ${error.message}.`);
     }
     this.refresh();
   }
+}
+
+/** Return the heading under which a conversation is listed. `updated`, `now`: in milliseconds. */
+export function dateHeading(updated, now = Date.now()) {
+  const midnight = new Date(now).setHours(0, 0, 0, 0);
+  if (updated >= midnight) return "Today";
+  if (updated >= midnight - DAY) return "Yesterday";
+  if (updated >= midnight - 7 * DAY) return "Previous 7 days";
+  if (updated >= midnight - 30 * DAY) return "Previous 30 days";
+  return new Date(updated).toLocaleDateString("en", { month: "long", year: "numeric" });
+}
+
+// Mark the first `wanted` in a text, ignoring case. `around`: begin so many characters before it.
+function marked(text, wanted, around = Infinity) {
+  const at = wanted ? text.toLowerCase().indexOf(wanted.toLowerCase()) : -1;
+  if (at < 0) return [text];
+  const start = at <= around ? 0 : text.lastIndexOf(" ", at - around) + 1 || at;
+  const end = at + wanted.length;
+  return [(start ? "…" : "") + text.slice(start, at), element("mark", {}, text.slice(at, end)), text.slice(end, end + 100)];
+}
+
+function importText({ imported, updated, known }) {
+  const count = (number) => `${number} conversation${number === 1 ? "" : "s"}`;
+  const parts = [];
+  if (imported || !(updated || known)) parts.push(`Imported ${count(imported)}.`);
+  if (updated) parts.push(`Updated ${count(updated)}.`);
+  if (known) parts.push(`${count(known)} ${known === 1 ? "was" : "were"} here already.`);
+  return parts.join(" ");
 }
 
 const fileName = (title) => title.replace(/[^\p{L}\p{N} _-]+/gu, "").trim().slice(0, 60) || "conversation";

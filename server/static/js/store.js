@@ -90,19 +90,25 @@ export async function deleteConversation(id) {
   channel.postMessage(id);
 }
 
-/** Return ids of the conversations with `text` in the title or a message, ignoring case. */
+/**
+ * Return the conversations with `text` in the title or a message, ignoring case: id → its oldest message with the text,
+ * or null.
+ */
 export async function searchConversations(text) {
   const wanted = text.toLowerCase();
   const holds = (found) => (found ?? "").toLowerCase().includes(wanted);
-  const ids = new Set();
+  const found = new Map();
+  const look = (message) => {
+    const best = found.get(message.conversation);
+    if (holds(message.content) && !(best?.index < message.index)) found.set(message.conversation, message);
+  };
   for (const { id, meta, messages } of unsaved.values()) {
-    if (holds(meta.title) || [...messages.values()].some(({ content }) => holds(content))) ids.add(id);
+    if (holds(meta.title)) found.set(id, null);
+    messages.forEach(look);
   }
   await reading(async (db) => {
-    for (const { id, title } of await db.getAll("conversations")) if (holds(title)) ids.add(id);
-    for (let cursor = await db.transaction("messages").store.openCursor(); cursor; cursor = await cursor.continue()) {
-      if (holds(cursor.value.content)) ids.add(cursor.value.conversation);
-    }
+    for (const { id, title } of await db.getAll("conversations")) if (holds(title)) found.set(id, null);
+    for (let cursor = await db.transaction("messages").store.openCursor(); cursor; cursor = await cursor.continue()) look(cursor.value);
   });
-  return ids;
+  return found;
 }

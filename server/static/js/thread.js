@@ -96,6 +96,13 @@ export class Thread {
     if (last) this.#views.get(last.id).part("edit-button").click();
   }
 
+  scrollTo(id) {
+    const row = $(`m-${id}`);
+    row?.scrollIntoView({ block: "center" });
+    row?.classList.add("found");
+    this.#noticeScroll();
+  }
+
   followAgain() {
     this.#following = true;
     this.#followDown();

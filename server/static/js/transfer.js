@@ -21,23 +21,30 @@ export function toMarkdown(conversation) {
   return `${parts.join("\n\n")}\n`;
 }
 
-/** Read an exported file. Conversations get new ids, so none is replaced. Throws for any other file. */
+/** Read an exported file. Conversations and messages keep their ids. Throws for any other file. */
 export function fromJSON(text) {
   const given = JSON.parse(text);
   if (given?.format !== FORMAT || !Array.isArray(given.conversations)) throw new Error("not a file of exported conversations");
   return given.conversations.map(readConversation);
 }
 
+/** Return the conversation under a new id. */
+export function copyOf({ meta, messages }) {
+  const id = newId();
+  return new Conversation({ ...meta, id }, Array.from(messages.values(), (message) => ({ ...message, conversation: id })));
+}
+
+const idOf = (id) => (/^[0-9a-f]{24}$/.test(id) ? id : newId());
 const string = (value) => (typeof value === "string" ? value : "");
 const object = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
 const list = (value) => (Array.isArray(value) ? value : []);
 
 // Only known fields are read, each converted to its type.
-function readConversation({ title, named, created, updated, settings, selected, messages }) {
+function readConversation({ id, title, named, created, updated, settings, selected, messages }) {
   const conversation = Conversation.create(object(settings));
-  const kept = { title: string(title), named: Boolean(named), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
+  const kept = { id: idOf(id), title: string(title), named: Boolean(named), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
   Object.assign(conversation.meta, kept);
-  const ids = new Map(list(messages).map(({ id }) => [id, newId()]));
+  const ids = new Map(list(messages).map(({ id }) => [id, idOf(id)]));
   ids.set("", "");
   for (const message of list(messages)) {
     if (!ids.has(message.parent)) continue;

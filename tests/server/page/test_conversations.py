@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_page import ChatPage
+from tests.support.chat_page import SIZES, ChatPage
 from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
 
 
 def titles(page: ChatPage) -> list[str]:
-    return page.texts("#conversations a")
+    return page.texts("#conversations .title")
 
 
 def menu(page: ChatPage, title: str, action: str) -> None:
@@ -79,6 +79,8 @@ def test_search_rename_delete_and_undo(page: ChatPage) -> None:
     page.tab.keyboard.type("LIGHTHOUSE")  # of the answer
     page.until("document.querySelectorAll('#conversations li').length === 1")
     assert titles(page) == ["a story"]
+    assert page.texts("#conversations mark") == ["lighthouse"]
+    assert page.texts("#conversations .match")[0].startswith("Mira kept the lighthouse at the end")
     page.tab.fill("#search", "")
     page.until("document.querySelectorAll('#conversations li').length === 2")
     menu(page, "1 and 2", "rename")
@@ -108,13 +110,87 @@ def test_export_and_import(page: ChatPage, tmp_path: Path, stub: Stub) -> None:
     with page.tab.expect_download() as exported:
         page.tab.click("#export-all")
     page.tab.set_input_files("#import-file", exported.value.path())
+    page.see("#toast-text", "1 conversation was here already.")
+    assert titles(page) == ["hm?"]
+    menu(page, "hm?", "delete")
+    page.tab.wait_for_selector("#conversations li", state="detached")
+    page.tab.set_input_files("#import-file", exported.value.path())
     page.see("#toast-text", "Imported 1 conversation.")
-    page.until("document.querySelectorAll('#conversations li').length === 2")
-    page.tab.click("#conversations a:not([aria-current])")
-    page.until("!document.querySelector('#conversations a:not([aria-current])')?.matches(':hover')")
+    page.tab.click("#conversations a")
     page.see(".prose", "Second.")
     assert page.texts(".answer .branches") == ["2/2"]
     assert page.texts("#system-text") == ["Be kind."]
+
+
+def test_an_import_continues_what_is_here_and_replaces_nothing_else(page: ChatPage, tmp_path: Path) -> None:
+    page.ask("1 and 2")
+    with page.tab.expect_download() as exported:
+        page.tab.click("#export-all")
+    early = Path(exported.value.path()).read_text()
+    page.ask("3 and 4")
+    with page.tab.expect_download() as exported:
+        page.tab.click("#export-all")
+    late = Path(exported.value.path()).read_text()
+
+    def imports(text: str, told: str) -> None:
+        page.tab.set_input_files("#import-file", {"name": "x.json", "mimeType": "", "buffer": text.encode()})
+        page.see("#toast-text", told)
+
+    imports(early, "1 conversation was here already.")
+    menu(page, "1 and 2", "delete")
+    page.tab.wait_for_selector("#conversations li", state="detached")
+    imports(early, "Imported 1 conversation.")
+    page.tab.click("#conversations a")
+    page.see(".prose", "1 plus 2 is 3.")
+    imports(late, "Updated 1 conversation.")
+    page.see(".prose", "3 plus 4 is 7.")
+    other = json.loads(early)
+    other["conversations"][0]["messages"][1]["id"] = "0" * 24
+    imports(json.dumps(other), "Imported 1 conversation.")
+    page.until("document.querySelectorAll('#conversations li').length === 2")
+    assert page.texts(".question-text") == ["1 and 2", "3 and 4"]
+
+
+def test_a_found_message_is_shown(page: ChatPage, stub: Stub) -> None:
+    """Also where another branch is shown."""
+    stub.answers["which?"] = "The hidden needle."
+    page.ask("which?")
+    stub.answers["which?"] = "Another."
+    page.tab.click(".answer .again")
+    page.see(".prose", "Another.")
+    page.ask("long")
+    page.new_chat()
+    page.tab.fill("#search", "NEEDLE")
+    page.see("#conversations mark", "needle")
+    page.tab.click("#conversations a")
+    page.see(".prose", "The hidden needle.")
+    assert "/" not in page.tab.url.partition("#/c/")[2]
+
+
+def test_conversations_are_listed_by_date(page: ChatPage) -> None:
+    script = """async () => {
+        const { dateHeading } = await import("/static/js/sidebar.js");
+        const at = (day, hour) => new Date(2026, 2, day, hour).getTime();
+        const times = [[15, 0], [14, 23], [13, 9], [8, 0], [7, 23], [-15, 1], [-40, 1]];
+        return times.map(([day, hour]) => dateHeading(at(day, hour), at(15, 1)));
+      }"""
+    days = ["Today", "Yesterday", "Previous 7 days", "Previous 7 days", "Previous 30 days", "Previous 30 days"]
+    assert page.run(script) == [*days, "January 2026"]
+    page.ask("1 and 2")
+    page.see("#conversations h2", "Today")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_list_begins_with_a_new_chat(page: ChatPage, size: str) -> None:
+    page.tab.set_viewport_size(SIZES[size])
+    page.ask("1 and 2")
+    if size == "phone":
+        page.tab.click("#toggle-sidebar")
+    else:
+        assert not page.tab.is_visible("#new-chat")
+    page.tab.click("#new-in-list")
+    page.tab.wait_for_selector("#welcome", state="visible")
+    assert page.tab.is_visible("#new-in-list") == (size == "desktop")
 
 
 def test_a_file_of_something_else_is_refused(page: ChatPage) -> None:
