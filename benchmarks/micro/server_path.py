@@ -214,7 +214,7 @@ async def measure(flags: PathFlags, port: int, pids: list[int]) -> dict[str, flo
     else:
         body["prompt"] = list(range(300, 556))
     data = json.dumps(body | (flags.extra_body or {})).encode()
-    head = f"POST {flags.endpoint} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {flags.endpoint} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
     crowd, own = Crowd(flags.streams, pids), time.process_time()
     begin = Snapshot.take(0, pids)

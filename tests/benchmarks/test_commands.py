@@ -32,7 +32,7 @@ def test_every_benchmark_of_the_command_line_is_a_module() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "gpu_profile", "kernels", "products"])
+@pytest.mark.parametrize("name", ["all_reduce", "gpu_profile", "kernels", "gemms"])
 def test_what_needs_a_gpu_says_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(SystemExit) as ended:

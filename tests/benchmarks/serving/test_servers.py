@@ -159,7 +159,7 @@ def test_a_server_that_cannot_start(model: Path, tmp_path: Path) -> None:
     comparison._serve(comparison._job("quire", str(model), model, has_gpu=False), 0, tmp_path)
     (failure,) = comparison.results.failures
     assert failure.startswith("quire · tiny: the server ended with code 1: ")
-    assert "block_size must be a power of two, got 3" in failure
+    assert "--block-size must be a power of two, got 3" in failure
     assert failure.endswith((tmp_path / "r-quire-tiny-server.txt").read_text().strip().splitlines()[-1][:300])
 
 
