@@ -24,7 +24,7 @@ class EngineConfig:
     device.
     """
 
-    model: str = flag("", "folder with the model's files, or a Hugging Face id", metavar="MODEL", common=True)
+    model: str = flag("", "folder with the model's files, .gguf file, or Hugging Face id", metavar="MODEL", common=True)
     tokenizer: str | None = flag(
         None, "folder or Hugging Face id of the tokenizer (default: the model's)", metavar="MODEL"
     )

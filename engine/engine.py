@@ -273,8 +273,9 @@ def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Voc
 def _resolved(spec: ModelSpec, config: EngineConfig, eos_token_ids: Iterable[int], device: Device) -> ModelSpec:
     """Return the specification with the caller's end-of-text tokens and the quantisation that the device uses."""
     ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
-    rounds_head = not device.is_accelerator
-    quantization = choose_quantization(spec.quantization, config.quantization, rounds_head=rounds_head)
+    on_cpu = not device.is_accelerator
+    exact = on_cpu and config.dtype == "float32"  # there, matrix products of quantised weights round activations
+    quantization = choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact)
     return replace(spec, eos_token_ids=ends, quantization=quantization)
 
 

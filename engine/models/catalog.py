@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.families import FAMILIES, read_spec
+from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.hub import resolve_model
 from engine.models.quantization import METHODS
 
@@ -19,6 +20,11 @@ def families() -> dict[str, str]:
 def quantizations() -> dict[str, str]:
     """Return `quant_method` of quantization_config → description."""
     return _described(METHODS)
+
+
+def gguf_architectures() -> list[str]:
+    """Return the names of architectures in GGUF files."""
+    return list(ARCHITECTURES)
 
 
 def pull(model: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
 from engine.models.files import WEIGHT_FILES, Progress
+from engine.models.gguf.header import SPLIT
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
@@ -27,13 +29,41 @@ OTHER_FORMATS = ["[!1]*/*.json", "[!1]*/*.safetensors", "tokenizer*/*", "consoli
 
 def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:
     """Return the folder of a Hub model, downloaded unless it is cached. Arguments and errors: see `resolve_model`."""
+    patterns = TEXT_FILES + ([WEIGHT_FILES] if weights else [])
+    return _download(repo, revision, download_dir, patterns, OTHER_FORMATS, progress)
+
+
+def download_gguf(
+    repo: str, kind: str | None, file: str | None, revision: str | None, download_dir: str | None, progress: Progress
+) -> Path:
+    """Return the folder of a Hub model with its GGUF files: of a type such as Q4_K_M, or one and those it is split in.
+
+    Others may lie there too. Errors: see `resolve_model`.
+    """
+    if kind is not None:  # in small or capital letters
+        letters = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in kind)
+        patterns = [f"*{letters}*.gguf"]
+    else:
+        assert file is not None
+        split = SPLIT.fullmatch(file)
+        patterns = [file if split is None else f"{glob.escape(split[1])}-*-of-{split[3]}.gguf"]
+    return _download(repo, revision, download_dir, patterns, ["*mmproj*", "*imatrix*"], progress)
+
+
+def _download(
+    repo: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: list[str],
+    ignored: list[str],
+    progress: Progress,
+) -> Path:
     try:
         validate_repo_id(repo)
     except HFValidationError:
         raise ModelError(
             f"{repo}: there is no such folder; give an existing one, or a model of the Hub as owner/name"
         ) from None
-    patterns = TEXT_FILES + ([WEIGHT_FILES] if weights else [])
     try:
         return Path(
             snapshot_download(
@@ -41,7 +71,7 @@ def download(repo: str, revision: str | None, download_dir: str | None, weights:
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=patterns,
-                ignore_patterns=OTHER_FORMATS,
+                ignore_patterns=ignored,
                 tqdm_class=_reporting(progress),
             )
         )

@@ -77,6 +77,8 @@ def fingerprint(folder: Path) -> str:
     named by their content, by that name.
     """
     digest = sha256(read_file(folder / "config.json", folder, MAX_JSON_BYTES))
+    if (tensors := folder / "gguf.json").is_file():  # names a GGUF file and its version
+        digest.update(read_file(tensors, folder, MAX_JSON_BYTES))
     for path in sorted(folder.glob(WEIGHT_FILES)):
         blob, found = path.resolve(), path.stat()
         version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns

@@ -6,6 +6,7 @@ One short function per `quant_method`. `ModelError` names the unsupported key an
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Scheme:
     """Storage of a quantised matrix [N, K] in a checkpoint."""
 
     layout: Literal[
-        "plain", "packed", "gptq", "awq", "fp4", "blocks", "online"
+        "plain", "packed", "gptq", "awq", "fp4", "blocks", "gguf", "online"
     ]  # the stored tensors, see the classes in `formats`
     kind: Literal["e4m3", "int8", "int4", "e2m1"]  # the values of codes, see `kernels.QuantizedWeight`
     group: int = 0  # number of channels that share a scale; 0: all
@@ -32,6 +33,7 @@ class Scheme:
     zero_offset: int = 0  # added to stored zero points
     global_scale: str = ""  # tensor with a factor of all scales; "": none
     divided: bool = False  # scales are divided by the global scale instead of multiplied
+    block: str = ""  # the type of GGUF's blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,19 @@ class Quantization:
         return next((scheme for targets, scheme in self.schemes if any(_matches(t, name) for t in targets)), None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedQuantization(Quantization):
+    """Schemes whose targets are whole names of modules, "*" for the number of an expert."""
+
+    def scheme(self, name: str) -> Scheme | None:
+        return _by_name(self.schemes).get(re.sub(r"\.experts\.\d+\.", ".experts.*.", name))
+
+
+@functools.lru_cache(maxsize=4)
+def _by_name(schemes: tuple[tuple[tuple[str, ...], Scheme], ...]) -> dict[str, Scheme]:
+    return {name: scheme for names, scheme in schemes for name in names}
+
+
 ONLINE = {  # formats to which a float checkpoint can be quantised at load time
     "fp8": Scheme(layout="online", kind="e4m3", activations=True),
     "int8": Scheme(layout="online", kind="int8", activations=True),
@@ -57,13 +72,17 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 
 
 def choose_quantization(
-    stored: Quantization | None, method: str | None, *, rounds_head: bool = False
+    stored: Quantization | None, method: str | None, *, rounds_head: bool = False, decodes: bool = False
 ) -> Quantization | None:
     """Return the quantization of the weights in memory if `method` was requested; None: as in the checkpoint.
+
+    A GGUF file's blocks can also be decoded: by `decodes`, or to quantise them by another method.
 
     The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except
     those that latent attention reads as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
+    if isinstance(stored, NamedQuantization) and (decodes if method is None else method in ONLINE):
+        stored = None
     if method is None or (stored is not None and stored.method == method):
         return stored
     if stored is not None:
@@ -277,6 +296,27 @@ def _group_scheme(group: Mapping[str, Any], file_format: Any, path: str) -> Sche
     )
 
 
+# Types of GGUF whose values kernels read exactly, without conversion to floats.
+GGUF_SCHEMES = {
+    name: Scheme(layout="gguf", kind="int8", group=32, block=name) for name in ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS")
+} | {
+    "Q4_0": Scheme(layout="gguf", kind="int4", group=32, block="Q4_0"),
+    "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
+}
+
+
+def _gguf(config: Mapping[str, Any]) -> Quantization:
+    """The blocks of GGUF files that are kept as they are, by module."""
+    types = config.get("types")
+    if not isinstance(types, dict):
+        raise ModelError(f"'{WHERE}': 'types' must be an object, got {types!r}")
+    if unknown := types.keys() - GGUF_SCHEMES.keys():
+        raise _unsupported("types", min(unknown), tuple(GGUF_SCHEMES))
+    return NamedQuantization(
+        method="gguf", schemes=tuple((_names(types, name), scheme) for name, scheme in GGUF_SCHEMES.items())
+    )
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -285,4 +325,5 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "gptq": _gptq,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
+    "gguf": _gguf,
 }

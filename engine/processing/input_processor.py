@@ -95,7 +95,8 @@ class InputProcessor:
 
     def local(self, config: EngineConfig) -> EngineConfig:
         """Return `config` with the model's local folder, served under the name that the user gave."""
-        name = self.folder.name if Path(self.model_name).is_dir() else self.model_name
+        path = Path(self.model_name).expanduser()
+        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else self.model_name
         return replace(config, model=str(self.folder), served_model_name=(name,))
 
     @property

@@ -116,6 +116,9 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
+            if (reason := folder / "tokenizer.missing").is_file():  # of a GGUF file
+                said = _read(reason, folder, MAX_CONFIG_BYTES).decode("utf-8", "replace")
+                raise TokenizerError(f"the GGUF file's tokenizer cannot be used: {said}")
             raise TokenizerError(
                 f"{folder} has no tokenizer.json: convert the tokenizer with transformers' AutoTokenizer and "
                 "save_pretrained, or give another folder with --tokenizer"

@@ -18,7 +18,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.models.attention import Attention
-from engine.models.checkpoints import open_checkpoint
+from engine.models.checkpoints import GGUFCheckpoint, open_checkpoint
 from engine.models.decoder import DecoderLayer
 from engine.models.files import Progress, silent
 from engine.models.formats import log_compression, weight_formats
@@ -78,7 +78,9 @@ def build_runner(
             member.communicator,
             stage=stage,
         )
-        checkpoint = open_checkpoint(folder, options.load_format, options.seed)
+        checkpoint = open_checkpoint(folder, options.load_format, options.seed, spec.quantization)
+        if isinstance(checkpoint, GGUFCheckpoint):
+            checkpoint.log_decoding(options.dtype)
         model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
         model.pack_weights()
         if options.compress_experts:

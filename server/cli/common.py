@@ -80,7 +80,7 @@ def model_argument(parser: argparse.ArgumentParser) -> None:
         "model_argument",
         metavar="MODEL",
         nargs="?",
-        help="folder or Hugging Face id of the model, as --model",
+        help="folder, .gguf file or Hugging Face id of the model, as --model",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Any
 
 EPILOG = """A model's config.json names its architecture and, for quantised weights, the quant_method.
@@ -24,7 +25,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from engine.models.catalog import families, quantizations
+    from engine.models.catalog import families, gguf_architectures, quantizations
 
     known, formats = families(), quantizations()
     width = max(map(len, (*known, *formats))) + 2
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     _print(known, width)
     print("\nQuantised weights (quant_method in config.json's quantization_config)")
     _print(formats, width)
+    print("\nGGUF files (general.architecture)")
+    print(textwrap.fill(", ".join(gguf_architectures()), 100, initial_indent="  ", subsequent_indent="  "))
     print("\nFloat weights, quantised at load time")
     _print(
         {

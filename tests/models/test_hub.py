@@ -24,15 +24,6 @@ def test_local_folder(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_gguf_files_are_told_as_such(tmp_path: Path) -> None:
-    file = tmp_path / "m-Q4_K_M.gguf"
-    file.touch()
-    for place, words in ((file, "GGUF files are not supported; "), (tmp_path, "holds GGUF files, which are not ")):
-        assert message(place).startswith(f"{place}: {words}")
-        assert message(place).endswith("give the model that it was made from, as a folder or Hub id with config.json "
-                                       "and .safetensors")  # fmt: skip
-
-
 def test_folder_without_config(tmp_path: Path) -> None:
     assert f"{tmp_path}: holds no config.json (it holds nothing)" in message(tmp_path)
     (tmp_path / "original").mkdir()
@@ -44,8 +35,8 @@ def test_folder_without_config(tmp_path: Path) -> None:
 
 
 def test_file(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").touch()
-    assert "model.bin: is a file; give the folder" in message(tmp_path / "model.bin")
+    (tmp_path / "model.pt").touch()
+    assert "model.pt: is a file; give a .gguf file, or the folder" in message(tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "a/b/c", "~/nothing-here", "white space"])

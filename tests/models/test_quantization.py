@@ -142,6 +142,22 @@ def test_what_was_asked_for() -> None:
         choose_quantization(None, "awq")
 
 
+def test_gguf_blocks_can_be_decoded() -> None:
+    config = {"quant_method": "gguf", "types": {"Q8_0": [Q], "MXFP4": ["model.layers.0.mlp.experts.*.up_proj"]}}
+    stored = read_quantization(config)
+    assert stored is not None
+    assert choose_quantization(stored, None) is choose_quantization(stored, "gguf") is stored
+    assert choose_quantization(stored, None, decodes=True) is None
+    assert choose_quantization(stored, "int8") == choose_quantization(None, "int8")
+    with pytest.raises(ModelError, match="quantised by 'gguf': quantization must be that or none, got 'awq'"):
+        choose_quantization(stored, "awq")
+    assert stored.scheme(Q).block == "Q8_0"  # type: ignore[union-attr]
+    assert stored.scheme("model.layers.0.mlp.experts.17.up_proj").block == "MXFP4"  # type: ignore[union-attr]
+    assert stored.scheme(DOWN) is None
+    with pytest.raises(ModelError, match="'types' 'Q9' is not supported; supported: Q8_0"):
+        read_quantization({"quant_method": "gguf", "types": {"Q9": []}})
+
+
 @pytest.mark.parametrize(("method", "head"), [("fp8", None), ("int8", "int8"), ("int4", "int8")])
 def test_the_output_head_is_rounded_where_the_device_gains_by_it(method: str, head: str | None) -> None:
     for rounds_head, kind in ((False, None), (True, head)):

@@ -259,7 +259,8 @@ sys.exit(code)
     [
         ("serve", None, "{}: there is no such folder"),
         ("serve", {"README.md": ""}, "{}: holds no config.json (it holds README.md)"),
-        ("chat", {"m-Q4_K_M.gguf": "GGUF"}, "{}: holds GGUF files, which are not supported; give the model"),
+        ("chat", {"m-Q4_K_M.gguf": "GGUF"}, "{}/m-Q4_K_M.gguf: damaged GGUF file: it ends within its header"),
+        ("chat", {"a.gguf": "GGUF", "b.gguf": ""}, "{}: must hold one GGUF model in the folder, it holds a.gguf, b."),
         ("generate", {"config.json": '{"architectures": ["OddForCausalLM"]}'}, "'OddForCausalLM' is not supported"),
         ("plan", {"config.json": "{"}, "{}/config.json: is not valid JSON"),
     ],

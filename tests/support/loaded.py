@@ -32,5 +32,7 @@ def load(
     formats = weight_formats(spec.quantization, compress_experts=compress_experts)
     scope = Scope(dtype, torch.device(device), formats, **where)
     stored = {name: options.pop(name) for name in FORMAT if name in options}
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, **stored)
+    checkpoint = (
+        source if isinstance(source, Checkpoint) else open_checkpoint(source, **stored, quantization=spec.quantization)
+    )
     return load_model(checkpoint, spec, scope, **options)

@@ -7,13 +7,25 @@ from pathlib import Path
 from engine.models.checkpoints.base import Checkpoint as Checkpoint
 from engine.models.checkpoints.base import RandomWeights as RandomWeights
 from engine.models.checkpoints.base import StoredTensor as StoredTensor
+from engine.models.checkpoints.gguf import GGUFCheckpoint as GGUFCheckpoint
 from engine.models.checkpoints.memory import NamedTensors as NamedTensors
 from engine.models.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from engine.models.errors import ModelError
+from engine.models.gguf.folder import is_derived
+from engine.models.quantization import NamedQuantization, Quantization
 
 
-def open_checkpoint(folder: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint | RandomWeights:
-    """Return the reader of a model's folder; "dummy": random weights by `seed`. Other formats: `ModelError`."""
+def open_checkpoint(
+    folder: Path, load_format: str = "auto", seed: int = 0, quantization: Quantization | None = None
+) -> Checkpoint | RandomWeights:
+    """Return the reader of a model's folder; "dummy": random weights by `seed`. Other formats: `ModelError`.
+
+    quantization: that of the weights in memory. A GGUF file's blocks stay as they are only if it says so.
+    """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ModelError(f"load_format must be auto, safetensors or dummy, got {load_format!r}")
-    return RandomWeights(str(folder), seed) if load_format == "dummy" else SafetensorsFolder(folder)
+    if load_format == "dummy":
+        return RandomWeights(str(folder), seed)
+    if is_derived(folder):
+        return GGUFCheckpoint(folder, keeps_blocks=isinstance(quantization, NamedQuantization))
+    return SafetensorsFolder(folder)

@@ -12,6 +12,7 @@ from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import granite, qwen_windows
 from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, RouterSpec
 
+# `separate_experts`: in folders made of GGUF files; the experts are not stacked as in the family's checkpoints.
 MAX_EXPERTS = 2**16  # in all layers: their declarations are created before the weights are checked
 MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
@@ -99,10 +100,14 @@ def olmoe(config: Config) -> ModelSpec:
 def granite_moe(config: Config) -> ModelSpec:
     """Granite 3 MoE, with or without a shared expert: Granite's multipliers, experts in stacked tensors."""
     mlp = experts(config, count=("num_local_experts",), size="intermediate_size", scoring="softmax_chosen")
+    separate = flag(config, "separate_experts")
     if size := integer(config, "shared_intermediate_size", 0, minimum=0):
-        mlp = replace(mlp, shared=DenseSpec(intermediate_size=size, fused="input_linear", down_name="output_linear"))
+        shared = DenseSpec(intermediate_size=size)
+        mlp = replace(
+            mlp, shared=shared if separate else replace(shared, fused="input_linear", down_name="output_linear")
+        )
     spec = granite(config)
-    mlp = replace(mlp, names=GRANITE)
+    mlp = replace(mlp, names=ExpertNames(shared="mlp.shared_expert") if separate else GRANITE)
     return replace(spec, layers=tuple(replace(layer, mlp=mlp) for layer in spec.layers))
 
 
@@ -196,5 +201,6 @@ def gpt_oss(config: Config) -> ModelSpec:
     )
     if (limit := number(config, "swiglu_limit", 7.0)) != 7:
         raise ModelError(f"'swiglu_limit' {limit:g} is not supported; supported: 7")
-    mlp = replace(mlp, activation="clamped_swiglu", bias=True, router_bias=True, names=GPT_OSS)
+    names = ExpertNames(router="mlp.router") if flag(config, "separate_experts") else GPT_OSS
+    mlp = replace(mlp, activation="clamped_swiglu", bias=True, router_bias=True, names=names)
     return decoder(config, mixer, mlp, windows=windows_of(config, slide, 128))

@@ -9,6 +9,7 @@ from engine.models.errors import ModelError
 from engine.models.formats.compressed import COMPRESSED_EXPERTS
 from engine.models.formats.compressed import log_compression as log_compression
 from engine.models.formats.floats import FLOATS, FloatFormat
+from engine.models.formats.gguf import GGUFBlocks
 from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
 from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
@@ -20,6 +21,7 @@ LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "awq": AWQ,
     "fp4": FP4,
     "blocks": Blocks,
+    "gguf": GGUFBlocks,
     "online": Online,
 }
 

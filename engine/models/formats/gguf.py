@@ -1,0 +1,54 @@
+"""The blocks of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.models.formats.layouts import STD, U8
+from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
+from engine.models.gguf.blocks import TYPES, mxfp4_codes
+from engine.models.matrix import Matrix, empty
+
+DEVIATIONS = {"Q8_0": 73.9, "Q5_0": 9.2, "Q4_0": 4.6, "IQ4_NL": 70.0, "IQ4_XS": 1290.0}  # of random codes, scaled
+
+
+class GGUFBlocks(QuantizedFormat):
+    """`blocks` [N, K / 32, bytes] (or K / 256): integers and a scale of each 32 channels."""
+
+    def stored(self) -> Iterator[Stored]:
+        of = TYPES[self.scheme.block]
+        yield Stored("blocks", torch.uint8, U8, 1, of.values, inner=of.num_bytes)
+
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        blocks = tensors["blocks"]
+        unpack = mxfp4_codes if self.scheme.kind == "e2m1" else TYPES[self.scheme.block].unpack
+        assert unpack is not None
+        codes, scale, _ = unpack(blocks.flatten(0, 1))
+        if self.scheme.kind == "int4":
+            codes = (codes + 8).to(torch.uint8)
+        return UnpackedRows(codes.reshape(len(blocks), -1), scale.reshape(len(blocks), -1))
+
+    def pack(self, matrix: Matrix) -> None:
+        """Decode four-bit floats on a CPU, which has no kernels for them."""
+        if not matrix.stored[0, "blocks"].is_cpu or self.scheme.kind != "e2m1":
+            super().pack(matrix)
+            return
+        weight = empty(*matrix.shape_of_rows(), len(matrix.columns), dtype=matrix.dtype, device=torch.device("cpu"))
+        start, rows = 0, weight.flatten(0, -2)
+        for i in range(len(matrix.parts)):
+            blocks = matrix.stored.pop((i, "blocks"))
+            rows[start : start + len(blocks)] = TYPES[self.scheme.block].decode(blocks.flatten(1))
+            start += len(blocks)
+        matrix.weight = weight
+
+    def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
+        blocks = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
+        if self.scheme.kind == "e2m1":
+            blocks[..., 0] = 120  # the power of two 2^-7
+        else:  # a block begins with its scale
+            scale = torch.tensor([STD / DEVIATIONS[self.scheme.block]], dtype=torch.float16)
+            blocks[..., :2] = scale.view(torch.uint8)
+        return blocks

@@ -1,0 +1,326 @@
+"""Converts the metadata of GGUF files to config.json: one short function for each architecture.
+
+GGUF names a tensor `blk.3.attn_q.weight`; an `Architecture` holds the checkpoint's names of these parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.models.errors import ModelError
+
+LAYER = "model.layers.{}."
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Tensors that config.json holds instead.
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one model: metadata under its architecture's name, tensors, and RoPE factors."""
+
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]  # of tensors by their names in the file
+    factors: Mapping[str, list[float]] = field(default_factory=dict)  # by `ROPE_FACTORS` and the others
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.architecture}.{name}", default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return a setting that is one number, or the same one for each layer. Raises `ModelError`."""
+        value = self.get(name, default)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.architecture}.{name} must be one integer for all layers, got {value!r:.60}")
+        return value
+
+    def size(self, name: str, dimension: int) -> int:
+        """Return a dimension of a tensor. Raises `ModelError` if there is none."""
+        shape = self.shapes.get(name, ())
+        if len(shape) <= dimension:
+            raise ModelError(f"it has no {name} of {dimension + 1} dimensions; download it again")
+        return shape[dimension]
+
+    @property
+    def head_dim(self) -> int:
+        heads = max(self.integer("attention.head_count"), 1)
+        return self.integer("attention.key_length", self.integer("embedding_length") // heads)
+
+    def has(self, part: str) -> bool:
+        """Return whether the first layer has a tensor."""
+        return f"blk.0.{part}" in self.shapes
+
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of GGUF files."""
+
+    name: str  # in config.json
+    config: Callable[[Settings], Config]  # returns fields beside the common ones
+    names: Mapping[str, str] = field(default_factory=dict)  # beside `NAMES`
+    permutes: bool = False  # rows of q and k are permuted for interleaved RoPE
+    norm_offset: float = 0.0  # added to norms in the file
+
+    def part_name(self, part: str) -> str | None:
+        """Return a layer part's name below the layer; None if there is no such part."""
+        return self.names.get(part, NAMES.get(part))
+
+
+def find_architecture(settings: Settings) -> Architecture:
+    """Return the architecture of a file. Raises `ModelError`."""
+    name = settings.architecture
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"GGUF architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}; "
+            "or give the original model's folder or Hub name"
+        )
+    if name == "llama" and settings.get("expert_count", 0):
+        return MIXTRAL_ARCHITECTURE
+    return ARCHITECTURES[name]
+
+
+def config_json(settings: Settings) -> Config:
+    """Return the content of config.json. Raises `ModelError`, which names the setting."""
+    of = find_architecture(settings)
+    if "token_embd.weight" not in settings.shapes:
+        raise ModelError("it has no token_embd.weight: is it a vocabulary or an adapter? give the model's file")
+    heads, hidden = settings.integer("attention.head_count"), settings.integer("embedding_length")
+    head_dim = settings.head_dim
+    if settings.integer("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{settings.architecture}.attention.value_length must equal attention.key_length")
+    drafts = settings.integer("nextn_predict_layers", 0)
+    config: Config = {
+        "architectures": [of.name],
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("feed_forward_length", 0) or hidden,  # 0 or absent: experts alone
+        "num_hidden_layers": settings.integer("block_count") - drafts,
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": settings.size("token_embd.weight", 0),
+        "max_position_embeddings": settings.integer("context_length"),
+        "rms_norm_eps": settings.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": settings.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(settings),
+        "tie_word_embeddings": "output.weight" not in settings.shapes,
+        "num_nextn_predict_layers": drafts,
+    }
+    rotary = settings.integer("rope.dimension_count", head_dim)
+    if rotary != head_dim and head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
+    return config | of.config(settings)
+
+
+def _rope_scaling(settings: Settings) -> Config | None:
+    kind, context = settings.get("rope.scaling.type"), settings.integer("context_length")
+    original = settings.get("rope.scaling.original_context_length") or context
+    if ROPE_FACTORS in settings.factors:  # Llama 3's scaling: a factor of each wavelength
+        same = settings.factors[ROPE_FACTORS]
+        return _longrope(same, same, 1.0, original)
+    if LONG_FACTORS in settings.factors and SHORT_FACTORS in settings.factors:
+        long, short = settings.factors[LONG_FACTORS], settings.factors[SHORT_FACTORS]
+        return _longrope(short, long, settings.get("rope.scaling.attn_factor", 1.0), original)
+    factor = settings.get("rope.scaling.factor") or settings.get("rope.scale_linear")
+    if kind == "linear" or (kind is None and factor):
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for ours, theirs in {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}.items():
+            if (value := settings.get(f"rope.scaling.{theirs}")) is not None:
+                scaling[ours] = value
+        return scaling
+    if kind not in (None, "none"):
+        raise ModelError(f"{settings.architecture}.rope.scaling.type {kind!r} is not supported")
+    return None
+
+
+def _longrope(short: list[float], long: list[float], attention_factor: float, original: int) -> Config:
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _llama(settings: Settings) -> Config:
+    """Llama and Mistral."""
+    return {"attention_bias": settings.has("attn_q.bias"), "mlp_bias": settings.has("ffn_gate.bias")}
+
+
+def _mixtral(settings: Settings) -> Config:
+    return {"num_local_experts": settings.integer("expert_count"), **_chosen(settings)}
+
+
+def _chosen(settings: Settings) -> Config:
+    return {"num_experts_per_tok": settings.integer("expert_used_count")}
+
+
+def _qwen2(settings: Settings) -> Config:
+    return {}
+
+
+def _moe(settings: Settings) -> Config:
+    size = settings.get("expert_feed_forward_length") or settings.size("blk.0.ffn_gate_exps.weight", 1)
+    return {"num_experts": settings.integer("expert_count"), "moe_intermediate_size": size, **_chosen(settings)}
+
+
+def _qwen2_moe(settings: Settings) -> Config:
+    size = settings.shapes.get("blk.0.ffn_gate_shexp.weight", (0,))[0]
+    size = settings.get("expert_shared_feed_forward_length", size)
+    return {**_moe(settings), "shared_expert_intermediate_size": size, "norm_topk_prob": False}
+
+
+def _qwen3(settings: Settings) -> Config:
+    return {"attention_bias": settings.has("attn_q.bias")}
+
+
+def _qwen3_moe(settings: Settings) -> Config:
+    return {**_moe(settings), **_qwen3(settings), "norm_topk_prob": True}
+
+
+def _gemma(settings: Settings) -> Config:
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(settings: Settings) -> Config:
+    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    is_27b = settings.integer("block_count") == 46
+    return {
+        **_gemma(settings),
+        "sliding_window": settings.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": settings.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": settings.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": hidden // max(heads, 1) if is_27b else settings.head_dim,
+    }
+
+
+def _gemma3(settings: Settings) -> Config:
+    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    is_27b = settings.integer("block_count") == 62
+    return {
+        **_gemma(settings),
+        "sliding_window": settings.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": hidden // max(heads, 1) if is_27b else settings.head_dim,
+        "rope_theta": settings.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": settings.get("rope.freq_base_swa", 1e4),
+    }
+
+
+def _phi3(settings: Settings) -> Config:
+    return {"sliding_window": settings.integer("attention.sliding_window", 0) or None}
+
+
+def _gpt_oss(settings: Settings) -> Config:
+    scaling = _rope_scaling(settings)
+    return {
+        **_mixtral(settings),
+        "intermediate_size": settings.size("blk.0.ffn_gate_exps.weight", 1),
+        "sliding_window": settings.integer("attention.sliding_window", 128),
+        "attention_bias": settings.has("attn_q.bias"),
+        "rope_scaling": None if scaling is None else {**scaling, "truncate": False},
+        "separate_experts": True,
+    }
+
+
+def _glm4(settings: Settings) -> Config:
+    return {"attention_bias": settings.has("attn_q.bias")}
+
+
+def _granite(settings: Settings) -> Config:
+    fields = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {**_llama(settings), **{ours: settings.get(theirs, 1.0) for ours, theirs in fields.items()}}
+
+
+def _granite_moe(settings: Settings) -> Config:
+    return {
+        **_granite(settings),
+        **_mixtral(settings),
+        "shared_intermediate_size": settings.get("expert_shared_feed_forward_length", 0),
+        "separate_experts": True,
+    }
+
+
+def _smollm3(settings: Settings) -> Config:
+    return {**_llama(settings), "no_rope_layer_interval": 4}
+
+
+_FUSED = {"ffn_up": "mlp.gate_up_proj"}
+_LLAMA = Architecture("LlamaForCausalLM", _llama, permutes=True)
+_GEMMA2 = Architecture("Gemma2ForCausalLM", _gemma2, GEMMA, norm_offset=1.0)
+MIXTRAL_ARCHITECTURE = Architecture("MixtralForCausalLM", _mixtral, MIXTRAL, permutes=True)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": _LLAMA,
+    "qwen2": Architecture("Qwen2ForCausalLM", _qwen2),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3": Architecture("Qwen3ForCausalLM", _qwen3),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
+    "gemma": Architecture("GemmaForCausalLM", _gemma, norm_offset=1.0),
+    "gemma2": _GEMMA2,
+    "gemma3": replace(_GEMMA2, name="Gemma3ForCausalLM", config=_gemma3),
+    "phi3": Architecture("Phi3ForCausalLM", _phi3, _FUSED),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        _glm4,
+        {
+            **_FUSED,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "granite": replace(_LLAMA, name="GraniteForCausalLM", config=_granite),
+    "granitemoe": replace(_LLAMA, name="GraniteMoeSharedForCausalLM", config=_granite_moe),
+    "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", config=_smollm3),
+}

@@ -1,0 +1,129 @@
+"""Models in GGUF files against transformers: each architecture, with quantised matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+from engine.models.families import read_spec
+from engine.models.hub import resolve_model
+from engine.models.matrix import Matrix
+from quire import LLM, SamplingParams
+from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
+from tests.oracles.gguf_files import TEMPLATE, write_gguf
+from tests.oracles.paged_runner import decode
+from tests.support.loaded import load
+
+NUM_TOKENS = 16
+MAX_ERROR = 1e-4
+WIDE = {"moe_intermediate_size": 64}  # a multiple of a block's values
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-gqa4-llama3": {},
+    "llama-linear": {},
+    "llama-biases": {},
+    "mixtral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2-yarn": {},
+    "qwen3": {},
+    "qwen2_moe": WIDE | {"shared_expert_intermediate_size": 96},
+    "qwen3_moe": WIDE | {"mlp_only_layers": []},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 48},
+    "gemma3": {
+        "query_pre_attn_scalar": 64,
+        "num_hidden_layers": 6,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    },
+    "phi3": {},
+    "phi3-long": {},
+    "gpt_oss": {},
+    "glm4": {},
+    "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {"shared_intermediate_size": 96},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+}
+TYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "F16", "BF16", "MXFP4")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def alike(name: str) -> str:
+    """Give each layer's matrices one type, so that fused ones stay as they are."""
+    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    return "MXFP4" if "exps" in name else TYPES[layer]
+
+
+def mixed(name: str) -> str:
+    return TYPES[sum(map(ord, name)) % len(TYPES)]
+
+
+def logits(model: Any, tokens: list[list[int]]) -> torch.Tensor:
+    return torch.cat([each.logits for each in decode(model, make_prompts(), NUM_TOKENS, forced=tokens)]).float()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(name, tmp_path / "hf", CASES[name])
+    kind = alike if len(name) % 2 else mixed
+    folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", kind)))
+    expected = [transformers_decode(model, prompt, NUM_TOKENS) for prompt in make_prompts()]
+    tokens = [each.token_ids for each in expected]
+    want = torch.cat([each.logits for each in expected])
+    spec = read_spec(folder)
+    exact = load(folder, replace(spec, quantization=None), max_model_len=256)
+    assert (logits(exact, tokens) - want).abs().max().item() <= MAX_ERROR
+    assert [each.token_ids for each in decode(exact, make_prompts(), NUM_TOKENS)] == tokens
+    assert spec.quantization is not None
+    kept = load(folder, spec, max_model_len=256)
+    for module in kept.modules():
+        if isinstance(module, Matrix):
+            module.format.pack(module)  # not `pack_weights`: a CPU's products would round activations to eight bits
+    assert (logits(kept, tokens) - want).abs().max().item() <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
+def test_equals_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file as transformers reads it with `gguf_file`."""
+    import transformers
+
+    model = make_checkpoint(name, tmp_path / "hf", CASES[name])
+    path = write_gguf(model, tmp_path / "model.gguf", mixed)
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_, **__: True)  # it is not used
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    expected = [transformers_decode(theirs.eval(), prompt, NUM_TOKENS) for prompt in make_prompts()]
+    tokens = [each.token_ids for each in expected]
+    folder = resolve_model(str(path))
+    ours = load(folder, replace(read_spec(folder), quantization=None), max_model_len=256)
+    assert (logits(ours, tokens) - torch.cat([each.logits for each in expected])).abs().max().item() <= MAX_ERROR
+
+
+def test_generation_from_a_file(tmp_path: Path) -> None:
+    """Tokenizer, template and name are the file's; float32 is exact; `--quantization` reads the file too."""
+    model = make_checkpoint("qwen3", tmp_path / "hf")
+    path = write_gguf(model, tmp_path / "tiny-Q8_0.gguf", lambda name: "Q8_0", tokenizer=True)
+    llm = LLM(str(path), dtype="float32", max_model_len=256)
+    prompt = llm.get_tokenizer().encode("the the a")
+    assert prompt[0] == 1
+    outputs = llm.generate(["the the a"], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert outputs[0].prompt_token_ids == prompt
+    want = transformers_decode(model, prompt, 20).token_ids
+    assert list(outputs[0].outputs[0].token_ids) == want
+    assert llm.get_tokenizer().chat_template == TEMPLATE
+    llm.close()
+    for quantization in (None, "int8"):
+        llm = LLM(str(path), dtype="bfloat16", quantization=quantization, max_model_len=256)
+        outputs = llm.generate(["the the a"], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
+        assert want[0] in (outputs[0].outputs[0].logprobs or [{}])[0]
+        llm.close()
