@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_USAGE_OPTIONS = 8  # if a command has more, its usage line shows only [OPTIONS]
+_OF_EVERY_COMMAND = ("QUIRE_LOG_FORMAT", "QUIRE_LOG_LEVEL", "QUIRE_CACHE_DIR")  # read elsewhere
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 _KIND_WORDS: dict[type, str] = {
     str: "a string",
@@ -325,7 +326,7 @@ def _read_environment(environ: Mapping[str, str], settings: Mapping[str, Setting
     """Return the settings in the environment by name. Warn about variables whose names are similar to a setting's."""
     names = {setting.env: name for name, setting in settings.items()}
     for variable in environ:
-        if variable.startswith("QUIRE_") and variable not in names:
+        if variable.startswith("QUIRE_") and variable not in names and variable not in _OF_EVERY_COMMAND:
             near = difflib.get_close_matches(variable, list(names), n=1, cutoff=0.85)
             if near:
                 logger.warning("%s is not a setting and has no effect (did you mean %s?)", variable, near[0])

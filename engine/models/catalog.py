@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.models.families import FAMILIES, read_spec
 from engine.models.gguf.architectures import ARCHITECTURES
-from engine.models.hub import resolve_model
+from engine.models.hub import OF_HUB, resolve_model
 from engine.models.quantization import METHODS
 
 
@@ -38,7 +38,8 @@ def check_local(model: str, overrides: Mapping[str, Any] | None = None) -> None:
 
     Needs no torch, so that commands can tell a wrong path at once. A Hub id passes: it is looked up when it is loaded.
     """
-    if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    is_path = model.startswith(("/", ".", "~")) or (model.count("/") > 1 and OF_HUB.fullmatch(model) is None)
+    if is_path or Path(model).expanduser().exists():
         read_spec(resolve_model(model, weights=False), overrides)
 
 

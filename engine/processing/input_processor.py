@@ -74,7 +74,7 @@ class InputProcessor:
         """Find or download the model and read its small files. Raises `ModelError`, `TokenizerError`."""
         resolve = partial(resolve_model, config.model, revision=config.revision, download_dir=config.download_dir)
         # The small files first: no weights are downloaded of a model that cannot be served.
-        spec = read_spec(resolve(weights=False), config.hf_overrides)
+        spec = read_spec(resolve(weights=False, progress=progress), config.hf_overrides)
         folder = resolve(progress=progress)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         return cls(

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from server.cli.top_view.metrics import Reading, Snapshot
 
 EPILOG = """examples:
-  quire top http://127.0.0.1:8000
+  quire top                                                     the server at http://127.0.0.1:8000
   quire top http://127.0.0.1:8000 --once                        the same once, for reports and scripts
   quire top http://127.0.0.1:8000 --interval 10 >> load.txt     one line every ten seconds, without a terminal
 
 The statistics come from /metrics and /readyz. vLLM's servers work too, with fewer values. Press Ctrl-C to quit.
 """
+HERE = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def add_parser(commands: Any) -> None:
         description="Watch a running server: state, requests, tokens, latencies, keys, processes.",
         epilog=EPILOG,
     )
-    parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("url", metavar="URL", nargs="?", default=HERE, help=f"the server (default: {HERE})")
     add_flags(parser, TopFlags)
     parser.set_defaults(run=run)
 

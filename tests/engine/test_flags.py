@@ -83,6 +83,12 @@ def test_misspelt_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
+def test_variables_of_every_command_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    """QUIRE_LOG_FORMAT is no misspelt QUIRE_LOAD_FORMAT."""
+    load({"model": "m"}, EngineConfig, environ={"QUIRE_LOG_FORMAT": "json", "QUIRE_LOG_LEVEL": "debug"})
+    assert not caplog.records
+
+
 def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
     assert settings(environ={"QUIRE_COUNT": "tcp://10.0.0.7:8000"}) == Kinds()
 

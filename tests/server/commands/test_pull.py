@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.models.catalog import check_local
 from engine.models.errors import ModelError
 from engine.processing.input_processor import InputProcessor
 from server.cli.main import main
@@ -49,3 +50,9 @@ def test_the_same_where_it_is_served(hub: list[dict[str, Any]], tiny_model: Path
     assert ["*.safetensors" in each["allow_patterns"] for each in hub] == [False]
     assert InputProcessor.load(EngineConfig(model="tiny/one")).folder == tiny_model
     assert ["*.safetensors" in each["allow_patterns"] for each in hub[1:]] == [False, True]
+
+
+def test_a_model_of_the_hub_is_not_looked_up_before_it_is_loaded(hub: list[dict[str, Any]]) -> None:
+    for name in ("strange/one", "strange/one:Q4_K_M", "strange/one/folder/file.gguf"):
+        check_local(name)
+    assert hub == []
