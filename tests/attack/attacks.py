@@ -163,7 +163,7 @@ async def _held(target: Target, count: int, first: bytes, drip: bytes, seconds: 
 
 
 async def slow_headers(target: Target) -> Statuses:
-    return await _held(target, 200, b"GET /health HTTP/1.1\r\nHost: a\r\n", b"X-A: b\r\n", 60)
+    return await _held(target, 200, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"X-A: b\r\n", 60)
 
 
 async def slow_bodies(target: Target) -> Statuses:
@@ -213,7 +213,8 @@ async def smuggling(target: Target) -> Statuses:
     head = target.request("POST", COMPLETIONS).replace(b"Content-Length: 0\r\n\r\n", b"")
     body = b'{"prompt": "a", "max_tokens": 1}'
     requests = [
-        head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n",
+        head
+        + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
         head + b"Content-Length: 5\r\nContent-Length: 32\r\n\r\n" + body,
         head + b"Content-Length: -1\r\n\r\n" + body,
         head + b"Content-Length: 99999999999999999999\r\n\r\n" + body,

@@ -408,7 +408,7 @@ def test_replicas_are_restarted_one_after_the_other(model: Path) -> None:
 
 def test_clients_that_do_nothing_cannot_keep_the_server(model: Path) -> None:
     """Uploads that do not go on, answers that are not read, connections without a request."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
     with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))

@@ -14,8 +14,8 @@ from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, wait_until
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 LATE = 0.05  # seconds; nothing in a test depends on what happens before
 Serve = Callable[..., Live]
@@ -56,7 +56,7 @@ def send_all(connection: socket.socket, pieces: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 5000 + b"\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 5000 + b"\r\n\r\n"],
         [b"GET /health HTTP/1.1\r\n"] + [b"X: %b\r\n" % (b"x" * 100)] * 5000,
         [b"GET /health HTTP/1.1\r\nX: "] + [b"x" * 1000] * 1000,
         [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n"],
@@ -113,7 +113,8 @@ def test_bodies_are_no_headers(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GET", b"GET /health HTTP/1.1\r\nHost: a\r\n", b"\r\n\r\n", HEALTH + b"\r\n", HEALTH + b"GET"]
+    "data",
+    [b"", b"GET", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"\r\n\r\n", HEALTH + b"\r\n", HEALTH + b"GET"],
 )
 def test_requests_that_do_not_arrive(serve: Serve, data: bytes) -> None:
     live = serve(FakeEngine(), ServerConfig(header_timeout=LATE, keep_alive_timeout=LATE))
@@ -126,7 +127,7 @@ def test_requests_that_do_not_arrive(serve: Serve, data: bytes) -> None:
 def test_bodies_that_nothing_reads_do_not_keep_a_connection(serve: Serve, path: bytes) -> None:
     live = serve(FakeEngine(), ServerConfig(header_timeout=LATE))
     with connect(live) as connection:
-        send_all(connection, [b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx" % path])
+        send_all(connection, [b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx" % path])
         until_closed(connection)
 
 

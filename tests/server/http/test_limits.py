@@ -60,10 +60,10 @@ def test_clients_that_send_all_before_they_read_get_the_answer(serve: Callable[.
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(200):
             connection.sendall(chunk)
-        connection.sendall(b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        connection.sendall(b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answers = b""
         while b"HTTP/1.1 200 " not in answers:
             piece = connection.recv(65536)
@@ -76,7 +76,7 @@ def test_a_client_that_waits_to_be_asked_is_refused_at_once(serve: Callable[...,
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=5000))
     with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 6000\r\nExpect: 100-continue\r\n\r\n"
         )
         answer = b"".join(iter(lambda: connection.recv(1000), b""))  # it is closed: what comes next would be the body
@@ -86,7 +86,7 @@ def test_a_client_that_waits_to_be_asked_is_refused_at_once(serve: Callable[...,
 def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
     live = serve(FakeEngine(), ServerConfig(body_timeout=0.05))
     with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 60\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60\r\n\r\n{")
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.05 seconds" in answer
@@ -95,7 +95,7 @@ def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
 def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.http.reading._MAX_HELD_BYTES", 0)
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=1000))  # so it holds 4,000
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     body = b'{"prompt": "a"}'.ljust(1000)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
