@@ -214,7 +214,8 @@ async def smuggling(target: Target) -> Statuses:
     body = b'{"prompt": "a", "max_tokens": 1}'
     requests = [
         head
-        + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"0\r\n\r\nGET /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
         head + b"Content-Length: 5\r\nContent-Length: 32\r\n\r\n" + body,
         head + b"Content-Length: -1\r\n\r\n" + body,
         head + b"Content-Length: 99999999999999999999\r\n\r\n" + body,

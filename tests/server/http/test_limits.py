@@ -95,7 +95,8 @@ def test_bodies_that_do_not_arrive(serve: Callable[..., Live]) -> None:
 def test_bodies_that_arrive_together_are_bounded(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.http.reading._MAX_HELD_BYTES", 0)
     live = serve(FakeEngine(), ServerConfig(max_body_bytes=1000))  # so it holds 4,000
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 1000\r\n\r\n"
     body = b'{"prompt": "a"}'.ljust(1000)
     with contextlib.ExitStack() as stack:
         for _ in range(5):

@@ -25,7 +25,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 def of_http_1_0(live: Live, body: dict[str, Any]) -> tuple[bytes, bytes]:
     """Headers and body of the answer."""
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         connection.sendall(head.encode() + data)
         answer = b""

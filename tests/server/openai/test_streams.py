@@ -244,7 +244,8 @@ def test_comments_while_nothing_comes(serve: Callable[..., Live]) -> None:
 
 def send_raw(live: Live, path: str, **body: Any) -> socket.socket:
     content = json.dumps({"messages": MESSAGES, **body} if path == CHAT else {"prompt": "Hi", **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
     connection.sendall(head.encode() + content)
     return connection
