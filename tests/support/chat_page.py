@@ -34,7 +34,7 @@ class ChatPage:
         return self.wait(until)
 
     def new_chat(self) -> None:
-        self.tab.locator("#new-chat:visible, #new-in-list:visible").first.click()
+        self.tab.keyboard.press("Control+Shift+o")
         self.tab.wait_for_selector("#welcome", state="visible")
 
     def wait(self, state: str) -> ChatPage:

@@ -214,9 +214,9 @@ const actions = {
 const thread = new Thread(actions);
 const composer = new Composer({ send: ask, editLast: () => thread.editLastQuestion() });
 const sidebar = new Sidebar({
-  async renamed(id, title) {
-    const found = id === conversation.id ? conversation : await store.loadConversation(id);
-    Object.assign(found.meta, { title, named: true });
+  async renamed(id, names) {
+    const found = live.get(id) ?? (id === conversation.id ? conversation : await store.loadConversation(id));
+    Object.assign(found.meta, names);
     await store.saveConversation(found, []);
     if (found === conversation) showConversation();
   },

@@ -18,7 +18,7 @@ export function isBusy(message) {
 }
 
 export class Conversation {
-  /** `meta`: { id, title, named: by the user, created, updated, settings, selected: parent → child }. */
+  /** `meta`: { id, title, named: by the user, folder: its name or "", created, updated, settings, selected: parent → child }. */
   constructor(meta, messages = []) {
     this.meta = meta;
     this.messages = new Map(messages.map((message) => [message.id, message]));

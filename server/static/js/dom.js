@@ -35,6 +35,14 @@ export function announce(text) {
   $("announcer").textContent = text;
 }
 
+/** Place a fixed panel below `anchor`, or above it where there is no room below. */
+export function place(panel, anchor) {
+  const box = anchor.getBoundingClientRect();
+  const fits = box.bottom + 6 + panel.offsetHeight <= innerHeight - 8;
+  panel.style.left = `${Math.max(8, Math.min(box.left, innerWidth - panel.offsetWidth - 8))}px`;
+  panel.style.top = `${fits ? box.bottom + 6 : Math.max(8, box.top - panel.offsetHeight - 6)}px`;
+}
+
 let toastTimer = 0;
 
 /** Show a notice for 8 seconds, with an optional action. */

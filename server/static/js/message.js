@@ -1,6 +1,6 @@
 // One message on the page: its elements and actions.
 import { isBusy } from "./conversation.js";
-import { $, copy, element, iconButton, shortName } from "./dom.js";
+import { $, copy, element, iconButton, place, shortName } from "./dom.js";
 import { fenced, indented, isJSON, MarkdownView } from "./markdown.js";
 import { splitThoughts } from "./run.js";
 import { tokensView } from "./tokens.js";
@@ -216,7 +216,5 @@ function showFigures(button, { stats }) {
   const panel = $("figures");
   panel.querySelector("dl").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
   panel.showPopover();
-  const box = button.getBoundingClientRect();
-  panel.style.left = `${Math.max(8, Math.min(box.left, innerWidth - panel.offsetWidth - 8))}px`;
-  panel.style.top = `${Math.max(8, Math.min(box.bottom + 6, innerHeight - panel.offsetHeight - 8))}px`;
+  place(panel, button);
 }

@@ -2,6 +2,7 @@
 import { apiKey } from "./api.js";
 import { $, element, load, save, shortName, toast } from "./dom.js";
 import { Parameters } from "./parameters.js";
+import { Presets } from "./presets.js";
 import { checkSchema, parseJSON } from "./schemas.js";
 import { parseTools } from "./tools.js";
 
@@ -15,6 +16,7 @@ export function defaultSettings() {
 export class Settings {
   #conversation = null;
   #parameters = new Parameters((name, value) => this.#set(name, value));
+  #presets = new Presets({ current: () => this.#conversation, use: (...all) => this.#replace(...all) });
 
   /** Callbacks: `changed(conversation)` for its settings, `keyChanged()` for the API key. */
   constructor({ changed, keyChanged }) {
@@ -82,6 +84,7 @@ export class Settings {
 
   #draw() {
     const { settings } = this.#conversation;
+    this.#presets.show();
     const { temperature, max_tokens: maxTokens } = settings.parameters ?? {};
     $("system").value = settings.system ?? "";
     $("temperature").value = temperature ?? 1;
@@ -102,6 +105,7 @@ export class Settings {
   #read(target) {
     const { settings } = this.#conversation;
     if (target === $("api-key")) return apiKey.set(target.value.trim());
+    if (target.matches("#preset, #preset-name, #find-parameter")) return null;
     if (target === $("system")) settings.system = target.value;
     if (target === $("schema")) settings.schema = target.value;
     if (target === $("tools")) settings.tools = target.value;
@@ -157,13 +161,14 @@ export class Settings {
   #reset() {
     const conversation = this.#conversation;
     const before = conversation.settings;
-    const replace = (settings) => {
-      conversation.meta.settings = settings;
-      this.#draw();
-      this.changed(conversation);
-    };
-    replace(before.system ? { system: before.system } : {});
-    toast("All settings but the system prompt were reset.", "Undo", () => replace(before));
+    this.#replace(conversation, before.system ? { system: before.system } : {});
+    toast("All settings but the system prompt were reset.", "Undo", () => this.#replace(conversation, before));
+  }
+
+  #replace(conversation, settings) {
+    conversation.meta.settings = structuredClone(settings);
+    this.#draw();
+    this.changed(conversation);
   }
 
   #setTheme(theme) {

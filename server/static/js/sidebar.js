@@ -1,9 +1,10 @@
 // The list of conversations: search, rename, delete, export, import.
-import { $, download, element, iconButton, load, save, toast } from "./dom.js";
+import { $, download, element, icon, iconButton, load, place, save, toast } from "./dom.js";
 import * as store from "./store.js";
 import { copyOf, fromJSON, toJSON, toMarkdown } from "./transfer.js";
 
 const OPEN = "quire.sidebar";
+const CLOSED = "quire.folders"; // names of the closed ones
 const DAY = 86_400_000; // milliseconds
 const AROUND = 20; // characters shown before a match
 const wide = matchMedia("(min-width: 60rem)");
@@ -13,7 +14,7 @@ export class Sidebar {
   #menuFor = null; // the conversation of the open menu
   #shown = 0; // number of the latest search: older results are dropped
 
-  /** Callbacks: `renamed(id, title)`, `deleted(id)`, `changed(id)` when an import has replaced a conversation. */
+  /** Callbacks: `renamed(id, { title, named } or { folder })`, `deleted(id)`, `changed(id)` when an import has replaced a conversation. */
   constructor({ renamed, deleted, changed }) {
     Object.assign(this, { renamed, deleted, changed });
     const adapt = () => this.#show(wide.matches && load(OPEN, true));
@@ -26,7 +27,7 @@ export class Sidebar {
       if (event.key === "Enter") $("conversations").querySelector("a")?.click();
     });
     $("conversations").addEventListener("click", ({ target }) => target.closest("a") && !wide.matches && this.#show(false));
-    for (const name of ["rename", "markdown", "json", "delete"]) $(`menu-${name}`).addEventListener("click", () => this.#choose(name));
+    for (const name of ["rename", "folder", "markdown", "json", "delete"]) $(`menu-${name}`).addEventListener("click", () => this.#choose(name));
     $("export-all").addEventListener("click", () => this.#exportAll());
     $("import").addEventListener("click", () => $("import-file").click());
     $("import-file").addEventListener("change", () => this.#import());
@@ -61,12 +62,15 @@ export class Sidebar {
     const [all, found] = await Promise.all([store.listConversations(), wanted ? store.searchConversations(wanted) : null]);
     if (round !== this.#shown) return;
     const listed = all.filter(({ id }) => !found || found.has(id));
-    const groups = Map.groupBy(listed, ({ updated }) => dateHeading(updated));
-    const sections = Array.from(groups, ([heading, metas]) => {
-      const items = metas.map((meta) => this.#item(meta, wanted, found?.get(meta.id)));
-      return element("section", {}, element("h2", {}, heading), element("ul", {}, ...items));
-    });
-    $("conversations").replaceChildren(...sections);
+    const list = (metas) => element("ul", {}, ...metas.map((meta) => this.#item(meta, wanted, found?.get(meta.id))));
+    const folders = Map.groupBy(listed.filter(({ folder }) => folder), ({ folder }) => folder);
+    const names = [...folders.keys()].sort((a, b) => a.localeCompare(b));
+    const dates = Map.groupBy(listed.filter(({ folder }) => !folder), ({ updated }) => dateHeading(updated));
+    $("conversations").replaceChildren(
+      ...names.map((name) => folderOf(name, list(folders.get(name)), wanted !== "")),
+      ...Array.from(dates, ([heading, metas]) => element("section", {}, element("h2", {}, heading), list(metas))),
+    );
+    $("folders").replaceChildren(...names.map((name) => new Option(name)));
     $("no-conversations").hidden = listed.length > 0;
     $("no-conversations").textContent = wanted ? "Nothing found." : "Conversations are stored in this browser.";
   }
@@ -86,16 +90,20 @@ export class Sidebar {
     this.#menuFor = { meta, item };
     const menu = $("conversation-menu");
     menu.showPopover();
-    const box = button.getBoundingClientRect();
-    menu.style.left = `${Math.min(box.left, innerWidth - menu.offsetWidth - 8)}px`;
-    menu.style.top = `${Math.min(box.bottom + 4, innerHeight - menu.offsetHeight - 8)}px`;
+    place(menu, button);
     $("menu-rename").focus();
   }
 
   async #choose(action) {
     $("conversation-menu").hidePopover();
     const { meta, item } = this.#menuFor;
-    if (action === "rename") return this.#rename(meta, item);
+    if (action === "rename") {
+      return this.#ask(item, { label: "Title", value: meta.title }, (title) => title && this.renamed(meta.id, { title, named: true }));
+    }
+    if (action === "folder") {
+      const field = { label: "Folder", value: meta.folder ?? "", list: "folders", placeholder: "Folder; empty: none" };
+      return this.#ask(item, field, (folder) => this.renamed(meta.id, { folder }));
+    }
     const conversation = await store.loadConversation(meta.id);
     if (!conversation) return this.refresh();
     if (action === "delete") return this.#delete(conversation);
@@ -104,17 +112,19 @@ export class Sidebar {
     return download(`${name}.md`, toMarkdown(conversation), "text/markdown");
   }
 
-  #rename(meta, item) {
-    const input = element("input", { type: "text", "aria-label": "Title", dir: "auto", class: "rename" });
-    input.value = meta.title;
+  /** Ask for a text in place of the conversation's item. `take(text)` is called if it was changed. */
+  #ask(item, { label, value, list = "", placeholder = "" }, take) {
+    const input = element("input", { type: "text", "aria-label": label, dir: "auto", class: "rename", placeholder });
+    if (list) input.setAttribute("list", list);
+    input.value = value;
     item.replaceChildren(input);
     input.select();
     let done = false;
     const finish = async (keeps) => {
       if (done) return;
       done = true;
-      const title = input.value.trim();
-      if (keeps && title && title !== meta.title) await this.renamed(meta.id, title);
+      const text = input.value.trim();
+      if (keeps && text !== value) await take(text);
       this.refresh();
     };
     input.addEventListener("blur", () => finish(true));
@@ -174,6 +184,15 @@ export function dateHeading(updated, now = Date.now()) {
   if (updated >= midnight - 7 * DAY) return "Previous 7 days";
   if (updated >= midnight - 30 * DAY) return "Previous 30 days";
   return new Date(updated).toLocaleDateString("en", { month: "long", year: "numeric" });
+}
+
+// A folder can be closed, and stays so but for a search.
+function folderOf(name, list, searching) {
+  const others = () => load(CLOSED, []).filter((each) => each !== name);
+  const box = element("details", { class: "folder" }, element("summary", {}, icon("folder"), name), list);
+  box.open = searching || !load(CLOSED, []).includes(name);
+  box.addEventListener("toggle", () => searching || save(CLOSED, box.open ? others() : [...others(), name]));
+  return box;
 }
 
 // Mark the first `wanted` in a text, ignoring case. `around`: begin so many characters before it.

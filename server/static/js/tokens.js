@@ -1,5 +1,5 @@
 // The tokens of an answer with their probabilities and most likely alternatives.
-import { $, element } from "./dom.js";
+import { $, element, place } from "./dom.js";
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -0.01 ? 0 : 1)} %`;
 const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/^ | $/g, "·");
@@ -41,11 +41,7 @@ function showAlternatives(span, [text, logprob, alternatives]) {
   const panel = $("alternatives");
   panel.querySelector("tbody").replaceChildren(...rows);
   panel.hidden = false;
-  const box = span.getBoundingClientRect();
-  const left = Math.min(box.left, innerWidth - panel.offsetWidth - 8);
-  const below = box.bottom + 6 + panel.offsetHeight < innerHeight;
-  panel.style.left = `${Math.max(8, left)}px`;
-  panel.style.top = `${below ? box.bottom + 6 : box.top - panel.offsetHeight - 6}px`;
+  place(panel, span);
 }
 
 document.addEventListener("pointerdown", ({ target }) => target.closest(".tokens") || hideAlternatives());

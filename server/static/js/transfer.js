@@ -40,9 +40,9 @@ const object = (value) => (value !== null && typeof value === "object" && !Array
 const list = (value) => (Array.isArray(value) ? value : []);
 
 // Only known fields are read, each converted to its type.
-function readConversation({ id, title, named, created, updated, settings, selected, messages }) {
+function readConversation({ id, title, named, folder, created, updated, settings, selected, messages }) {
   const conversation = Conversation.create(object(settings));
-  const kept = { id: idOf(id), title: string(title), named: Boolean(named), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
+  const kept = { id: idOf(id), title: string(title), named: Boolean(named), folder: string(folder), created: Number(created) || Date.now(), updated: Number(updated) || Date.now() };
   Object.assign(conversation.meta, kept);
   const ids = new Map(list(messages).map(({ id }) => [id, idOf(id)]));
   ids.set("", "");

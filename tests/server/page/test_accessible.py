@@ -69,6 +69,15 @@ def test_a_tap_shows_the_alternatives_of_a_token(phone: ChatPage) -> None:
     phone.tab.wait_for_selector("#alternatives", state="hidden")
 
 
+def test_a_panel_covers_nothing_of_its_button(phone: ChatPage) -> None:
+    phone.ask("long")
+    phone.last(".stats").tap()
+    phone.tab.wait_for_selector("#figures", state="visible")
+    panel, button = phone.tab.locator("#figures").bounding_box(), phone.last(".stats").bounding_box()
+    assert panel["y"] + panel["height"] <= button["y"] or panel["y"] >= button["y"] + button["height"]
+    assert 0 <= panel["y"] < panel["y"] + panel["height"] <= 844
+
+
 def test_columns_of_a_wide_table_stay_readable(phone: ChatPage) -> None:
     phone.ask("Show me a table")
     assert phone.run("((box) => box.scrollWidth > box.clientWidth + 50)(document.querySelector('.table'))")

@@ -180,6 +180,31 @@ def test_conversations_are_listed_by_date(page: ChatPage) -> None:
     page.see("#conversations h2", "Today")
 
 
+def test_folders(page: ChatPage) -> None:
+    page.ask("1 and 2")
+    page.new_chat()
+    page.ask("3 and 4")
+    menu(page, "1 and 2", "folder")
+    page.tab.keyboard.type("Sums")
+    page.tab.keyboard.press("Enter")
+    page.see(".folder summary", "Sums")
+    assert page.texts(".folder .title") == ["1 and 2"]
+    page.tab.click(".folder summary")
+    page.tab.reload()
+    page.see("#conversations .title", "3 and 4")
+    assert titles(page) == ["", "3 and 4"], "a closed folder stays closed"
+    page.tab.fill("#search", "1 and 2")
+    page.see("#conversations .title", "1 and 2")
+    page.tab.fill("#search", "")
+    page.tab.click(".folder summary")
+    menu(page, "1 and 2", "folder")
+    assert page.run("document.activeElement.value") == "Sums"
+    page.tab.keyboard.press("Delete")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector(".folder", state="detached")
+    assert titles(page) == ["3 and 4", "1 and 2"]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_list_begins_with_a_new_chat(page: ChatPage, size: str) -> None:
     page.tab.set_viewport_size(SIZES[size])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_page import ChatPage
+from tests.support.chat_page import SIZES, ChatPage
 from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
@@ -101,6 +101,39 @@ def test_settings_for_new_chats_and_reset(page: ChatPage, stub: Stub) -> None:
     page.tab.keyboard.press("Escape")
     page.ask("a story")
     assert stub.requests[-1]["max_tokens"] == 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_presets(page: ChatPage, stub: Stub, size: str) -> None:
+    page.tab.set_viewport_size(SIZES[size])
+    page.set(system="Be brief.", max_tokens="9")
+    page.tab.click("#open-settings")
+    page.tab.click("#save-preset")
+    page.tab.keyboard.type("Brief")
+    page.tab.keyboard.press("Enter")
+    assert page.run("document.querySelector('#settings').open")
+    page.tab.keyboard.press("Escape")
+    page.ask("1 and 2")
+    page.new_chat()
+    page.tab.click("#open-settings")
+    page.tab.select_option("#preset", "Brief")
+    assert page.run("document.querySelector('#system').value") == "Be brief."
+    page.tab.fill("#system", "Be long.")  # of this conversation, not of the preset
+    page.tab.keyboard.press("Escape")
+    page.ask("1 and 2")
+    assert (stub.requests[-1]["max_tokens"], stub.requests[-1]["messages"][0]["content"]) == (9, "Be long.")
+    assert "preset" not in stub.requests[-1]
+    page.new_chat()
+    page.tab.click("#open-settings")
+    page.tab.select_option("#preset", "Brief")
+    assert page.run("document.querySelector('#system').value") == "Be brief."
+    page.tab.click("#toast-action")  # undo
+    assert page.run("document.querySelector('#system').value") == ""
+    page.tab.select_option("#preset", "Brief")
+    page.tab.click("#delete-preset")
+    assert page.texts("#preset option") == ["None"]
+    page.tab.click("#toast-action")
+    assert page.texts("#preset option") == ["None", "Brief"]
 
 
 def test_a_json_schema(page: ChatPage, stub: Stub) -> None:
