@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import engine
+import kernels
 from engine.flags import command_line
 from engine.worker.device import CpuDevice, CudaDevice
 
@@ -32,6 +33,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         "cpu_cores": os.cpu_count(),
+        "cpu_isa": kernels.cpu_instruction_set(),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -57,6 +59,7 @@ def report() -> dict[str, str]:
         "python": f"{platform.python_version()} in {sys.prefix}",
         "system": platform.platform(),
         "cpu": f"{_cpu_name()}, {cores} of {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()}",
+        "instruction set": kernels.cpu_instruction_set(),
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.free / 2**30:.1f} free",
     }
     for index in range(torch.cuda.device_count()):

@@ -203,6 +203,14 @@ def attention_backend(device: torch.device) -> str:
     return "C++" if importlib.import_module("kernels.cpu.library").library() is not None else "PyTorch"
 
 
+def cpu_instruction_set() -> str:
+    """Return the name of the CPU's instruction set that kernels are compiled for, or why there is none."""
+    try:
+        return str(importlib.import_module("kernels.cpu.instruction_set").instruction_set())
+    except ValueError as error:
+        return str(error)
+
+
 def num_threads(device: torch.device) -> int:
     """Return the number of CPU threads that compute on a device; 0 for devices other than the CPU."""
     if device.type != "cpu":

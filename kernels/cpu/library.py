@@ -9,30 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import logging
 import mmap
-import os
 import platform
 import re
-import shlex
-import shutil
-import stat
 import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SOURCES = Path(__file__).with_name("native")
-COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
-TIMEOUT = 300.0  # seconds
-LANES = 16  # of a vector in the sources
+from kernels.cpu import build
+from kernels.cpu.instruction_set import instruction_set
 
 logger = logging.getLogger("engine.kernels")
 
@@ -41,6 +30,12 @@ class _Call(ctypes.Structure):
     """`Call` in step.cpp."""
 
     _fields_ = (("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
+
+
+class Layout(ctypes.Structure):
+    """`Layout` in products.cpp: lanes of a vector, rows of a matrix that products read together, offset of bytes."""
+
+    _fields_ = (("lanes", ctypes.c_int32), ("tile_rows", ctypes.c_int32), ("byte_offset", ctypes.c_int32))
 
 
 class Recording:
@@ -93,8 +88,10 @@ class LargePages:
 class Native:
     """The compiled functions. Each takes a pointer to its arguments."""
 
-    def __init__(self, functions: ctypes.CDLL) -> None:
-        self.functions, self.num_threads = functions, 1
+    def __init__(self, functions: ctypes.CDLL, name: str) -> None:
+        self.functions, self.instruction_set, self.num_threads = functions, name, 1
+        self.layout = Layout()
+        functions.quire_layout(ctypes.byref(self.layout))
         self.memory = LargePages()  # of packed weights
         functions.quire_replay.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self.recording: Recording | None = None
@@ -114,14 +111,17 @@ class Native:
 
 @functools.cache
 def library() -> Native | None:
-    """The compiled kernels; None: there are none here. The first call may compile for some seconds."""
-    compiler = find_compiler()
+    """The compiled kernels; None: there are none here. The first call may compile for some seconds.
+
+    ValueError: `QUIRE_CPU_ISA` is not valid.
+    """
+    name, compiler = instruction_set(), build.find_compiler()
     if compiler is None or platform.system() != "Linux":
         missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux"
-        logger.info("%s: PyTorch computes on the CPU, which is slower", missing)
+        logger.warning("%s: PyTorch computes on the CPU, which is slower", missing)
         return None
     try:
-        native = Native(load(compiler, cache_folder()))
+        native = Native(build.load(compiler, build.cache_folder(), name), name)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "the CPU's kernels cannot be compiled by %s, PyTorch computes instead, which is slower: %s",
@@ -139,84 +139,8 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if re.search("error|cannot find|undefined", line, re.IGNORECASE)), lines[0])
 
 
-def tile_rows() -> int:
-    """Rows of a matrix that products read together: see products.cpp."""
+def layout() -> Layout:
+    """Return how the compiled kernels store packed weights."""
     native = library()
     assert native is not None
-    return LANES * native.functions.quire_blocks()
-
-
-def find_compiler() -> list[str] | None:
-    """A command: `CXX`, which may have arguments, else what is installed."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for name, *arguments in [named] if named else [[name] for name in COMPILERS]:
-        if (path := shutil.which(name)) is not None:
-            return [path, *arguments]
-    return None
-
-
-def cache_folder() -> Path:
-    """In `QUIRE_CACHE_DIR`, else in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("QUIRE_CACHE_DIR") or Path(cache) / "quire") / "kernels"
-
-
-def load(compiler: Sequence[str], folder: Path) -> ctypes.CDLL:
-    """The compiled library: the one kept in `folder`, else it is made now, and kept there unless others may write to
-    it.
-
-    Its name stands for sources, options and CPU. OSError or SubprocessError when it cannot be made or loaded.
-    """
-    sources = sorted(SOURCES.iterdir())
-    kept = folder / f"cpu-{_fingerprint(sources)}.so"
-    with contextlib.suppress(OSError):  # a file system without room, or one that is only read
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = _is_own(folder)
-    if own and kept.exists() and _is_own(kept):
-        with contextlib.suppress(OSError):  # it is damaged, or of a system with other libraries
-            return ctypes.CDLL(str(kept))
-    keep = own and os.access(folder, os.W_OK)
-    if not keep:
-        logger.warning("compiled kernels are not kept in %s: others may write to it, or this user may not", folder)
-    with tempfile.TemporaryDirectory(dir=folder if keep else None) as scratch:
-        made = Path(scratch) / kept.name
-        build(compiler, [source for source in sources if source.suffix == ".cpp"], made)
-        compiled = ctypes.CDLL(str(made))
-        if keep:
-            made.chmod(0o700)  # whatever this user's files are like otherwise
-            made.replace(kept)  # whole, or not at all: several processes may be here
-    return compiled
-
-
-def build(compiler: Sequence[str], sources: Sequence[Path], made: Path) -> None:
-    """Compile `sources` into the library `made`; OSError or SubprocessError when that fails."""
-    logger.info("compiling kernels for this CPU, once")
-    start = time.monotonic()
-    command = [*compiler, *OPTIONS, "-o", str(made), *map(str, sources)]
-    english = os.environ | {"LC_ALL": "C"}
-    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=english)
-    logger.info("compiled kernels for this CPU in %.1f s", time.monotonic() - start)
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether only this user and root can change a file or folder: loading a library runs what it holds."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _fingerprint(sources: Sequence[Path]) -> str:
-    parts = [platform.machine(), _cpu_features(), *OPTIONS, *(source.read_text("utf-8") for source in sources)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _cpu_features() -> str:
-    """Return the CPU's features, on which -march=native depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+    return native.layout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.elementwise import gate_and_mul
-from kernels.cpu.library import library, tile_rows
+from kernels.cpu.library import layout, library
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Gate
@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     """silu(gate) * up [T, N]; gate and up are the halves of linear(x [T, K], weight [2N, K], bias [2N])."""
-    if weight.num_rows % (2 * tile_rows()) == 0:
+    if weight.num_rows % (2 * layout().tile_rows) == 0:
         return _product(x, weight, bias, x.new_empty(len(x), weight.num_rows // 2), then=SWIGLU)
     return silu_and_mul(linear(x, weight, bias))
 
@@ -127,7 +127,7 @@ def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
-    if gate == "silu" and isinstance(weight, NativeWeight) and weight.num_rows % (2 * tile_rows()) == 0:
+    if gate == "silu" and isinstance(weight, NativeWeight) and weight.num_rows % (2 * layout().tile_rows) == 0:
         out = x.new_empty(x.shape[0], weight.num_rows // 2)
         return _product(x, weight, bias, out, then=SWIGLU, norm=norm_weight, eps=eps)
     return gate_and_mul(norm_linear(x, norm_weight, eps, weight, bias), gate)

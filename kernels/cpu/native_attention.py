@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import attention
-from kernels.cpu.library import LANES, library
+from kernels.cpu.library import layout, library
 from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.quantized_rows import QuantizedRows
 
@@ -72,11 +72,11 @@ def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs) -> boo
         and args.kv_scale is None
         and query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype
-        and head_dim % LANES == 0
         and key_cache.stride() == value_cache.stride()
         and key_cache.stride()[2:] == (head_dim, 1)
         and query.stride()[1:] == (head_dim, 1)
         and library() is not None
+        and head_dim % layout().lanes == 0
     )
 
 

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import library, tile_rows
+from kernels.cpu.library import layout, library
 from kernels.data.quantized_weight import QuantizedWeight
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
-STEPS = (1, 2, 4, 8)  # by kind: channels that fill 64 bytes of a block
-OFFSETS = {"int8": 128, "int4": 8}  # codes are stored unsigned
+STEPS = (1, 2, 4, 8)  # by kind: channels that fill 32 bits of a lane
 GROUPS = (128, 64, 32)  # channels of x that share a scale: as many as divide a weight's, or all channels
 
 
@@ -51,7 +50,7 @@ def pack_stack(weight: Tensor | QuantizedWeight) -> NativeWeight | None:
     """A stack of E matrices [N, K], each a whole number of tiles, packed as one; None: the products cannot take it."""
     codes = weight if isinstance(weight, Tensor) else weight.codes
     count, n = codes.shape[:2]
-    padding = -n % tile_rows()
+    padding = -n % layout().tile_rows
     if isinstance(weight, Tensor):
         packed = pack_floats(F.pad(weight, (0, 0, 0, padding)).flatten(0, 1))
     elif weight.rows > 1 and (n % weight.rows or padding):
@@ -90,14 +89,14 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
     Products round x to eight bits, with a scale for each token and group of at most 128 channels.
     """
     n, k = len(weight), weight.num_channels
-    if weight.kind not in OFFSETS or weight.order is not None:
+    if weight.kind not in KINDS or weight.order is not None:
         return None
     group = next((size for size in GROUPS if k % size == 0 and min(weight.group, k) % size == 0), None)
     if group is None:
         return None
     if weight.kind == "int8":
-        unsigned = (weight.codes.short() + OFFSETS["int8"]).to(torch.uint8)
-        data = _kept(_tiles(unsigned, 4))
+        stored = (weight.codes.short() + layout().byte_offset).to(torch.uint8)
+        data = _kept(_tiles(stored, 4))
     else:
         unsigned = torch.cat([weight.codes & 15, weight.codes >> 4], 1)
         steps = _tiles(unsigned, 8).unflatten(-1, (2, 4))  # [tiles, steps, rows, 2, 4]
@@ -121,13 +120,13 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    return F.pad(matrix, (0, 0, 0, -len(matrix) % tile_rows()))
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % layout().tile_rows))
 
 
 def _tiles(matrix: Tensor, step: int) -> Tensor:
     """[N, K] → [tiles, steps, rows of a tile, step], padded with zeros."""
     padded = F.pad(_padded(matrix), (0, -matrix.shape[1] % step))
-    return padded.view(-1, tile_rows(), padded.shape[1] // step, step).transpose(1, 2)
+    return padded.view(-1, layout().tile_rows, padded.shape[1] // step, step).transpose(1, 2)
 
 
 def _kept(tensor: Tensor) -> Tensor:

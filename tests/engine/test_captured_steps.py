@@ -9,7 +9,7 @@ import torch
 import kernels
 from engine import LLM, SamplingParams
 from engine.worker.captured_steps import CapturedSteps
-from kernels.cpu import library
+from kernels.cpu import build, library
 from tests.oracles.families import make_checkpoint
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (5, 40, 9, 17, 3)]
@@ -50,7 +50,7 @@ def test_pytorch_has_threads_where_it_computes_steps(
 ) -> None:
     """Beside those of the kernels its own would only spin."""
     if not compiler:
-        monkeypatch.setattr(library, "find_compiler", lambda: None)
+        monkeypatch.setattr(build, "find_compiler", lambda: None)
     elif library.library() is None:
         pytest.skip("no compiler is installed")
     library.library.cache_clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from kernels.cpu import library
+from kernels.cpu import build, library
 
 STORY = "Once upon a time, there was a friendly boy named Jonas. One day Jonas found a map with a red cross on it."
 
@@ -48,7 +48,7 @@ def test_the_text_is_about_as_likely(
     bound: float,
 ) -> None:
     if not compiler:
-        monkeypatch.setattr(library, "find_compiler", lambda: None)
+        monkeypatch.setattr(build, "find_compiler", lambda: None)
     library.library.cache_clear()
     try:
         got = logprobs(demo_model, **options)

@@ -31,7 +31,19 @@ SAY_SECONDS = 10.0  # wait before a log message
 START_SECONDS = 300.0  # for the actors to start, and to find the model
 NODE_LABEL = "ray.io/node-id"
 # Prefixes of environment variables that are copied from rank 0 to the other ranks.
-PASSED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_LAUNCH", "HF_", "QUIRE_CACHE", "QUIRE_LOG", "OMP_")
+PASSED = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "CUDA_LAUNCH",
+    "HF_",
+    "QUIRE_CACHE",
+    "QUIRE_CPU",
+    "QUIRE_LOG",
+    "OMP_",
+)
 
 
 @dataclass(frozen=True, slots=True)

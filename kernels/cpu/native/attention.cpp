@@ -26,9 +26,9 @@ struct Tile {
     int seq, first, count, kv_head;  // queries of a sequence
 };
 
-// Rows i of `in` become columns of `out`: 16 × 16.
+// Vectors become columns of `out`.
 inline void transpose(Floats (&v)[LANES], float* out, int stride) {
-    each<4>([&](auto step) {
+    each<log2(LANES)>([&](auto step) {
         constexpr int half = 1 << step;
         Floats w[LANES];
         each<LANES / 2>([&](auto pair) {
@@ -67,7 +67,7 @@ template <class T> struct Worker {
         for (int r = 0; r < rows; ++r) {
             const int head = tile.kv_head * group + r % group;
             const T* q = (const T*)a.query + (start + tile.first + r / group) * a.query_stride + head * d;
-            for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load16(q + i) * a.scale);
+            for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * a.scale);
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
         }
         for (int key = a.window && position + 1 > a.window ? position + 1 - a.window : 0; key < past; key += KEYS) {
@@ -84,7 +84,7 @@ template <class T> struct Worker {
         }
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + (start + tile.first + r / group) * a.out_stride + (tile.kv_head * group + r % group) * d;
-            for (int i = 0; i < d; i += LANES) store16(to + i, load<Floats>(&out[r * d + i]) / total[r]);
+            for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r]);
         }
     }
 
@@ -102,24 +102,26 @@ template <class T> struct Worker {
             }
             for (int i = 0; i < a.head_dim; i += LANES) {
                 Floats v[LANES];
-                each<LANES>([&](auto n) { v[n] = j + n < count ? load16((const T*)a.keys + at[j + n] + i) : Floats{}; });
+                each<LANES>([&](auto n) { v[n] = j + n < count ? load_lanes((const T*)a.keys + at[j + n] + i) : Floats{}; });
                 transpose(v, &keys[i * KEYS + j], KEYS);
             }
         }
     }
 
     template <int M> void score(int r) {
-        Floats acc[M][VECTORS] = {};
-        const float *q = &query[r * a.head_dim], *k = keys.data();
-        for (int i = 0; i < a.head_dim; ++i, k += KEYS) {
-            Floats v[VECTORS];
-            each<VECTORS>([&](auto n) { v[n] = load<Floats>(k + n * LANES); });
-            each<M>([&](auto m) {
-                Floats y = all(q[m * a.head_dim + i]);
-                each<VECTORS>([&](auto n) { acc[m][n] += v[n] * y; });
-            });
+        for (int from = 0; from < KEYS; from += WIDE * LANES) {
+            Floats acc[M][WIDE] = {};
+            const float *q = &query[r * a.head_dim], *k = &keys[from];
+            for (int i = 0; i < a.head_dim; ++i, k += KEYS) {
+                Floats v[WIDE];
+                each<WIDE>([&](auto n) { v[n] = load<Floats>(k + n * LANES); });
+                each<M>([&](auto m) {
+                    Floats y = all(q[m * a.head_dim + i]);
+                    each<WIDE>([&](auto n) { acc[m][n] += v[n] * y; });
+                });
+            }
+            each<M>([&](auto m) { each<WIDE>([&](auto n) { store(&scores[(r + m) * KEYS + from + n * LANES], acc[m][n]); }); });
         }
-        each<M>([&](auto m) { each<VECTORS>([&](auto n) { store(&scores[(r + m) * KEYS + n * LANES], acc[m][n]); }); });
     }
 
     // Scores to weights; what came before shrinks where a larger score comes.
@@ -154,7 +156,7 @@ template <class T> struct Worker {
 
     template <int M> void add_values(int r, const int64_t* at, int count) {
         int i = 0;
-        for (; i + 4 * LANES <= a.head_dim; i += 4 * LANES) add_channels<M, 4>(r, i, at, count);
+        for (; i + WIDE * LANES <= a.head_dim; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, count);
         for (; i < a.head_dim; i += LANES) add_channels<M, 1>(r, i, at, count);
     }
 
@@ -164,7 +166,7 @@ template <class T> struct Worker {
         each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
         for (int j = 0; j < count; ++j) {
             Floats v[N];
-            each<N>([&](auto n) { v[n] = load16((const T*)a.values + at[j] + channel + n * LANES); });
+            each<N>([&](auto n) { v[n] = load_lanes((const T*)a.values + at[j] + channel + n * LANES); });
             each<M>([&](auto m) {
                 Floats y = all(scores[(r + m) * KEYS + j]);
                 each<N>([&](auto n) { acc[m][n] += v[n] * y; });

@@ -29,8 +29,8 @@ template <class T> void gelu_and_mul(const Elementwise& a) {
     each_vector(a, [&](int64_t row, int64_t k, int count) {
         const T* gate = (const T*)a.x + row * 2 * a.n + k;
         T narrow[LANES];
-        store16(narrow, gelu(load_up_to(gate, count)));  // rounded in between, as the reference does
-        store_up_to((T*)a.out + row * a.n + k, load16(narrow) * load_up_to(gate + a.n, count), count);
+        store_lanes(narrow, gelu(load_up_to(gate, count)));  // rounded in between, as the reference does
+        store_up_to((T*)a.out + row * a.n + k, load_lanes(narrow) * load_up_to(gate + a.n, count), count);
     });
 }
 

@@ -1,8 +1,8 @@
 // x Wᵀ for few and for many tokens, with the norm in front of it and the bias, the residual sum or the SwiGLU behind it.
 //
-// Rows of W lie in tiles of BLOCKS blocks of 16, a vector's lanes. A tile is read from end to end: channels in order, as many at
-// a time as fill 64 bytes of each block (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low
-// nibbles, then high ones), the blocks' 64 bytes side by side. Scales and zero points of groups lie likewise.
+// Rows of W lie in tiles of WIDE vectors' lanes. A tile is read from end to end: channels in order, as many at a time as fill 32
+// bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
+// the vectors side by side. Scales and zero points of groups lie the same way.
 #include <vector>
 
 #include "pool.h"
@@ -17,12 +17,12 @@ enum Then : int32_t { STORE, ADD, SWIGLU };
 
 struct Weight {
     Kind kind;
-    int32_t rows, channels;  // channels: a multiple of what fills 64 bytes
+    int32_t rows, channels;  // channels: a multiple of what fills 32 bits
     int32_t group;           // INT8, INT4: channels that share a scale of x, and of W where `scale` has groups
     const char* data;
-    const void* scale;        // float32 [rows] where the groups of W are whole rows; else [tiles, groups, BLOCKS, 16]
-    const bf16* short_scale;  // in its place [tiles, groups, BLOCKS, 16]
-    const float* zero;        // null, or zero point times scale: [tiles, groups, BLOCKS, 16]
+    const void* scale;        // float32 [rows] where the groups of W are whole rows; else [tiles, groups, WIDE, LANES]
+    const bf16* short_scale;  // in its place [tiles, groups, WIDE, LANES]
+    const float* zero;        // null, or zero point times scale: [tiles, groups, WIDE, LANES]
     int32_t grouped;
 };
 
@@ -36,50 +36,81 @@ struct Rows {
 
 namespace {
 
-constexpr int OFFSET[] = {0, 0, 128, 8};  // codes are stored unsigned
-#ifdef __AVX512F__
-constexpr int BLOCKS = 4, MOST_TOKENS = 6;  // whose sums fit the registers
-#else
-constexpr int BLOCKS = 1, MOST_TOKENS = 4;
-#endif
-constexpr int TILE_ROWS = BLOCKS * LANES, LINE = 64 * BLOCKS;
+constexpr int OFFSET[] = {0, 0, BYTE_OFFSET, 8};  // of stored codes
+constexpr int TILE_ROWS = WIDE * LANES, LINE = WIDE * VECTOR;
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
 
 inline uint32_t word(const char* p) { return load<uint32_t>(p); }
 
 // Bytes of W that are multiplied at once, the next ones on their way.
-template <class V> inline void load_line(const char* at, V (&v)[BLOCKS]) {
-    each<BLOCKS>([&](auto n) {
-        v[n] = load<V>(at + n * 64);
-        __builtin_prefetch(at + n * 64 + AHEAD);
-    });
+template <class V> inline void load_line(const char* at, V (&v)[WIDE]) {
+    each<WIDE>([&](auto n) { v[n] = load<V>(at + n * VECTOR); });
+    each<(LINE + 63) / 64>([&](auto n) { __builtin_prefetch(at + n * 64 + AHEAD); });
 }
 
 inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >> w.kind; }  // a kind has half the bits of the last
 
-template <int M> using Sums = Floats[M][BLOCKS];  // of M tokens
+template <int M> using Sums = Floats[M][WIDE];  // of M tokens
 
 template <int M> inline void dot_floats(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels; ++k, at += LINE) {
-        Floats v[BLOCKS];
+        Floats v[WIDE];
         load_line(at, v);
         each<M>([&](auto m) {
             Floats y = all(load<float>(x[m] + k * 4));
-            each<BLOCKS>([&](auto n) { acc[m][n] += v[n] * y; });
+            each<WIDE>([&](auto n) { acc[m][n] += v[n] * y; });
         });
     }
 }
 
 template <int M> inline void dot_bf16(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels / 2; ++k, at += LINE) {
-        Words v[BLOCKS];
+        Words v[WIDE];
         load_line(at, v);
+        if constexpr (DOTS_BF16) {
+            each<M>([&](auto m) {
+                uint32_t y = word(x[m] + k * 4);
+                each<WIDE>([&](auto n) { acc[m][n] = dot(acc[m][n], v[n], y); });
+            });
+        } else {
+            Floats wide[WIDE];
+            each<WIDE>([&](auto n) { wide[n] = (Floats)(v[n] << 16); });
+            each<M>([&](auto m) {
+                Floats y = all(load<float>(x[m] + k * 8));
+                each<WIDE>([&](auto n) { acc[m][n] += wide[n] * y; });
+            });
+            each<WIDE>([&](auto n) { wide[n] = (Floats)(v[n] & 0xffff0000u); });
+            each<M>([&](auto m) {
+                Floats y = all(load<float>(x[m] + k * 8 + 4));
+                each<WIDE>([&](auto n) { acc[m][n] += wide[n] * y; });
+            });
+        }
+    }
+}
+
+// The next lines of nibbles: as many as are summed up at once.
+template <int M> inline void dot_nibbles(const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
+    using Partial = std::conditional_t<PAIRS, Shorts, Ints>;
+    constexpr int LINES = PAIRS ? 4 : 1;
+    Partial sum[M][WIDE];
+    each<M>([&](auto m) { each<WIDE>([&](auto n) { sum[m][n] = PAIRS ? Partial{} : (Partial)part[m][n]; }); });
+    for (int line = 0; line < LINES; ++line, ++k, at += LINE) {
+        Bytes v[WIDE], low[WIDE];
+        load_line(at, v);
+        each<WIDE>([&](auto n) { low[n] = v[n] & 15, v[n] = (Bytes)((Words)v[n] >> 4) & 15; });
         each<M>([&](auto m) {
-            uint32_t y = word(x[m] + k * 4);
-            each<BLOCKS>([&](auto n) { acc[m][n] = dot(acc[m][n], v[n], y); });
+            uint32_t y = word(x[m] + k * 8), z = word(x[m] + k * 8 + 4);
+            each<WIDE>([&](auto n) { sum[m][n] = dot_four_bits(sum[m][n], low[n], y); });
+            each<WIDE>([&](auto n) { sum[m][n] = dot_four_bits(sum[m][n], v[n], z); });
         });
     }
+    each<M>([&](auto m) {
+        each<WIDE>([&](auto n) {
+            if constexpr (PAIRS) part[m][n] += sums(sum[m][n]);
+            else part[m][n] = sum[m][n];
+        });
+    });
 }
 
 // SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
@@ -91,35 +122,32 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
     const int32_t* x_sum = rows.sum + token * groups;
     const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
     for (int64_t g = 0, k = 0; g < groups; ++g) {
-        Ints part[M][BLOCKS];
+        Ints part[M][WIDE];
         each<M>([&](auto m) {
             Ints start = all(-OFFSET[KIND] * x_sum[m * groups + g]);
-            each<BLOCKS>([&](auto n) { part[m][n] = start; });
+            each<WIDE>([&](auto n) { part[m][n] = start; });
         });
-        for (const int64_t end = k + lines; k < end; ++k, at += LINE) {
-            Bytes v[BLOCKS];
-            load_line(at, v);
+        for (const int64_t end = k + lines; k < end;) {
             if constexpr (KIND == INT8) {
+                Bytes v[WIDE];
+                load_line(at, v);
+                Codes c[WIDE];
+                each<WIDE>([&](auto n) { c[n] = codes(v[n]); });
                 each<M>([&](auto m) {
                     uint32_t y = word(x[m] + k * 4);
-                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], v[n], y); });
+                    each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], c[n], y); });
                 });
+                ++k, at += LINE;
             } else {
-                Bytes low[BLOCKS];
-                each<BLOCKS>([&](auto n) { low[n] = v[n] & 15, v[n] = (Bytes)((Words)v[n] >> 4) & 15; });
-                each<M>([&](auto m) {
-                    uint32_t y = word(x[m] + k * 8), z = word(x[m] + k * 8 + 4);
-                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], low[n], y); });
-                    each<BLOCKS>([&](auto n) { part[m][n] = dot(part[m][n], v[n], z); });
-                });
+                dot_nibbles<M>(at, x, k, part);
             }
         }
-        Floats by[BLOCKS];
+        Floats by[WIDE];
         if constexpr (!std::is_void_v<SCALES>)
-            each<BLOCKS>([&](auto n) { by[n] = load16((const SCALES*)scale + (tile * groups + g) * TILE_ROWS + n * LANES); });
+            each<WIDE>([&](auto n) { by[n] = load_lanes((const SCALES*)scale + (tile * groups + g) * TILE_ROWS + n * LANES); });
         each<M>([&](auto m) {
             const float y = x_scale[m * groups + g];
-            each<BLOCKS>([&](auto n) {
+            each<WIDE>([&](auto n) {
                 Floats sum = __builtin_convertvector(part[m][n], Floats);
                 if constexpr (std::is_void_v<SCALES>) acc[m][n] += sum * y;
                 else acc[m][n] += sum * by[n] * y;
@@ -130,11 +158,11 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
     for (int64_t g = 0; g < groups; ++g)
         each<M>([&](auto m) {
             const float y = x_scale[m * groups + g] * x_sum[m * groups + g];
-            each<BLOCKS>([&](auto n) { acc[m][n] -= load16(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
+            each<WIDE>([&](auto n) { acc[m][n] -= load_lanes(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
         });
 }
 
-// The products of M tokens, from `token` on, and a tile: [M, BLOCKS].
+// The products of M tokens, from `token` on, and a tile: [M, WIDE].
 template <Kind KIND, class SCALES, int M> void multiply(const Weight& w, const Rows& rows, int tile, int token, Floats* to) {
     const char *at = w.data + tile * tile_bytes(w), *x[M];
     each<M>([&](auto m) { x[m] = rows.data + (token + m) * rows.row_bytes; });
@@ -142,17 +170,17 @@ template <Kind KIND, class SCALES, int M> void multiply(const Weight& w, const R
     if constexpr (KIND == FLOAT32) dot_floats<M>(w, at, x, acc);
     else if constexpr (KIND == BFLOAT16) dot_bf16<M>(w, at, x, acc);
     else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
-    each<BLOCKS>([&](auto n) {
+    each<WIDE>([&](auto n) {
         Floats scale = all(1.0f);
-        if (KIND == INT8 && std::is_void_v<SCALES>) scale = load16((const float*)w.scale + tile * TILE_ROWS + n * LANES);
-        each<M>([&](auto m) { to[m * BLOCKS + n] = acc[m][n] * scale; });
+        if (KIND == INT8 && std::is_void_v<SCALES>) scale = load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
+        each<M>([&](auto m) { to[m * WIDE + n] = acc[m][n] * scale; });
     });
 }
 
 using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, Floats* to);
 template <Kind KIND, class SCALES> Multiply multiply_tokens(int tokens) {
     return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
-         : multiply<KIND, SCALES, MOST_TOKENS>;
+         : multiply<KIND, SCALES, TALL>;
 }
 inline Multiply multiply_for(const Weight& w, int tokens) {
     if (w.kind == FLOAT32) return multiply_tokens<FLOAT32, void>(tokens);
@@ -175,15 +203,15 @@ template <class T>
 void finish(const Weight& w, const Output<T>& out, int tile, int token, int tokens, const Floats* acc, const Floats* up) {
     const int half = w.rows / 2, width = out.then == SWIGLU ? half : w.rows;
     for (int m = 0; m < tokens; ++m)
-        for (int n = 0; n < BLOCKS; ++n) {
+        for (int n = 0; n < WIDE; ++n) {
             const int row = tile * TILE_ROWS + n * LANES, left = width - row;
             if (left <= 0) break;
             T* to = out.data + (token + m) * out.stride + row;
-            Floats value = acc[m * BLOCKS + n];
+            Floats value = acc[m * WIDE + n];
             if (out.bias) value += load_up_to(out.bias + row, left);
             if (out.then == ADD) value += load_up_to(to, left);
             if (out.then == SWIGLU) {
-                Floats by = up[m * BLOCKS + n];
+                Floats by = up[m * WIDE + n];
                 if (out.bias) by += load_up_to(out.bias + half + row, left);
                 value = silu(value) * by;
             }
@@ -193,10 +221,10 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
 
 // All tokens of a tile, which stays in the core's cache meanwhile.
 template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tokens) {
-    Floats acc[MOST_TOKENS * BLOCKS], up[MOST_TOKENS * BLOCKS];
+    Floats acc[TALL * WIDE], up[TALL * WIDE];
     for (int token = 0, m; token < tokens; token += m) {
         const int left = tokens - token;
-        m = left >= MOST_TOKENS ? MOST_TOKENS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        m = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         const Multiply multiply = multiply_for(w, m);
         multiply(w, rows, tile, token, acc);
         if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, up);
@@ -247,7 +275,8 @@ struct Product {
 template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
     const Weight& w = *p.weight;
     if (w.kind == FLOAT32 && !p.norm && sizeof(T) == 4) return {(const char*)p.x, p.x_stride * 4, nullptr, nullptr};
-    const int64_t size = w.kind == FLOAT32 ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
+    const bool widened = w.kind == BFLOAT16 && !DOTS_BF16;
+    const int64_t size = w.kind == FLOAT32 || widened ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
     const int64_t tokens = p.tokens;  // so that sizes are counted in 64 bits
     scratch.data.resize(tokens * w.channels * size + 64);
     scratch.scale.resize(tokens * groups);
@@ -262,8 +291,10 @@ template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
             read_row((const T*)p.x + t * p.x_stride, p.channels, (const W*)p.norm, p.eps, wide.data());
             char* to = data + t * w.channels * size;
             if (w.kind == FLOAT32) std::memcpy(to, wide.data(), w.channels * 4);
+            else if (widened)
+                for (int i = 0; i < w.channels; i += LANES) store_up_to((float*)to + i, to_bf16_and_back(load_lanes(&wide[i])), w.channels - i);
             else if (w.kind == BFLOAT16)
-                for (int i = 0; i < w.channels; i += LANES) store_up_to((bf16*)to + i, load16(&wide[i]), w.channels - i);
+                for (int i = 0; i < w.channels; i += LANES) store_up_to((bf16*)to + i, load_lanes(&wide[i]), w.channels - i);
             else
                 for (int64_t g = 0, i = t * groups; g < groups; ++g, ++i)
                     quantize(&wide[g * w.group], w.group, (int8_t*)to + g * w.group, scale + i, sums + i);
@@ -286,7 +317,11 @@ template <class T, class W> void product(const Product& p) {
 
 }  // namespace
 
-extern "C" int32_t quire_blocks() { return BLOCKS; }
+struct Layout {
+    int32_t lanes, tile_rows, byte_offset;
+};
+
+extern "C" void quire_layout(Layout* layout) { *layout = {LANES, TILE_ROWS, BYTE_OFFSET}; }
 
 extern "C" void quire_product(const Product* p) {
     if (!p->is_bf16) product<float, float>(*p);

@@ -94,7 +94,7 @@ template <class T> int64_t greedy_sample(const GreedySample& a, const T* row) {
     Ints at{}, index;
     for (int i = 0; i < LANES; ++i) index[i] = i;
     for (int64_t i = 0; i < a.n; i += LANES, index += LANES) {
-        Floats v = i + LANES <= a.n ? load16(row + i) : load_some(row + i, int(a.n - i));
+        Floats v = i + LANES <= a.n ? load_lanes(row + i) : load_some(row + i, int(a.n - i));
         if (i + LANES > a.n) v = index < int32_t(a.n) ? v : all(-INFINITY);
         faulty = v < INFINITY ? faulty : all(1.0f);
         at = v > best ? index : at;

@@ -1,15 +1,15 @@
-"""The CPU's kernels are compiled once for each CPU, and their absence is no error."""
+"""The CPU's kernels are compiled once for each instruction set, and their absence is no error."""
 
 import ctypes
-import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.cpu import library
+from kernels.cpu import build, instruction_set, library
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,12 @@ def fake_compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
+NAME = "x86-64-v3"
 COPY = 'while [ "$1" != "-o" ]; do shift; done; echo once >> "$(dirname "$0")/calls"; echo made > "$2"'
+
+
+def libraries(folder: Path) -> list[Path]:
+    return list(folder.glob("*.so"))
 
 
 @pytest.fixture
@@ -48,41 +53,55 @@ def test_it_is_compiled_once(tmp_path: Path, umask: int) -> None:
     compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
     before = os.umask(umask)
     try:
-        assert all(str(library.load([compiler], folder)) == "made\n" for _ in range(2))
+        assert all(str(build.load([compiler], folder, NAME)) == "made\n" for _ in range(2))
     finally:
         os.umask(before)
-    assert (tmp_path / "calls").read_text() == "once\n"
+    assert (tmp_path / "calls").read_text().count("once") == len(list(build.SOURCES.glob("*.cpp"))) + 1
     assert folder.stat().st_mode & 0o077 == 0
-    assert len(list(folder.iterdir())) == 1
+    assert libraries(folder)[0].name.startswith("cpu-x86-64-v3-")
 
 
 @pytest.mark.usefixtures("loaded")
-def test_another_cpu_compiles_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_wait_for_the_one_that_compiles(tmp_path: Path) -> None:
+    compiler, folder = fake_compiler(tmp_path, f"sleep 0.05; {COPY}"), tmp_path / "kernels"
+    results: list[str] = []
+    callers = [
+        threading.Thread(target=lambda: results.append(str(build.load([compiler], folder, NAME)))) for _ in range(3)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == ["made\n"] * 3
+    assert (tmp_path / "calls").read_text().count("once") == len(list(build.SOURCES.glob("*.cpp"))) + 1
+
+
+@pytest.mark.usefixtures("loaded")
+def test_another_instruction_set_is_another_library(tmp_path: Path) -> None:
     compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
-    library.load([compiler], folder)
-    monkeypatch.setattr(library, "_cpu_features", lambda: "flags: none")
-    library.load([compiler], folder)
-    assert len(list(folder.iterdir())) == 2
+    for name in (NAME, "x86-64-v4"):
+        build.load([compiler], folder, name)
+    assert len(libraries(folder)) == 2
 
 
 @pytest.mark.usefixtures("loaded")
 def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
-    library.load([compiler], folder)
-    (kept,) = folder.iterdir()
+    build.load([compiler], folder, NAME)
+    (kept,) = libraries(folder)
     kept.write_text("damaged")
-    assert str(library.load([compiler], folder)) == kept.read_text() == "made\n"
+    assert str(build.load([compiler], folder, NAME)) == kept.read_text() == "made\n"
 
 
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_what_others_may_write_is_not_loaded(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
-    library.load([compiler], folder)
-    (kept,) = folder.iterdir()
+    build.load([compiler], folder, NAME)
+    (kept,) = libraries(folder)
     kept.write_text("planted")
     (folder if what == "folder" else kept).chmod(0o777)
-    assert str(library.load([compiler], folder)) == "made\n"
+    assert str(build.load([compiler], folder, NAME)) == "made\n"
     assert (what == "folder") == ("others may write to it" in caplog.text)
 
 
@@ -100,13 +119,13 @@ def test_a_compiler_that_fails_is_no_error(
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, f"echo '{said}' >&2; exit 1"))
     assert library.library() is None
     assert caplog.messages[-1].endswith(f": {reason}")
-    assert not list((tmp_path / "kernels").iterdir())
+    assert not libraries(tmp_path / "kernels")
 
 
 def test_a_compiler_that_hangs_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library, "TIMEOUT", 0.2)
+    monkeypatch.setattr(build, "TIMEOUT", 0.2)
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'license server?' >&2; exec sleep 60"))
     assert library.library() is None
     assert "cannot be compiled" in caplog.text
@@ -114,14 +133,62 @@ def test_a_compiler_that_hangs_is_no_error(
 
 def test_the_compilers_command_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, COPY) + " -m64")
-    assert library.find_compiler() == [str(tmp_path / "compiler"), "-m64"]
+    assert build.find_compiler() == [str(tmp_path / "compiler"), "-m64"]
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "/nowhere/compiler")
-    with caplog.at_level(logging.INFO):
-        assert library.library() is None
+    assert library.library() is None
     assert "no C++ compiler is installed" in caplog.text
+
+
+ZEN_3 = "flags\t\t: fpu avx avx2 bmi1 bmi2 cx16 f16c fma movbe popcnt sse4_1 sse4_2 ssse3\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "name", "options"),
+    [
+        ("x86_64", ZEN_3, "x86-64-v3", ["-march=x86-64-v3"]),
+        ("x86_64", ZEN_3[:-1] + " avx_vnni\n", "x86-64-v3+avxvnni", ["-march=x86-64-v3", "-mavxvnni"]),
+        ("x86_64", "flags\t\t: fpu sse2\n", "x86-64", ["-march=x86-64"]),
+        ("aarch64", "Features\t: fp asimd\n", "aarch64", ["-march=armv8-a"]),
+        (
+            "aarch64", "Features\t: fp asimd asimddp bf16\n", "aarch64+dotprod+bf16",
+            ["-march=armv8.2-a+dotprod+bf16"],
+        ),
+        ("riscv64", "isa\t: rv64gc\n", "riscv64", ["-march=native"]),
+    ],
+)  # fmt: skip
+def test_the_cpus_own_instruction_set(
+    machine: str, cpuinfo: str, name: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(instruction_set, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    assert instruction_set.instruction_set() == name
+    assert instruction_set.compiler_options(name) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("avx2", "must be one of x86-64-v4"),
+        ("x86-64-v3+neon", "must be one of"),
+        ("x86-64-v4", "this CPU has no avx512bw, avx512cd, .*it has x86-64-v3"),
+        ("x86-64-v3+avxvnni", "this CPU has no avx_vnni"),
+        ("aarch64", "this CPU has no aarch64"),
+    ],
+)
+def test_an_instruction_set_that_cannot_be_used_is_an_error(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(ZEN_3)
+    monkeypatch.setattr(instruction_set, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("QUIRE_CPU_ISA", name)
+    with pytest.raises(ValueError, match=reason):
+        library.library()
 
 
 def test_large_pages_keep_copies_apart() -> None:

@@ -1,0 +1,121 @@
+"""Compiling the C++ kernels in `native/`: once for each instruction set, by one process for all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kernels.cpu.instruction_set import compiler_options
+
+SOURCES = Path(__file__).with_name("native")
+COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
+OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
+TIMEOUT = 300.0  # seconds
+
+logger = logging.getLogger("engine.kernels")
+
+
+def find_compiler() -> list[str] | None:
+    """A command: `CXX`, which may have arguments, else what is installed."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *arguments in [named] if named else [[name] for name in COMPILERS]:
+        if (path := shutil.which(name)) is not None:
+            return [path, *arguments]
+    return None
+
+
+def cache_folder() -> Path:
+    """In `QUIRE_CACHE_DIR`, else in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("QUIRE_CACHE_DIR") or Path(cache) / "quire") / "kernels"
+
+
+def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
+    """The library compiled for the instruction set `name`: the one kept in `folder`, else it is made now, and kept
+    there unless others may write to it.
+
+    Its file's name stands for instruction set, sources and options. OSError or SubprocessError when it cannot be made
+    or loaded.
+    """
+    sources = sorted(SOURCES.iterdir())
+    kept = folder / f"cpu-{name}-{_fingerprint(sources, name)}.so"
+    with contextlib.suppress(OSError):  # a file system without room, or one that is only read
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (found := _load_kept(kept)) is not None:
+        return found
+    keep = is_own(folder) and os.access(folder, os.W_OK)
+    if not keep:
+        logger.warning("compiled kernels are not kept in %s: others may write to it, or this user may not", folder)
+    with _one_process(folder) if keep else contextlib.nullcontext():
+        if (found := _load_kept(kept)) is not None:  # another process made it meanwhile
+            return found
+        with tempfile.TemporaryDirectory(dir=folder if keep else None) as scratch:
+            made = Path(scratch) / kept.name
+            build(compiler, [source for source in sources if source.suffix == ".cpp"], made, name)
+            compiled = ctypes.CDLL(str(made))
+            if keep:
+                made.chmod(0o700)  # whatever this user's files are like otherwise
+                made.replace(kept)  # whole, or not at all
+        return compiled
+
+
+def build(compiler: Sequence[str], sources: Sequence[Path], made: Path, name: str) -> None:
+    """Compile `sources` into the library `made`, at the same time; OSError or SubprocessError when that fails."""
+    logger.info("compiling kernels for %s, once: about 10 s of CPU time", name)
+    start = time.monotonic()
+    english = os.environ | {"LC_ALL": "C"}
+
+    def run(*arguments: str) -> None:
+        command = [*compiler, *OPTIONS, *compiler_options(name), *arguments]
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=english
+        )
+
+    objects = [str(made.with_name(f"{source.stem}.o")) for source in sources]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda source, to: run("-c", "-o", to, str(source)), sources, objects))
+    run("-shared", "-o", str(made), *objects)
+    logger.info("compiled kernels for %s in %.1f s", name, time.monotonic() - start)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether only this user and root can change a file or folder: loading a library runs what it holds."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _load_kept(kept: Path) -> ctypes.CDLL | None:
+    if is_own(kept.parent) and kept.exists() and is_own(kept):
+        with contextlib.suppress(OSError):  # it is damaged, or of a system with other libraries
+            return ctypes.CDLL(str(kept))
+    return None
+
+
+@contextlib.contextmanager
+def _one_process(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: other processes wait for what this one makes."""
+    with open(folder / "lock", "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fingerprint(sources: Sequence[Path], name: str) -> str:
+    parts = [*OPTIONS, *compiler_options(name), *(source.read_text("utf-8") for source in sources)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
