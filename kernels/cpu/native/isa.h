@@ -19,15 +19,15 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define QUIRE_AVX512
-constexpr int VECTOR = 64, WIDE = 4;
+constexpr int VECTOR = 64, REGISTERS = 32, WIDE = 4;
 #elif defined(__AVX2__) && defined(__FMA__)
 #define QUIRE_AVX2
-constexpr int VECTOR = 32, WIDE = 2;
+constexpr int VECTOR = 32, REGISTERS = 16, WIDE = 2;
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define QUIRE_NEON
-constexpr int VECTOR = 16, WIDE = 4;
+constexpr int VECTOR = 16, REGISTERS = 32, WIDE = 4;
 #else
-constexpr int VECTOR = 16, WIDE = 2;
+constexpr int VECTOR = 16, REGISTERS = 16, WIDE = 2;
 #endif
 constexpr int LANES = VECTOR / 4;  // of 32 bits
 constexpr int TALL = 6;            // a register tile: TALL x WIDE accumulators
@@ -71,11 +71,11 @@ inline Floats dot(Floats acc, Words, uint32_t) { return acc; }
 
 // Codes of W: `codes` makes of a vector of bytes what `dot` takes. acc[i] + the sum over j < 4 of w[4i + j] · x[4i + j], exact
 // in 32 bits; w of eight bits, with BYTE_OFFSET added when they are packed; x from -127 to 127: one group of four, for all lanes.
-// Codes of four bits, from 0 to 15, need no `codes`. Where PAIRS, products of two of them are summed up in 16 bits, in which
-// eight such sums have room.
+// Codes of four bits, from 0 to 15, need no `codes`. Where QUIRE_PAIRS, products of two of them are summed up in 16 bits, in
+// which eight such sums have room.
 #if (defined(QUIRE_AVX512) && defined(__AVX512VNNI__)) || (defined(QUIRE_AVX2) && defined(__AVXVNNI__))
 constexpr int BYTE_OFFSET = 128;
-constexpr bool PAIRS = false;
+#define QUIRE_PAIRS 0
 using Codes = Bytes;
 inline Codes codes(Bytes w) { return w; }
 inline Ints dot(Ints acc, Bytes w, uint32_t x) {
@@ -86,9 +86,8 @@ inline Ints dot(Ints acc, Bytes w, uint32_t x) {
 #endif
 }
 #elif defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
-#define QUIRE_PAIRS
+#define QUIRE_PAIRS 1
 constexpr int BYTE_OFFSET = 0;
-constexpr bool PAIRS = true;
 #if defined(QUIRE_AVX512)
 struct Codes {
     Bytes magnitude;
@@ -110,7 +109,7 @@ inline Ints sums(Shorts v) { return (Ints)_mm256_madd_epi16((__m256i)v, _mm256_s
 inline Ints dot(Ints acc, const Codes& w, uint32_t x) { return acc + sums(pairs(w.magnitude, with_signs(all(x), w))); }
 #else
 constexpr int BYTE_OFFSET = 0;
-constexpr bool PAIRS = false;
+#define QUIRE_PAIRS 0
 using Codes = Bytes;
 inline Codes codes(Bytes w) { return w; }
 inline Ints dot(Ints acc, Bytes w, uint32_t x) {
@@ -124,9 +123,4 @@ inline Ints dot(Ints acc, Bytes w, uint32_t x) {
     return acc;
 #endif
 }
-#endif
-#if defined(QUIRE_PAIRS)
-inline Shorts dot_four_bits(Shorts acc, Bytes w, uint32_t x) { return acc + pairs(w, all(x)); }
-#else
-inline Ints dot_four_bits(Ints acc, Bytes w, uint32_t x) { return dot(acc, w, x); }
 #endif

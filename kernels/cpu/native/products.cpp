@@ -38,13 +38,19 @@ namespace {
 
 constexpr int OFFSET[] = {0, 0, BYTE_OFFSET, 8};  // of stored codes
 constexpr int TILE_ROWS = WIDE * LANES, LINE = WIDE * VECTOR;
+// Tokens of a register tile: few registers hold fewer accumulators beside widened and unpacked weights. Measured.
+constexpr int tall(Kind kind) {
+    if (kind == BFLOAT16) return DOTS_BF16 ? TALL : 4;
+    if (REGISTERS == 32 || kind == FLOAT32 || (kind == INT8 && !QUIRE_PAIRS)) return TALL;
+    return kind == INT4 && QUIRE_PAIRS ? 5 : 4;
+}
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
 
 inline uint32_t word(const char* p) { return load<uint32_t>(p); }
 
 // Bytes of W that are multiplied at once, the next ones on their way.
-template <class V> inline void load_line(const char* at, V (&v)[WIDE]) {
+template <class V> __attribute__((always_inline)) inline void load_line(const char* at, V (&v)[WIDE]) {
     each<WIDE>([&](auto n) { v[n] = load<V>(at + n * VECTOR); });
     each<(LINE + 63) / 64>([&](auto n) { __builtin_prefetch(at + n * 64 + AHEAD); });
 }
@@ -89,29 +95,40 @@ template <int M> inline void dot_bf16(const Weight& w, const char* at, const cha
     }
 }
 
-// The next lines of nibbles: as many as are summed up at once.
-template <int M> inline void dot_nibbles(const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
-    using Partial = std::conditional_t<PAIRS, Shorts, Ints>;
-    constexpr int LINES = PAIRS ? 4 : 1;
-    Partial sum[M][WIDE];
-    each<M>([&](auto m) { each<WIDE>([&](auto n) { sum[m][n] = PAIRS ? Partial{} : (Partial)part[m][n]; }); });
-    for (int line = 0; line < LINES; ++line, ++k, at += LINE) {
-        Bytes v[WIDE], low[WIDE];
-        load_line(at, v);
-        each<WIDE>([&](auto n) { low[n] = v[n] & 15, v[n] = (Bytes)((Words)v[n] >> 4) & 15; });
+__attribute__((always_inline)) inline void load_nibbles(const char* at, Bytes (&low)[WIDE], Bytes (&high)[WIDE]) {
+    load_line(at, high);
+    each<WIDE>([&](auto n) { low[n] = high[n] & 15, high[n] = (Bytes)((Words)high[n] >> 4) & 15; });
+}
+
+#if QUIRE_PAIRS
+// The next four lines of nibbles, summed up in 16 bits; not inlined, so that these sums stay in registers.
+template <int M>
+__attribute__((noinline)) void dot_nibbles(const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
+    Shorts sum[M][WIDE] = {};
+    for (int line = 0; line < 4; ++line, ++k, at += LINE) {
+        Bytes low[WIDE], high[WIDE];
+        load_nibbles(at, low, high);
         each<M>([&](auto m) {
-            uint32_t y = word(x[m] + k * 8), z = word(x[m] + k * 8 + 4);
-            each<WIDE>([&](auto n) { sum[m][n] = dot_four_bits(sum[m][n], low[n], y); });
-            each<WIDE>([&](auto n) { sum[m][n] = dot_four_bits(sum[m][n], v[n], z); });
+            const Words y = all(word(x[m] + k * 8)), z = all(word(x[m] + k * 8 + 4));
+            each<WIDE>([&](auto n) { sum[m][n] += pairs(low[n], y); });
+            each<WIDE>([&](auto n) { sum[m][n] += pairs(high[n], z); });
         });
     }
-    each<M>([&](auto m) {
-        each<WIDE>([&](auto n) {
-            if constexpr (PAIRS) part[m][n] += sums(sum[m][n]);
-            else part[m][n] = sum[m][n];
-        });
-    });
+    each<M>([&](auto m) { each<WIDE>([&](auto n) { part[m][n] += sums(sum[m][n]); }); });
 }
+#else
+template <int M>
+__attribute__((always_inline)) inline void dot_nibbles(const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
+    Bytes low[WIDE], high[WIDE];
+    load_nibbles(at, low, high);
+    each<M>([&](auto m) {
+        const uint32_t y = word(x[m] + k * 8), z = word(x[m] + k * 8 + 4);
+        each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], low[n], y); });
+        each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], high[n], z); });
+    });
+    ++k, at += LINE;
+}
+#endif
 
 // SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
 template <Kind KIND, class SCALES, int M>
@@ -180,7 +197,7 @@ template <Kind KIND, class SCALES, int M> void multiply(const Weight& w, const R
 using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, Floats* to);
 template <Kind KIND, class SCALES> Multiply multiply_tokens(int tokens) {
     return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
-         : multiply<KIND, SCALES, TALL>;
+         : multiply<KIND, SCALES, tall(KIND)>;
 }
 inline Multiply multiply_for(const Weight& w, int tokens) {
     if (w.kind == FLOAT32) return multiply_tokens<FLOAT32, void>(tokens);
@@ -219,15 +236,36 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
+// A tile of bfloat16 in float32: with few registers, widening it for each few tokens costs more.
+inline void widen(const Weight& w, int tile, float* to) {
+    const char* at = w.data + tile * tile_bytes(w);
+    for (int64_t i = 0; i < w.channels / 2 * WIDE; ++i) {
+        const Words v = load<Words>(at + i * VECTOR);
+        float* first = to + (i / WIDE * 2 * WIDE + i % WIDE) * LANES;  // of a line of the lower channels, then one of the upper
+        store(first, (Floats)(v << 16)), store(first + WIDE * LANES, (Floats)(v & 0xffff0000u));
+    }
+}
+
 // All tokens of a tile, which stays in the core's cache meanwhile.
 template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tokens) {
+    constexpr int MANY = 12;  // tokens that make it worth while to widen a tile before
     Floats acc[TALL * WIDE], up[TALL * WIDE];
+    Weight read = w;
+    int first = tile, second = tile + w.rows / 2 / TILE_ROWS;
+    if (w.kind == BFLOAT16 && !DOTS_BF16 && REGISTERS < 32 && tokens >= MANY) {
+        thread_local std::vector<float> wide;
+        wide.resize(2 * TILE_ROWS * w.channels);
+        widen(w, first, wide.data());
+        if (out.then == SWIGLU) widen(w, second, &wide[TILE_ROWS * w.channels]);
+        read.kind = FLOAT32, read.data = (const char*)wide.data(), first = 0, second = 1;
+    }
+    const int most = tall(read.kind);
     for (int token = 0, m; token < tokens; token += m) {
         const int left = tokens - token;
-        m = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        const Multiply multiply = multiply_for(w, m);
-        multiply(w, rows, tile, token, acc);
-        if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, up);
+        m = left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const Multiply multiply = multiply_for(read, m);
+        multiply(read, rows, first, token, acc);
+        if (out.then == SWIGLU) multiply(read, rows, second, token, up);
         finish(w, out, tile, token, m, acc, up);
     }
 }
