@@ -7,13 +7,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import engine
-import kernels
 from engine.flags import command_line
 from engine.worker.device import CpuDevice, CudaDevice
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         "cpu_cores": os.cpu_count(),
-        "cpu_isa": kernels.cpu_instruction_set(),
+        "cpu_isa": _said(CpuDevice.instruction_set),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -59,7 +59,8 @@ def report() -> dict[str, str]:
         "python": f"{platform.python_version()} in {sys.prefix}",
         "system": platform.platform(),
         "cpu": f"{_cpu_name()}, {cores} of {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()}",
-        "instruction set": kernels.cpu_instruction_set(),
+        "instruction set": _said(CpuDevice.instruction_set),
+        "cpu kernels": _said(CpuDevice.kernels),
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.free / 2**30:.1f} free",
     }
     for index in range(torch.cuda.device_count()):
@@ -71,6 +72,14 @@ def report() -> dict[str, str]:
         if name.startswith(VARIABLES):
             found[name] = "(set)" if any(word in name for word in SECRETS) else value
     return found
+
+
+def _said(work: Callable[[], str]) -> str:
+    """Return the result, or what is wrong with a variable."""
+    try:
+        return work()
+    except ValueError as error:
+        return str(error)
 
 
 def _cpu_name() -> str:

@@ -204,11 +204,26 @@ def attention_backend(device: torch.device) -> str:
 
 
 def cpu_instruction_set() -> str:
-    """Return the name of the CPU's instruction set that kernels are compiled for, or why there is none."""
-    try:
-        return str(importlib.import_module("kernels.cpu.instruction_set").instruction_set())
-    except ValueError as error:
-        return str(error)
+    """Return the name of the CPU's instruction set that kernels are compiled for; ValueError: it is not valid."""
+    return str(importlib.import_module("kernels.cpu.instruction_set").instruction_set())
+
+
+def cpu_kernels() -> str:
+    """Describe the CPU's kernels and the choice among them, without compiling or measuring."""
+    build, choice = (importlib.import_module(f"kernels.cpu.{name}") for name in ("build", "choice"))
+    if choice.mode() == "pytorch":
+        return "PyTorch"
+    kept = build.path(build.cache_folder(), cpu_instruction_set())
+    if not kept.exists():
+        return "C++, not compiled yet" if build.find_compiler() else "PyTorch (no C++ compiler is installed)"
+    choices = choice.Choices.read(kept.with_suffix(".json"))
+    return "C++, not measured yet" if choices is None else f"C++, {choices.describe()}"
+
+
+def choose_kernels(device: torch.device) -> None:
+    """Choose the faster of several kernels where that is measured: on a CPU, at its first start."""
+    if device.type == "cpu":
+        importlib.import_module("kernels.cpu.measure").choose()
 
 
 def num_threads(device: torch.device) -> int:

@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores with each other
 os.environ.setdefault("QUIRE_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quire-tests"))  # not the user's own
+os.environ.setdefault("QUIRE_CPU_KERNELS", "native")  # not what happens to be faster
 
 from collections.abc import Callable
 from pathlib import Path

@@ -18,6 +18,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+import kernels
+
 R = TypeVar("R")
 
 
@@ -149,6 +151,16 @@ class CpuDevice:
     @property
     def multiplies_bfloat16(self) -> bool:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+    @staticmethod
+    def instruction_set() -> str:
+        """See `kernels.cpu_instruction_set`."""
+        return kernels.cpu_instruction_set()
+
+    @staticmethod
+    def kernels() -> str:
+        """See `kernels.cpu_kernels`."""
+        return kernels.cpu_kernels()
 
     @staticmethod
     def is_available() -> bool:

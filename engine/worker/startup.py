@@ -67,6 +67,7 @@ def build_runner(
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
+    kernels.choose_kernels(options.device.torch_device)
     with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
         member = Membership(options, SingleRank(), None) if connect is None else connect()
         options = member.options

@@ -50,8 +50,7 @@ def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
     Its file's name stands for instruction set, sources and options. OSError or SubprocessError when it cannot be made
     or loaded.
     """
-    sources = sorted(SOURCES.iterdir())
-    kept = folder / f"cpu-{name}-{_fingerprint(sources, name)}.so"
+    sources, kept = sorted(SOURCES.iterdir()), path(folder, name)
     with contextlib.suppress(OSError):  # a file system without room, or one that is only read
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (found := _load_kept(kept)) is not None:
@@ -59,7 +58,7 @@ def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
     keep = is_own(folder) and os.access(folder, os.W_OK)
     if not keep:
         logger.warning("compiled kernels are not kept in %s: others may write to it, or this user may not", folder)
-    with _one_process(folder) if keep else contextlib.nullcontext():
+    with one_process(folder) if keep else contextlib.nullcontext():
         if (found := _load_kept(kept)) is not None:  # another process made it meanwhile
             return found
         with tempfile.TemporaryDirectory(dir=folder if keep else None) as scratch:
@@ -70,6 +69,11 @@ def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
                 made.chmod(0o700)  # whatever this user's files are like otherwise
                 made.replace(kept)  # whole, or not at all
         return compiled
+
+
+def path(folder: Path, name: str) -> Path:
+    """Return where the library for an instruction set is kept."""
+    return folder / f"cpu-{name}-{_fingerprint(sorted(SOURCES.iterdir()), name)}.so"
 
 
 def build(compiler: Sequence[str], sources: Sequence[Path], made: Path, name: str) -> None:
@@ -108,7 +112,7 @@ def _load_kept(kept: Path) -> ctypes.CDLL | None:
 
 
 @contextlib.contextmanager
-def _one_process(folder: Path) -> Iterator[None]:
+def one_process(folder: Path) -> Iterator[None]:
     """Hold the folder's lock: other processes wait for what this one makes."""
     with open(folder / "lock", "w") as file:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
+from kernels.cpu.choice import Choices, mode
 from kernels.cpu.instruction_set import instruction_set
 
 logger = logging.getLogger("engine.kernels")
@@ -90,6 +91,7 @@ class Native:
 
     def __init__(self, functions: ctypes.CDLL, name: str) -> None:
         self.functions, self.instruction_set, self.num_threads = functions, name, 1
+        self.choices = Choices()  # until `measure.choose`, the C++ kernels compute all that they can
         self.layout = Layout()
         functions.quire_layout(ctypes.byref(self.layout))
         self.memory = LargePages()  # of packed weights
@@ -113,9 +115,11 @@ class Native:
 def library() -> Native | None:
     """The compiled kernels; None: there are none here. The first call may compile for some seconds.
 
-    ValueError: `QUIRE_CPU_ISA` is not valid.
+    ValueError: `QUIRE_CPU_ISA` or `QUIRE_CPU_KERNELS` is not valid.
     """
     name, compiler = instruction_set(), build.find_compiler()
+    if mode() == "pytorch":
+        return None
     if compiler is None or platform.system() != "Linux":
         missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux"
         logger.warning("%s: PyTorch computes on the CPU, which is slower", missing)

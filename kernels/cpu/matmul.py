@@ -6,12 +6,13 @@ import ctypes
 import platform
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.elementwise import gate_and_mul
+from kernels.cpu.elementwise import FLOATS, gate_and_mul
 from kernels.cpu.library import layout, library
-from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack
+from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack, unpacked
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Gate
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
@@ -134,6 +135,48 @@ def norm_gated(
 
 
 def _product(
+    x: Tensor,
+    weight: NativeWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    then: int = STORE,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Compute into `out`, by the faster of the C++ kernels and PyTorch."""
+    native = library()
+    assert native is not None
+    is_chosen = weight.dtype in FLOATS and native.choices.takes_pytorch("products", weight.dtype, len(x))
+    return (multiply_by_pytorch if is_chosen else multiply)(x, weight, bias, out, then=then, norm=norm, eps=eps)
+
+
+def multiply_by_pytorch(
+    x: Tensor,
+    weight: NativeWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    then: int = STORE,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`multiply` by PyTorch, with the threads that the C++ kernels have, over a copy of the weight in plain order."""
+    native, num_threads = library(), torch.get_num_threads()
+    assert native is not None
+    torch.set_num_threads(native.num_threads)
+    try:
+        x = x if norm is None else rms_norm(x, norm, eps)
+        plain = unpacked(weight)
+        result = F.linear(x.to(plain.dtype), plain, None if bias is None else bias.to(plain.dtype))
+        if then == ADD:
+            return out.add_(result)
+        return out.copy_(silu_and_mul(result) if then == SWIGLU else result)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def multiply(
     x: Tensor,
     weight: NativeWeight,
     bias: Tensor | None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import attention
-from kernels.cpu.library import layout, library
+from kernels.cpu.library import library
 from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.quantized_rows import QuantizedRows
 
@@ -40,10 +40,10 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
     assert not isinstance(out, QuantizedRows)
-    if not _is_native(query, context, args):
+    if not _is_native(query, context, args, 1):
         return attention.paged_attention_decode(query, context, args, plan=plan, out=out)
     out = torch.empty_like(query) if out is None else out
-    _attend(query, None, context, args, out)
+    attend(query, None, context, args, out)
     return out
 
 
@@ -57,14 +57,14 @@ def paged_attention_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_prefill`."""
-    if not _is_native(query, context, args):
+    if not _is_native(query, context, args, query.shape[0]):
         return attention.paged_attention_prefill(query, query_start, context, args, tiles=tiles, out=out)
     out = torch.zeros_like(query) if out is None else out
-    _attend(query, query_start, context, args, out)
+    attend(query, query_start, context, args, out)
     return out
 
 
-def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs) -> bool:
+def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tokens: int) -> bool:
     key_cache, value_cache = context.key_cache, context.value_cache
     head_dim = key_cache.shape[3]
     return (
@@ -75,12 +75,13 @@ def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs) -> boo
         and key_cache.stride() == value_cache.stride()
         and key_cache.stride()[2:] == (head_dim, 1)
         and query.stride()[1:] == (head_dim, 1)
-        and library() is not None
-        and head_dim % layout().lanes == 0
+        and (native := library()) is not None
+        and head_dim % native.layout.lanes == 0
+        and not native.choices.takes_pytorch("attention", query.dtype, num_tokens)
     )
 
 
-def _attend(query: Tensor, query_start: Tensor | None, context: PagedContext, args: AttentionArgs, out: Tensor) -> None:
+def attend(query: Tensor, query_start: Tensor | None, context: PagedContext, args: AttentionArgs, out: Tensor) -> None:
     """Call `quire_attention` in attention.cpp."""
     native, keys, tables, rows, lens = library(), context.key_cache, context.block_tables, context.rows, context.lens
     assert native is not None

@@ -129,6 +129,12 @@ def _tiles(matrix: Tensor, step: int) -> Tensor:
     return padded.view(-1, layout().tile_rows, padded.shape[1] // step, step).transpose(1, 2)
 
 
+def unpacked(weight: NativeWeight) -> Tensor:
+    """Return a matrix of floats [N, K] in plain order, as a copy."""
+    data = weight.as_subclass(Tensor)  # [tiles, steps, rows of a tile, step]
+    return data.transpose(1, 2).flatten(2).flatten(0, 1)[: weight.num_rows, : weight.num_channels]
+
+
 def _kept(tensor: Tensor) -> Tensor:
     """A contiguous copy that is fast to read."""
     native = library()

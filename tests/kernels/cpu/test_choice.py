@@ -1,0 +1,90 @@
+"""The faster of the C++ kernels and PyTorch is measured once, kept, and computes the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference
+from kernels.cpu import build, library, matmul, measure
+from kernels.cpu.choice import SIZES, Choices
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Any:
+    native = library.library()
+    if native is None:
+        pytest.skip("no compiler is installed")
+    monkeypatch.setattr(native, "choices", Choices())
+    return native
+
+
+def test_pytorch_is_taken_for_sizes_at_which_it_is_much_faster() -> None:
+    choices = Choices({"float32 products": (2.0, 0.9, 0.5)})
+    taken = [choices.takes_pytorch("products", torch.float32, tokens) for tokens in (0, 1, 15, 16, 255, 256, 9999)]
+    assert taken == [False] * 5 + [True] * 2
+    assert not choices.takes_pytorch("products", torch.bfloat16, 256)
+    assert not choices.takes_pytorch("attention", torch.float32, 256)
+    assert "float32 products 2.0/0.9/0.5*" in choices.describe()
+
+
+def test_it_is_measured_once_and_kept(native: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    compiled = build.path(build.cache_folder(), native.instruction_set)
+    compiled.parent.mkdir(mode=0o700)
+    compiled.touch()
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "auto")
+    measure.choose()
+    kept = json.loads(compiled.with_suffix(".json").read_text())
+    assert kept == {name: list(ratios) for name, ratios in native.choices.times.items()}
+    assert len(kept) == 4
+    assert native.choices.describe() in kernels.cpu_kernels()
+    monkeypatch.setattr(measure, "_measure", lambda: pytest.fail("measured again"))
+    measure.choose()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"float32 products": 1}', '{"float32 products": [1.0, NaN, 1.0]}'])
+def test_a_damaged_choice_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "choice.json").write_text(text)
+    assert Choices.read(tmp_path / "choice.json") is None
+
+
+def test_a_forced_choice_is_not_measured(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure", lambda: pytest.fail("measured"))
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "native")
+    measure.choose()
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "pytorch")
+    assert library.library.__wrapped__() is None
+    assert kernels.cpu_kernels() == "PyTorch"
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "fast")
+    with pytest.raises(ValueError, match="must be one of auto, native, pytorch, got 'fast'"):
+        library.library.__wrapped__()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_and_attention_by_pytorch(native: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    never = (0.1,) * len(SIZES)
+    monkeypatch.setattr(native, "choices", Choices({f"{name} products": never, f"{name} attention": never}))
+    x, weight, bias = torch.randn(7, 37).to(dtype), torch.randn(100, 37).to(dtype), torch.randn(100).to(dtype)
+    norm, residual = torch.rand(37).to(dtype), torch.randn(7, 100).to(dtype)
+    monkeypatch.setattr(native, "call", lambda called, *_: called == "quire_rms_norm" or pytest.fail(called))
+    monkeypatch.setattr(matmul, "rms_norm", reference.rms_norm)
+    packed = matmul.pack_weight(weight)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    for operation, arguments in (
+        ("linear", (x,)),
+        ("linear_add", (residual, x)),
+        ("norm_linear", (x, norm, 1e-5)),
+    ):
+        got, want = (
+            getattr(module, operation)(*(a.clone() if torch.is_tensor(a) else a for a in arguments), w, bias)
+            for module, w in ((matmul, packed), (reference, weight))
+        )
+        torch.testing.assert_close(got, want, **tolerance)
+    twice = torch.randn(2 * native.layout.tile_rows, 37).to(dtype)
+    got, want = matmul.linear_gated(x, matmul.pack_weight(twice)), reference.linear_gated(x, twice)
+    torch.testing.assert_close(got, want, **tolerance)
