@@ -4,7 +4,7 @@
     python -m tests.attack.pairs --requests 100 tensor --json pairs.json
 
 Each server has other settings. Its requests draw from all features of requests, run beside each other, and meet a
-fault every few seconds: an engine process is killed, a rank is killed, all replicas are restarted (SIGHUP), a step
+fault every 40 requests: an engine process is killed, a rank is killed, all replicas are restarted (SIGHUP), a step
 raises an exception. A request may fail then, but not change: a finished answer equals the one that the same request
 gets alone, from a server with the same arithmetic and nothing else. No answer comes later than its `timeout_ms` and
 half a second.
@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report.result_files import save
+from benchmarks.result_files import save
 from engine.machine import environment
 from tests.attack.clients import SCHEMA, STORY, TOOL
 from tests.attack.faults import FOLDER, arm
@@ -200,6 +200,7 @@ class Record:
     name: str
     seconds: float = 0.0
     answers: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)  # of answers that failed
     faults: dict[str, int] = field(default_factory=dict)
     compared: int = 0
     different: list[dict[str, Any]] = field(default_factory=list)
@@ -215,17 +216,16 @@ class Record:
 class Fuzz:
     """Sends requests to a server and injects faults meanwhile."""
 
-    def __init__(self, record: Record, target: Target, folder: Path, every: float, draw: random.Random) -> None:
-        """every: seconds from a fault to the next."""
+    def __init__(self, record: Record, target: Target, folder: Path, every: int, draw: random.Random) -> None:
+        """every: requests from a fault to the next."""
+        self._num_asked = 0
         self.record, self._target, self._folder, self._every, self._draw = record, target, folder, every, draw
 
     async def run(self, requests: list[dict[str, Any]], alone: dict[str, Answer], num_clients: int) -> None:
         begin, waiting = time.monotonic(), iter(requests)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._target.url, timeout=PATIENCE_SECONDS, limits=limits) as http:
-            faults = asyncio.create_task(self._inject())
             await asyncio.gather(*(self._client(http, waiting, alone) for _ in range(num_clients)))
-            faults.cancel()
             await self._ready(http)
         self.record.seconds = time.monotonic() - begin
 
@@ -241,10 +241,15 @@ class Fuzz:
         self, http: httpx.AsyncClient, waiting: Iterator[dict[str, Any]], alone: dict[str, Answer]
     ) -> None:
         for request in waiting:
+            self._num_asked += 1
+            if self._num_asked % self._every == 0:
+                self._inject()
             deadline = request["body"].get("timeout_ms")
             begin = time.monotonic()
             answer = await ask(http, request)
             seconds = time.monotonic() - begin
+            if answer.how == "finished" and deadline is not None and seconds >= deadline / 1000:
+                answer.how = "timeout"  # not all APIs say so
             self.record.answers[answer.how] = self.record.answers.get(answer.how, 0) + 1
             if deadline is not None and answer.how != "hung up":
                 over = seconds - deadline / 1000
@@ -254,6 +259,8 @@ class Fuzz:
             if answer.how == "finished":
                 self._compare(request, alone[_key(request)].content, answer.content)
             elif answer.how not in ("hung up", "timeout"):
+                reason = f"{answer.how}: {str(answer.content)[:200]}"
+                self.record.reasons[reason] = self.record.reasons.get(reason, 0) + 1
                 await asyncio.sleep(0.3)
 
     def _compare(self, request: dict[str, Any], expected: Any, got: Any) -> None:
@@ -261,22 +268,20 @@ class Fuzz:
         if expected != got:
             self.record.different.append({"request": request, "expected": expected, "got": got})
 
-    async def _inject(self) -> None:
-        while True:
-            await asyncio.sleep(self._every)
-            kinds = ["kill -9", "SIGHUP", "exception"] + ["kill -9 of a rank"] * bool(self._target.follower_pids())
-            kind = self._draw.choice(kinds)
-            with contextlib.suppress(ProcessLookupError, IndexError):  # it is being restarted
-                match kind:
-                    case "kill -9":
-                        os.kill(self._draw.choice(self._target.engine_pids()), signal.SIGKILL)
-                    case "kill -9 of a rank":
-                        os.kill(self._draw.choice(self._target.follower_pids()), signal.SIGKILL)
-                    case "SIGHUP":
-                        self._target.process.send_signal(signal.SIGHUP)
-                    case "exception":
-                        arm(self._folder, "exception")
-                self.record.faults[kind] = self.record.faults.get(kind, 0) + 1
+    def _inject(self) -> None:
+        kinds = ["kill -9", "SIGHUP", "exception"] + ["kill -9 of a rank"] * bool(self._target.follower_pids())
+        kind = self._draw.choice(kinds)
+        with contextlib.suppress(ProcessLookupError, IndexError):  # it is being restarted
+            match kind:
+                case "kill -9":
+                    os.kill(self._draw.choice(self._target.engine_pids()), signal.SIGKILL)
+                case "kill -9 of a rank":
+                    os.kill(self._draw.choice(self._target.follower_pids()), signal.SIGKILL)
+                case "SIGHUP":
+                    self._target.process.send_signal(signal.SIGHUP)
+                case "exception":
+                    arm(self._folder, "exception")
+            self.record.faults[kind] = self.record.faults.get(kind, 0) + 1
 
 
 def _key(request: dict[str, Any]) -> str:
@@ -298,7 +303,7 @@ async def _alone(target: Target, requests: list[dict[str, Any]]) -> dict[str, An
     return found
 
 
-def fuzz(name: str, number: int, num_clients: int, every: float, seed: int) -> Record:
+def fuzz(name: str, number: int, num_clients: int, every: int, seed: int) -> Record:
     """Run one server's share."""
     settings, arithmetic = SERVERS[name]
     draw = random.Random(f"{seed} {name}")
@@ -326,6 +331,8 @@ def report(record: Record) -> None:
         f"  {record.compared} answers compared, {len(record.different)} different; "
         f"{len(record.late)} deadlines missed, the latest answer {record.latest:+.2f} s; left: {record.left}"
     )
+    for reason, count in sorted(record.reasons.items()):
+        print(f"  {count} x {reason}")
     for each in record.different[:5]:
         print(f"  DIFFERENT {json.dumps(each['request'])}\n    alone {each['expected']}\n    here  {each['got']}")
     for over, what in sorted(record.late, reverse=True)[:5]:
@@ -339,7 +346,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="TEXT", help="servers whose name contains one of these (else all)")
     parser.add_argument("--requests", type=int, default=2000, help="of all servers together")
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--every", type=float, default=4, metavar="SECONDS", help="from one fault to the next")
+    parser.add_argument("--every", type=int, default=40, metavar="REQUESTS", help="from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="where to save what was seen")
     args = parser.parse_args(argv)

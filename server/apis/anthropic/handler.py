@@ -27,7 +27,8 @@ from server.http.sse import event
 from server.parsing.pieces import Block, Blocks, CallArguments, CallStart, Content, Piece, Reasoning
 
 _encode = msgspec.json.encode
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use", "abort": "end_turn"}
+# The API has no reason for an answer that is cut off at a deadline: of its reasons only this one says "incomplete".
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use", "abort": "max_tokens"}
 
 
 def add_routes(app: FastAPI, server: ServerState) -> None:

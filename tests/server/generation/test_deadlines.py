@@ -41,7 +41,7 @@ def test_an_answer_that_has_begun_ends_as_it_is(live: Live) -> None:
     assert choice["message"]["content"]
     assert live.post("/v1/responses", input="Hi", timeout_ms=5000).json()["status"] == "incomplete"
     answer = live.post("/v1/messages", timeout_ms=5000, **BODIES["/v1/messages"]).json()
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
 
 
 def test_streams_say_it_too(live: Live) -> None:
