@@ -118,7 +118,7 @@ def _constraint(draw: random.Random, api: str) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """What a client got. `how`: finished, timeout, or why not; `content`: what must equal the answer alone."""
+    """An answer as its client sees it. `how`: finished, timeout, or why not. `content`: must equal the one alone."""
 
     how: str
     content: Any = None
@@ -195,7 +195,7 @@ def _joined(events: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 @dataclass
 class Record:
-    """What one server did. `late`: seconds after the deadline, of requests that came too late."""
+    """The effects on one server. `late`: seconds after the deadline and request, of answers that came too late."""
 
     name: str
     seconds: float = 0.0
