@@ -31,9 +31,8 @@ from engine.guided import GuidedRequests
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model
-from engine.models.quantization import choose_quantization
 from engine.models.spec import ModelSpec
-from engine.options import device_of, runner_options
+from engine.options import device_of, quantization_in_memory, runner_options
 from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.processing.input_processor import load_tokenizer, vocabulary_of
 from engine.recovery import Recovery
@@ -273,9 +272,7 @@ def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Voc
 def _resolved(spec: ModelSpec, config: EngineConfig, eos_token_ids: Iterable[int], device: Device) -> ModelSpec:
     """Return the specification with the caller's end-of-text tokens and the quantisation that the device uses."""
     ends = tuple(dict.fromkeys((*spec.eos_token_ids, *eos_token_ids)))
-    on_cpu = not device.is_accelerator
-    exact = on_cpu and config.dtype == "float32"  # there, matrix products of quantised weights round activations
-    quantization = choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact)
+    quantization = quantization_in_memory(spec, config, device)
     return replace(spec, eos_token_ids=ends, quantization=quantization)
 
 

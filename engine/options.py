@@ -6,6 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
 from engine.worker.device import Device, DeviceNotFoundError, find_device
@@ -36,6 +37,15 @@ def device_of(config: EngineConfig) -> Device:
             "distributed_executor_backend ray they may be those of several machines"
         )
     return device
+
+
+def quantization_in_memory(spec: ModelSpec, config: EngineConfig, device: Device) -> Quantization | None:
+    """Return the quantization of the weights on a device. Raises `ModelError` if the configured one does not apply."""
+    on_cpu = not device.is_accelerator
+    exact = (
+        on_cpu and DTYPES.get(config.dtype) == torch.float32
+    )  # there, matrix products of quantised weights round activations
+    return choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact)
 
 
 def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device: Device | None = None) -> RunnerOptions:

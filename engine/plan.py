@@ -21,11 +21,10 @@ from engine.gpu_specs import GPU, GPUS, known_gpu
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
-from engine.models.quantization import choose_quantization
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
-from engine.options import runner_options
+from engine.options import quantization_in_memory, runner_options
 from engine.worker.attention.fp8_prefill import scratch_bytes, upcast_layers
 from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.cuda_graphs import graph_sizes
@@ -215,7 +214,9 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
             "a plan covers one pipeline stage: leave out pipeline_parallel_size, divide the weights by it"
         )
     folder, spec = _read_model(config)
-    options = runner_options(config, spec, offline, CpuDevice() if gpu.is_cpu else PlannedDevice(gpu))
+    device = CpuDevice() if gpu.is_cpu else PlannedDevice(gpu)
+    spec = replace(spec, quantization=quantization_in_memory(spec, config, device))
+    options = runner_options(config, spec, offline, device)
     _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE)
     own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
@@ -255,7 +256,8 @@ def on_all_devices(config: EngineConfig) -> Iterator[Plan]:
 
     Raises `ModelError`.
     """
-    folder, _ = _read_model(config)
+    folder, spec = _read_model(config)
+    quantization_in_memory(spec, config, CpuDevice())  # raises if that is wrong on all devices
     config = replace(config, model=str(folder))
     with contextlib.suppress(ModelError, ConfigError):  # the CPU does not support a format
         yield make_plan(config, cpu_here())
@@ -271,10 +273,9 @@ def on_all_devices(config: EngineConfig) -> Iterator[Plan]:
 
 
 def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
-    """Return the model's folder, downloaded without weights, and its specification with the configured quantization."""
+    """Return the model's folder, downloaded without weights, and its specification."""
     folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir, weights=False)
-    spec = read_spec(folder, config.hf_overrides)
-    return folder, replace(spec, quantization=choose_quantization(spec.quantization, config.quantization))
+    return folder, read_spec(folder, config.hf_overrides)
 
 
 def _compresses(spec: ModelSpec, options: RunnerOptions) -> bool:

@@ -128,6 +128,10 @@ class WeightFormat(ABC):
     def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (most have none)
         """Fill stored tensors that are not parameters with random weights of standard deviation 0.02."""
 
+    def growth(self, matrix: Matrix) -> int:
+        """Return by how many bytes `pack` makes the weights larger."""
+        return 0
+
     @abstractmethod
     def pack(self, matrix: Matrix) -> None:
         """Convert the filled memory to `matrix.weight`, the form that GEMMs read. It cannot be filled afterwards."""

@@ -92,6 +92,8 @@ def bytes_of_parts(model: Decoder) -> dict[str, int]:
             weight = getattr(module, "weight", None)
             if isinstance(weight, QuantizedWeight):  # quantised at load time: filling it also computes the scales
                 num_bytes += weight.scale.nbytes
+            if isinstance(module, Matrix):
+                num_bytes += module.format.growth(module)
             found[_part_of(name, module)] += num_bytes
     if model.spec.tie_word_embeddings:
         found["head"] = 0

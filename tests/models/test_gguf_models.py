@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,35 @@ def test_generation_from_a_file(tmp_path: Path) -> None:
         outputs = llm.generate(["the the a"], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
         assert want[0] in (outputs[0].outputs[0].logprobs or [{}])[0]
         llm.close()
+
+
+# Published files, which tests do not download
+
+
+def real(variable: str) -> list[Path]:
+    """Return the files that an environment variable names; else the test is skipped."""
+    names = os.environ.get(variable, "").split(os.pathsep)
+    if not any(names):
+        pytest.skip(f"{variable} names no files")
+    return [Path(name) for name in names]
+
+
+@pytest.mark.slow
+def test_published_files_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 greedy tokens in float32, of the GGUF files in QUIRE_TEST_GGUF. `test_published_vocabularies` tests prompts.
+
+    transformers converts Gemma's vocabulary to one that gives other ids than the original.
+    """
+    import transformers
+
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_, **__: True)  # it is not used
+    prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a  village\n\nthere lived"]
+    for path in real("QUIRE_TEST_GGUF"):
+        llm = LLM(str(path), dtype="float32", max_model_len=256)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+        llm.close()
+        options = {"gguf_file": path.name, "dtype": torch.float32}
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+        for output in outputs:
+            ids = list(output.prompt_token_ids)
+            assert list(output.outputs[0].token_ids) == transformers_decode(model, ids, 50).token_ids

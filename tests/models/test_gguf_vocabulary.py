@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.models.errors import ModelError
+from engine.models.gguf.header import read_header
 from engine.models.gguf.vocabulary import PRE_TOKENIZERS, chat_templates, end_token_ids, tokenizer_files
 from engine.text.tokenizer import Tokenizer
 
@@ -238,3 +240,25 @@ def test_refusals(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as error:
         tokenizer_files(metadata | change)
     assert said in str(error.value)
+
+
+@pytest.mark.slow
+def test_published_vocabularies() -> None:
+    """llama.cpp's test vectors, made by the original tokenizers, in its folder `models`."""
+    folder = os.environ.get("QUIRE_TEST_GGUF_VOCABULARIES")
+    if not folder:
+        pytest.skip("QUIRE_TEST_GGUF_VOCABULARIES names no folder")
+    checked = 0
+    for path in sorted(Path(folder).glob("ggml-vocab-*.gguf")):
+        metadata = read_header([path]).metadata
+        known = metadata["tokenizer.ggml.model"] != "gpt2" or metadata.get("tokenizer.ggml.pre") in PRE_TOKENIZERS
+        if metadata["tokenizer.ggml.model"] not in ("gpt2", "llama", "gemma4") or not known:
+            continue
+        tokenizer, inputs = loaded(metadata), path.with_suffix(".gguf.inp")
+        if not inputs.is_file():
+            continue
+        given = inputs.read_text("utf-8").split("\n__ggml_vocab_test__\n")
+        for text, ids in zip(given, path.with_suffix(".gguf.out").read_text().split("\n"), strict=False):
+            assert tokenizer.encode(text, add_special_tokens=False) == [*map(int, ids.split())], (path.name, text)
+            checked += 1
+    assert checked > 500

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.models.formats.layouts import STD, U8
 from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
 from engine.models.gguf.blocks import TYPES, mxfp4_codes
-from engine.models.matrix import Matrix, empty
+from engine.models.matrix import Matrix
 
 DEVIATIONS = {"Q8_0": 73.9, "Q5_0": 9.2, "Q4_0": 4.6, "IQ4_NL": 70.0, "IQ4_XS": 1290.0}  # of random codes, scaled
 
@@ -31,18 +31,11 @@ class GGUFBlocks(QuantizedFormat):
             codes = (codes + 8).to(torch.uint8)
         return UnpackedRows(codes.reshape(len(blocks), -1), scale.reshape(len(blocks), -1))
 
-    def pack(self, matrix: Matrix) -> None:
-        """Decode four-bit floats on a CPU, which has no kernels for them."""
-        if not matrix.stored[0, "blocks"].is_cpu or self.scheme.kind != "e2m1":
-            super().pack(matrix)
-            return
-        weight = empty(*matrix.shape_of_rows(), len(matrix.columns), dtype=matrix.dtype, device=torch.device("cpu"))
-        start, rows = 0, weight.flatten(0, -2)
-        for i in range(len(matrix.parts)):
-            blocks = matrix.stored.pop((i, "blocks"))
-            rows[start : start + len(blocks)] = TYPES[self.scheme.block].decode(blocks.flatten(1))
-            start += len(blocks)
-        matrix.weight = weight
+    def growth(self, matrix: Matrix) -> int:
+        of, bits = TYPES[self.scheme.block], 8 if self.scheme.kind == "int8" else 4
+        scales = of.values // self.scheme.group * (4 if self.scheme.block == "IQ4_XS" else 2)
+        blocks = sum(tensor.numel() for tensor in matrix.stored.values()) // of.num_bytes
+        return blocks * (of.values * bits // 8 + scales - of.num_bytes)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         blocks = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
