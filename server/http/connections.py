@@ -17,6 +17,8 @@ from server.http.entrance import BEGIN_AT_ONCE, Entrance
 _ENOUGH_FILES = 1 << 18
 _OTHER_FILES = 256
 _ENOUGH_CONNECTIONS = 16_384
+# Most bytes that are parsed before it is asked whether a request is complete: of headers, and of a body.
+_HEADER_PART, _BODY_PART = 2 << 10, 16 << 10
 _CHUNKED = b"transfer-encoding: chunked\r\n"  # as uvicorn writes it
 _CHUNK_OVERHEAD = 8  # bytes of framing for each byte of a body sent in one-byte chunks
 
@@ -123,6 +125,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._others, self._limits = connections, connections.limits
         self._in_headers = True
+        self._unparsed = b""  # what came behind a complete request that is not answered
         self._num_bytes = self._num_body_bytes = 0  # of the request being received
         self._receiving = _Timer(self.loop, self._limits.header_timeout, self._rest_is_late)
         self._sending = _Timer(self.loop, self._limits.send_timeout, lambda: self.transport.abort())
@@ -153,6 +156,27 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has arrived, in parts, up to the end of a request that is not answered yet.
+
+        The requests behind it are neither parsed nor read until its response is complete, so that a connection with
+        thousands of them takes no more of the event loop than others.
+        """
+        data, self._unparsed = self._unparsed, b""
+        start = 0
+        while start < len(data) and not self.transport.is_closing():
+            if self._is_busy and not self.cycle.more_body:
+                self._unparsed = data[start:]
+                self.flow.pause_reading()
+                return
+            end = start + (_HEADER_PART if self._in_headers else _BODY_PART)
+            self._parse_part(data[start:end])
+            start = end
+
+    def _parse_part(self, data: bytes) -> None:
         self._num_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -222,6 +246,8 @@ class Connection(HttpToolsProtocol):
             self._others.idle(self)
             if self.cycle.more_body:  # the rest of the body is not read
                 self._receiving.start()
+            if self._unparsed:
+                self.loop.call_soon(self._parse)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
