@@ -4,12 +4,13 @@ import gc
 import http.client
 import resource
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from server.http.connections import Connection, default_max_connections, raise_open_files
+from server.http.connections import _BODY_PART, Connection, default_max_connections, raise_open_files
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, wait_until
@@ -151,6 +152,34 @@ def test_requests_one_behind_the_other(serve: Serve) -> None:
         data = b""
         while data.count(b"HTTP/1.1 200 ") < 3:
             data += connection.recv(65536)
+
+
+def test_few_of_many_requests_one_behind_the_other_are_parsed_at_a_time(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers_complete, waiting = Connection.on_headers_complete, list[int]()
+
+    def counted(self: Connection) -> None:
+        headers_complete(self)
+        waiting.append(len(self.pipeline))
+
+    monkeypatch.setattr(Connection, "on_headers_complete", counted)
+    first = POST + b"Content-Length: 3000\r\n\r\n" + b" " * 3000
+    with connect(live) as connection:
+        sending = threading.Thread(target=send_all, args=(connection, [HEALTH * 1000 + first + HEALTH * 1000]))
+        sending.start()
+        answers = connection.makefile("rb")
+        statuses = []
+        for _ in range(2001):
+            statuses.append(answers.readline().split()[1])
+            length = 0
+            while (line := answers.readline()) != b"\r\n":
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            answers.read(length)
+        sending.join()
+    assert statuses == [b"200"] * 1000 + [b"400"] + [b"200"] * 1000
+    assert max(waiting) <= _BODY_PART // len(HEALTH) + 1
 
 
 def test_an_upgrade_is_not_made(live: Live) -> None:
