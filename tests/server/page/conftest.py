@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,22 +32,31 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="package")
-def server() -> Iterator[tuple[Stub, str]]:
-    stub = Stub()
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an app in a thread. Gives its address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP
     listener.bind(("127.0.0.1", 0))
-    uvicorn_server = uvicorn.Server(uvicorn.Config(build_app(stub), log_config=None, timeout_graceful_shutdown=1))
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(uvicorn_server.serve(sockets=[listener])), daemon=True)
     thread.start()
     deadline = time.monotonic() + 60
     while not uvicorn_server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     assert uvicorn_server.started
-    yield stub, f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    uvicorn_server.should_exit = True
-    thread.join(60)
-    listener.close()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        uvicorn_server.should_exit = True
+        thread.join(60)
+        listener.close()
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[tuple[Stub, str]]:
+    stub = Stub()
+    with serving(build_app(stub)) as url:
+        yield stub, url
 
 
 @pytest.fixture
