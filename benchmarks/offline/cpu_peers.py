@@ -1,6 +1,7 @@
 """Quire beside llama.cpp on a CPU, format by format, and beside vLLM's CPU build: interleaved, the best of all rounds.
 
 python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
+QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gguf_files import gguf_file
+from benchmarks.llama_cpp import build_programs
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, process_group
 from benchmarks.workloads import MAX_TOKEN_ID
@@ -40,6 +42,9 @@ class Flags:
     """Comparison."""
 
     llama_cpp: str = flag("", "folder of llama.cpp's programs", metavar="FOLDER")
+    llama_cpp_source: str | None = flag(
+        None, "llama.cpp's source, to be built for the instruction set that Quire has, in models_dir", metavar="FOLDER"
+    )
     vllm: str | None = flag(None, "Python of an environment that has vLLM's CPU build, for bfloat16", metavar="FILE")
     models: tuple[str, ...] = flag(
         ("llama-100m", "qwen3-0.6b"), "names of benchmarks/model_shapes.py, or folders with a config.json"
@@ -58,6 +63,8 @@ class Flags:
         check(self)
         if unknown := [name for name in self.formats if name not in FORMATS]:
             raise ConfigError(f"formats must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
+        if self.llama_cpp_source is not None:
+            return
         for program in ("llama-bench", "llama-batched-bench"):
             if not Path(self.llama_cpp, program).is_file():
                 raise ConfigError(f"llama_cpp must be the folder that holds {program}, got {self.llama_cpp!r}")
@@ -71,6 +78,7 @@ class Comparison:
     scratch: Path
     # (model, format, engine, column) → tok/s.
     best: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
+    instruction_set: str = "its own instruction set"
     versions: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -170,7 +178,14 @@ def main(argv: list[str]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         machine = describe_machine(Path(scratch))
-        comparison = Comparison(flags, Path(scratch))
+        if flags.llama_cpp_source is not None:
+            models, name = Path(flags.models_dir), machine["cpu_isa"]
+            flags = replace(
+                flags,
+                llama_cpp=str(build_programs(Path(flags.llama_cpp_source), models, name).resolve()),
+                llama_cpp_source=None,
+            )
+        comparison = Comparison(flags, Path(scratch), instruction_set=machine["cpu_isa"])
         compare(comparison)
     result = {**machine, "threads": flags.threads, "versions": comparison.versions, "failures": comparison.failures}
     rows = [dict(zip(("model", "format", "engine", "work"), key, strict=True)) for key in comparison.best]
@@ -218,7 +233,14 @@ def table(comparison: Comparison) -> str:
                     times = f" (**{mine / speed:.2f}**)"
                 cells.append(f"{speed:,.0f}{times}" if speed else "–")
             lines.append(f"| {model} · {name} | " + " | ".join(cells) + " |")
-    return "\n".join(["tok/s; in brackets, how many times as fast Quire is", "", *lines, *comparison.failures])
+    return "\n".join(
+        [
+            f"{comparison.instruction_set}; tok/s; in brackets, how many times as fast Quire is",
+            "",
+            *lines,
+            *comparison.failures,
+        ]
+    )
 
 
 if __name__ == "__main__":

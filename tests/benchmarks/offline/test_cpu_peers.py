@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gguf_files
+from benchmarks import gguf_files, llama_cpp
 from benchmarks.offline import cpu_peers
 from engine.errors import ConfigError
 
@@ -54,6 +54,7 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
     assert len(best) == 8
     theirs = {work: speed for (engine, work), speed in best.items() if engine == "llama.cpp"}
     assert theirs == {"1": 8, "4": 32, "16": 64, "prefill": 512}
+    assert table.startswith(f"{result['cpu_isa']}; tok/s")
     row = re.search(r"\| tiny · llama\.cpp Q8_0 \| 8 \(\*\*([\d.]+)\*\*\) \| 32 \(\*\*([\d.]+)\*\*\) \|", table)
     assert row is not None, table
     # The rows are rounded too.
@@ -79,6 +80,23 @@ def test_flags_are_checked(programs: Path) -> None:
         cpu_peers.Flags(llama_cpp="/nowhere")
     with pytest.raises(ConfigError, match="formats must be of float32, bfloat16, int8, int4, got 'int3'"):
         cpu_peers.Flags(llama_cpp=str(programs), formats=("int3",))
+
+
+def test_llama_cpp_is_built_for_the_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked"\n')
+    cmake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    programs = llama_cpp.build_programs(tmp_path / "source", tmp_path, "x86-64-v3+avxvnni")
+    assert programs == tmp_path / "llama.cpp-x86-64-v3+avxvnni" / "bin"
+    configured, built = (tmp_path / "asked").read_text().splitlines()
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX_VNNI=ON", "-DGGML_AVX512=OFF"} <= {*configured.split()}
+    assert "--target llama-bench llama-batched-bench llama-quantize" in built
+    with pytest.raises(ConfigError, match="options for aarch64 are not known"):
+        llama_cpp.build_programs(tmp_path / "source", tmp_path, "aarch64")
+    cmake.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigError, match="cannot be built"):
+        llama_cpp.build_programs(tmp_path / "source", tmp_path, "x86-64-v4")
 
 
 @pytest.mark.parametrize("tied", [True, False])
