@@ -79,6 +79,9 @@ PROGRESS = begin=$$(date +%s); if [ -t 1 ]; then wait=2 end='\r'; else wait=10 e
     printf "       %d s, %d MB$$end" $$(($$(date +%s) - begin)) $$(du -sm .venv 2>/dev/null | cut -f 1); \
   done) & trap "kill $$! 2>/dev/null" EXIT
 
+# Compiled to bytecode at once; the other modules, four of five, when they are first used.
+STARTED = engine.engine, engine.replicas.process_main, server.app, server.cli.serve, uvicorn, uvloop
+
 # The stamp is written last, so an interrupted set-up starts again. Without an NVIDIA GPU, torch comes from its index of CPU
 # builds, a tenth of the size. If that index cannot be reached, the default build is installed, which works on CPUs too.
 $(READY): pyproject.toml constraints.txt
@@ -96,11 +99,12 @@ $(READY): pyproject.toml constraints.txt
 	[ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $$python -m venv --clear .venv; \
 	export TMPDIR=$(CURDIR)/.venv/tmp; mkdir -p $$TMPDIR; \
 	echo "  2/3  torch"; \
-	if [ $(TORCH) = cpu ] && $(PIP) install -q --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
+	if [ $(TORCH) = cpu ] && $(PIP) install -q --no-compile --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION); then :; \
 	else [ $(TORCH) != cpu ] || echo "The CPU build of torch is not available. Installing the default build, which is larger and also runs on CPUs."; \
-	  $(PIP) install -q torch==$(TORCH_VERSION); fi; \
+	  $(PIP) install -q --no-compile torch==$(TORCH_VERSION); fi; \
 	echo "  3/3  Quire and the other packages that serving needs"; \
-	$(PIP) install -q -c constraints.txt -e .; \
+	$(PIP) install -q --no-compile -c constraints.txt -e .; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import $(STARTED)' || :; \
 	rm -rf $$TMPDIR; touch $@
 
 $(TESTS): $(READY)
