@@ -30,7 +30,7 @@ from engine.errors import EngineError
 from engine.guided import GuidedRequests
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
-from engine.models.hub import resolve_model
+from engine.models.hub import resolve_model, short_name
 from engine.models.spec import ModelSpec
 from engine.options import device_of, quantization_in_memory, runner_options
 from engine.prefix_cache_store import PrefixCacheStore, open_store
@@ -121,7 +121,7 @@ class Engine:
         self._debug_checks = config.debug_checks
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
-        self._name = config.served_model_name[0] if config.served_model_name else folder.name
+        self._name = config.served_model_name[0] if config.served_model_name else short_name(config.model)
 
     def summary(self) -> str:
         """Describe the engine in a few lines."""

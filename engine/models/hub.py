@@ -57,6 +57,12 @@ def resolve_model(
     return folder
 
 
+def short_name(name_or_path: str) -> str:
+    """Return a model's name: that of its folder, or its file without .gguf, or that of the Hub."""
+    path = Path(name_or_path).expanduser()
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else name_or_path
+
+
 def _chosen(folder: Path, files: Iterable[Path], kind: str | None = None, name: str | None = None) -> Path:
     """Return the one model among GGUF files: of a type, or of a name. Raises `ModelError` if there are none or several.
 

@@ -21,7 +21,7 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.generation_config import read_generation_config
-from engine.models.hub import resolve_model
+from engine.models.hub import resolve_model, short_name
 from engine.models.pooling_config import read_pooling
 from engine.models.spec import ModelSpec
 from engine.processing.grammar_cache import GrammarCache, TooSlowError
@@ -95,9 +95,7 @@ class InputProcessor:
 
     def local(self, config: EngineConfig) -> EngineConfig:
         """Return `config` with the model's local folder, served under the name that the user gave."""
-        path = Path(self.model_name).expanduser()
-        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else self.model_name
-        return replace(config, model=str(self.folder), served_model_name=(name,))
+        return replace(config, model=str(self.folder), served_model_name=(short_name(self.model_name),))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from engine.models.gguf import folder as gguf_folder
 from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.gguf.blocks import TYPES
 from engine.models.gguf.header import read_header, split_files
-from engine.models.hub import resolve_model
+from engine.models.hub import resolve_model, short_name
 from engine.models.matrix import FLOAT_DTYPES, Matrix, Part, Scope
 from engine.models.quantization import GGUF_SCHEMES, read_quantization
 from engine.models.shard import Span
@@ -300,6 +300,11 @@ def test_memory_of_decoded_types_is_told(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 # Finding files
+
+
+def test_short_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "m-Q8_0.gguf", LLAMA, TENSORS)
+    assert [short_name(str(name)) for name in (path, tmp_path, "o/m:Q8_0")] == ["m-Q8_0", tmp_path.name, "o/m:Q8_0"]
 
 
 def test_splits_and_folders(tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def real(variable: str) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_published_files_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """50 greedy tokens in float32, of the GGUF files in QUIRE_TEST_GGUF. `test_published_vocabularies` tests prompts.
 
