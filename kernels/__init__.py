@@ -220,10 +220,13 @@ def cpu_kernels() -> str:
     return "C++, not measured yet" if choices is None else f"C++, {choices.describe()}"
 
 
-def choose_kernels(device: torch.device) -> None:
-    """Choose the faster of several kernels where that is measured: on a CPU, at its first start."""
+def choose_kernels(device: torch.device, compiling: Callable[[int, int], None]) -> None:
+    """Choose the faster of several kernels where that is measured: on a CPU, at its first start.
+
+    `compiling(done, total)` is called with the number of compiled files, if kernels are compiled for that.
+    """
     if device.type == "cpu":
-        importlib.import_module("kernels.cpu.measure").choose()
+        importlib.import_module("kernels.cpu.measure").choose(compiling)
 
 
 def num_threads(device: torch.device) -> int:

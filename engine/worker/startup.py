@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ def build_runner(
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
-    kernels.choose_kernels(options.device.torch_device)
+    kernels.choose_kernels(options.device.torch_device, partial(progress, "compiling"))
     with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
         member = Membership(options, SingleRank(), None) if connect is None else connect()
         options = member.options

@@ -14,8 +14,8 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from kernels.cpu.instruction_set import compiler_options
@@ -26,6 +26,12 @@ OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-ps
 TIMEOUT = 300.0  # seconds
 
 logger = logging.getLogger("engine.kernels")
+
+
+def _told_nobody(done: int, total: int) -> None: ...
+
+
+compiling: Callable[[int, int], None] = _told_nobody  # told how many of the files are compiled
 
 
 def find_compiler() -> list[str] | None:
@@ -89,8 +95,12 @@ def build(compiler: Sequence[str], sources: Sequence[Path], made: Path, name: st
         )
 
     objects = [str(made.with_name(f"{source.stem}.o")) for source in sources]
+    compiling(0, len(sources))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda source, to: run("-c", "-o", to, str(source)), sources, objects))
+        tasks = [pool.submit(run, "-c", "-o", to, str(source)) for source, to in zip(sources, objects, strict=True)]
+        for done, task in enumerate(as_completed(tasks), 1):
+            task.result()
+            compiling(done, len(sources))
     run("-shared", "-o", str(made), *objects)
     logger.info("compiled kernels for %s in %.1f s", name, time.monotonic() - start)
 

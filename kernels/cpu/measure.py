@@ -22,8 +22,12 @@ CONTEXT, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 512, 16, 8, 2, 64
 logger = logging.getLogger("engine.kernels")
 
 
-def choose() -> None:
-    """Read the choice of this library and CPU, or measure it: about half a second."""
+def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
+    """Read the choice of this library and CPU, or measure it: about half a second.
+
+    `compiling`: see `build.compiling`.
+    """
+    build.compiling = compiling
     native = library()
     if native is None or mode() != "auto":
         return

@@ -61,6 +61,14 @@ def test_it_is_compiled_once(tmp_path: Path, umask: int) -> None:
     assert libraries(folder)[0].name.startswith("cpu-x86-64-v3-")
 
 
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(build, "compiling", lambda done, total: told.append((done, total)))
+    sources = [tmp_path / f"{i}.cpp" for i in range(3)]
+    build.build([fake_compiler(tmp_path, COPY)], sources, tmp_path / "made.so", NAME)
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
 @pytest.mark.usefixtures("loaded")
 def test_processes_wait_for_the_one_that_compiles(tmp_path: Path) -> None:
     compiler, folder = fake_compiler(tmp_path, f"sleep 0.05; {COPY}"), tmp_path / "kernels"
