@@ -15,6 +15,7 @@ import torch
 
 from engine.models.checkpoints import GGUFCheckpoint, SafetensorsFolder, open_checkpoint
 from engine.models.errors import ModelError
+from engine.models.families import read_spec
 from engine.models.files import fingerprint
 from engine.models.formats import weight_formats
 from engine.models.formats.gguf import GGUFBlocks
@@ -182,6 +183,24 @@ def test_every_damaged_byte_is_harmless(tmp_path: Path) -> None:
             path.write_bytes(damaged)
             with contextlib.suppress(ModelError):
                 read_header([path])
+
+
+def test_damaged_settings_are_refused_in_one_line(tmp_path: Path) -> None:
+    """Types and numbers of settings change; nothing but `ModelError` is raised on the way to a folder."""
+    vocabulary = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        "llama.rope.freq_base": 1e4, "llama.rope.dimension_count": 16, "llama.expert_count": 0,
+    }  # fmt: skip
+    path, refused = tmp_path / "m.gguf", 0
+    for name in (names := {**LLAMA, **vocabulary}):
+        for value in (0, 1, 2**32 - 1, 1e30, "x", ["x"], []):
+            path.write_bytes(file_of({**names, name: value}, TENSORS))
+            try:
+                read_spec(resolve_model(str(path)))
+            except ModelError:
+                refused += 1
+    assert refused > 40
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,12 @@ def test_spaces_in_tokens_that_users_defined() -> None:
     assert tokenizer.decode([len(metadata["tokenizer.ggml.tokens"]) - 1, 4]).startswith("      ")
 
 
+def test_long_pieces_take_no_time() -> None:
+    _, metadata = sentencepiece_metadata(False)
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 10**6  # a million ways to divide it, each of a million characters
+    assert loaded(metadata).encode("a")
+
+
 @pytest.mark.parametrize(
     ("pre", "said", "adds"),
     [

@@ -13,6 +13,7 @@ from engine.models.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
 SPACE = "▁"  # of SentencePiece
+MAX_PIECE = 256  # characters of a piece that is joined of others; the longest published has 31
 
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -114,8 +115,8 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 def special_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """Return the id of "bos", "eos", "unknown" or "padding"; None if the file names none."""
-    token, count = metadata.get(f"tokenizer.ggml.{name}_token_id"), len(metadata.get("tokenizer.ggml.tokens", ()))
-    return token if isinstance(token, int) and 0 <= token < count else None
+    token, tokens = metadata.get(f"tokenizer.ggml.{name}_token_id"), metadata.get("tokenizer.ggml.tokens")
+    return token if isinstance(token, int) and isinstance(tokens, list) and 0 <= token < len(tokens) else None
 
 
 def _byte_level(metadata: Mapping[str, Any], pre: str) -> dict[str, Any]:
@@ -204,6 +205,8 @@ def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str
     """Return all pairs of pieces whose concatenation is a piece, best score first, as SentencePiece would join them."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece, index in vocab.items():
+        if len(piece) > MAX_PIECE:
+            continue
         pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         known = [(vocab[left], vocab[right], left, right) for left, right in pairs if left in vocab and right in vocab]
         found += [(scores[index], len(left), len(right), left, right) for _, _, left, right in sorted(known)]
