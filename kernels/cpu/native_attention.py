@@ -18,7 +18,7 @@ class _Struct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "tables", "rows", "starts", "lens")),
-        *((name, ctypes.c_void_p) for name in ("slopes", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "sinks", "kv_scale")),
         *(
             (name, ctypes.c_int64)
             for name in ("query_stride", "out_stride", "table_stride", "block_stride", "head_stride")
@@ -27,6 +27,7 @@ class _Struct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
+        ("is_fp8", ctypes.c_int32),
     )
 
 
@@ -69,9 +70,8 @@ def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_to
     head_dim = key_cache.shape[3]
     return (
         args.sparse is None
-        and args.kv_scale is None
         and query.dtype in (torch.float32, torch.bfloat16)
-        and query.dtype == key_cache.dtype
+        and key_cache.dtype in (query.dtype, torch.float8_e4m3fn)
         and key_cache.stride() == value_cache.stride()
         and key_cache.stride()[2:] == (head_dim, 1)
         and query.stride()[1:] == (head_dim, 1)
@@ -89,11 +89,12 @@ def attend(query: Tensor, query_start: Tensor | None, context: PagedContext, arg
     assert query_start is None or query_start.dtype == torch.int32
     assert out.stride()[1:] == query.stride()[1:]
     slopes, sinks = (None if x is None else x.float().contiguous() for x in (args.alibi_slopes, args.sinks))
-    pointers = (query, keys, context.value_cache, out, tables, rows, query_start, lens, slopes, sinks)
+    kv_scale = None if args.kv_scale is None else args.kv_scale.float().contiguous()
+    pointers = (query, keys, context.value_cache, out, tables, rows, query_start, lens, slopes, sinks, kv_scale)
     struct = _Struct(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         query.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1), rows.shape[0], query.shape[1],
         keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
-        query.dtype == torch.bfloat16,
+        query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
     native.call("quire_attention", struct, pointers)

@@ -140,19 +140,21 @@ async def ask(http: httpx.AsyncClient, request: dict[str, Any]) -> Answer:
                     events.append(json.loads(line[6:]))
                     if request["hangs_up"] and len(events) > 4:
                         return Answer("hung up")
-            if failed := next((event for event in events if event.get("error")), None):
+            if failed := next(
+                (event for event in events if event.get("error") or event.get("type") == "response.failed"), None
+            ):
                 return Answer("error event", str(failed)[:300])
             return _finished(_joined(events))
     except httpx.TransportError as error:
         return Answer(type(error).__name__, str(error))
 
 
-def _finished(parts: list[tuple[str, Any]]) -> Answer:
+def _finished(parts: list[tuple[str | None, Any]]) -> Answer:
     ends = {end for end, _ in parts}
     return Answer("timeout" if "timeout" in ends else "unfinished" if None in ends or not parts else "finished", parts)
 
 
-def _whole(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+def _whole(answer: dict[str, Any]) -> list[tuple[str | None, Any]]:
     """Return (end, texts) of each part of a whole answer."""
     if "choices" in answer:
         return [(_end(each), _texts(each.get("message") or each)) for each in answer["choices"]]
@@ -174,7 +176,7 @@ def _texts(message: dict[str, Any]) -> tuple[str, str]:
     return (message.get("reasoning_content") or message.get("reasoning") or "") + text, calls
 
 
-def _joined(events: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+def _joined(events: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
     """Return what `_whole` does of the events of a stream."""
     if any("choices" in event for event in events):
         texts: dict[int, list[str]] = {}

@@ -253,6 +253,40 @@ def test_attention_over_an_e4m3_cache_is_attention_over_what_it_holds(
         assert got.equal(attend(query, *held, *whole, *lengths, scale=0.3, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_attention_reads_an_e4m3_cache(dtype: torch.dtype) -> None:
+    """A request alone has the bits that it has beside others."""
+    lens, scale = [5, 140, 40, 300], torch.rand(2, 2) + 0.1
+    paged = Paged(lens, head_dim=64, dtype=torch.float32)
+    caches = (paged.caches / scale.view(2, 1, 2, 1, 1)).to(torch.float8_e4m3fn)
+    query = torch.randn(4, 6, 64).to(dtype)
+
+    def decoded(module: Any, some: slice) -> Tensor:
+        whole = (paged.block_tables, paged.rows[some], paged.context_lens[some])
+        found: Tensor = spread(module.paged_attention_decode)(
+            query[some], *caches, *whole, scale=0.3, kv_scale=scale, window=200
+        )
+        return found
+
+    together, tolerance = decoded(native, slice(None)), 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(together, decoded(reference, slice(None)), atol=tolerance, rtol=tolerance)
+    for i in range(4):
+        assert decoded(native, slice(i, i + 1)).equal(together[i : i + 1])
+
+
+def test_native_attention_reads_every_code_of_e4m3() -> None:
+    """With one key, the output is the value."""
+    paged = Paged([1], head_dim=256, dtype=torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    caches = torch.zeros_like(paged.caches).to(torch.float8_e4m3fn)
+    caches[1].view(torch.uint8)[:] = codes.view(torch.uint8)
+    whole = (paged.block_tables, paged.rows, paged.context_lens)
+    got = spread(native.paged_attention_decode)(
+        torch.zeros(1, 6, 256), *caches, *whole, scale=0.3, kv_scale=torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    )
+    torch.testing.assert_close(got, (2 * codes.float()).expand_as(got), rtol=0, atol=0, equal_nan=True)
+
+
 @ALL
 @pytest.mark.parametrize("num_keys", [16, 1024])
 def test_what_an_e4m3_cache_costs_attention(module: Any, num_keys: int) -> None:

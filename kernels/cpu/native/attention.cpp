@@ -10,10 +10,12 @@ struct Attention {
     void* out;                          // [tokens, heads, head_dim]
     const int32_t *tables, *rows, *starts, *lens;  // starts: of each sequence and the end of the last; null: one token each
     const float *slopes, *sinks;        // [heads], or null
+    const float* kv_scale;              // [2, kv_heads]: factors of keys and values; or null
     int64_t query_stride, out_stride, table_stride, block_stride, head_stride;  // in elements
     int32_t seqs, heads, kv_heads, head_dim, block_size, window;
     float scale, soft_cap;
-    int32_t is_bf16;
+    int32_t is_bf16;  // queries and outputs; else float32
+    int32_t is_fp8;   // keys and values: e4m3; else as queries
 };
 
 namespace {
@@ -51,7 +53,8 @@ struct Buffers {
     std::vector<float> most, total;               // of each row, so far
 };
 
-template <class T> struct Worker {
+// T: of queries and outputs; C: of keys and values.
+template <class T, class C> struct Worker {
     const Attention& a;
     Buffers& buffers;
     std::vector<float>&query = buffers.query, &out = buffers.out, &keys = buffers.keys, &scores = buffers.scores;
@@ -64,10 +67,12 @@ template <class T> struct Worker {
         const int past = position + tile.count;
         query.resize(rows * d), scores.resize(rows * KEYS), keys.resize(d * KEYS);
         out.assign(rows * d, 0), most.assign(rows, -INFINITY), total.assign(rows, 0);
+        const float key_scale = a.kv_scale ? a.kv_scale[tile.kv_head] : 1;
+        const float value_scale = a.kv_scale ? a.kv_scale[a.kv_heads + tile.kv_head] : 1;
         for (int r = 0; r < rows; ++r) {
             const int head = tile.kv_head * group + r % group;
             const T* q = (const T*)a.query + (start + tile.first + r / group) * a.query_stride + head * d;
-            for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * a.scale);
+            for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * (a.scale * key_scale));
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
         }
         for (int key = a.window && position + 1 > a.window ? position + 1 - a.window : 0; key < past; key += KEYS) {
@@ -84,7 +89,7 @@ template <class T> struct Worker {
         }
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + (start + tile.first + r / group) * a.out_stride + (tile.kv_head * group + r % group) * d;
-            for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r]);
+            for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r] * value_scale);
         }
     }
 
@@ -102,7 +107,7 @@ template <class T> struct Worker {
             }
             for (int i = 0; i < a.head_dim; i += LANES) {
                 Floats v[LANES];
-                each<LANES>([&](auto n) { v[n] = j + n < count ? load_lanes((const T*)a.keys + at[j + n] + i) : Floats{}; });
+                each<LANES>([&](auto n) { v[n] = j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
                 transpose(v, &keys[i * KEYS + j], KEYS);
             }
         }
@@ -166,7 +171,7 @@ template <class T> struct Worker {
         each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
         for (int j = 0; j < count; ++j) {
             Floats v[N];
-            each<N>([&](auto n) { v[n] = load_lanes((const T*)a.values + at[j] + channel + n * LANES); });
+            each<N>([&](auto n) { v[n] = load_lanes((const C*)a.values + at[j] + channel + n * LANES); });
             each<M>([&](auto m) {
                 Floats y = all(scores[(r + m) * KEYS + j]);
                 each<N>([&](auto n) { acc[m][n] += v[n] * y; });
@@ -176,7 +181,7 @@ template <class T> struct Worker {
     }
 };
 
-template <class T> void attend(const Attention& a) {
+template <class T, class C> void attend(const Attention& a) {
     const int group = a.heads / a.kv_heads, most = ROWS / group > 0 ? ROWS / group : 1;
     std::vector<Tile> tiles;
     for (int seq = a.seqs - 1; seq >= 0; --seq) {  // the last queries, with the most keys, first
@@ -191,10 +196,15 @@ template <class T> void attend(const Attention& a) {
     }
     pool.run(tiles.size(), [&](int64_t i) {
         thread_local Buffers buffers;
-        Worker<T>{a, buffers}.run(tiles[i]);
+        Worker<T, C>{a, buffers}.run(tiles[i]);
     });
 }
 
 }  // namespace
 
-extern "C" void quire_attention(const Attention* a) { a->is_bf16 ? attend<bf16>(*a) : attend<float>(*a); }
+extern "C" void quire_attention(const Attention* a) {
+    if (a->is_bf16)
+        a->is_fp8 ? attend<bf16, e4m3>(*a) : attend<bf16, bf16>(*a);
+    else
+        a->is_fp8 ? attend<float, e4m3>(*a) : attend<float, float>(*a);
+}

@@ -38,6 +38,7 @@ typedef uint32_t Words __attribute__((vector_size(VECTOR)));
 typedef int16_t Shorts __attribute__((vector_size(VECTOR)));
 typedef uint8_t Bytes __attribute__((vector_size(VECTOR)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR / 2)));
+typedef uint8_t Quarters __attribute__((vector_size(VECTOR / 4)));
 
 inline Floats all(float x) { return Floats{} + x; }
 inline Ints all(int32_t x) { return Ints{} + x; }

@@ -6,6 +6,7 @@
 #include "isa.h"
 
 struct bf16 { uint16_t bits; };
+struct e4m3 { uint8_t bits; };  // without infinities: the largest magnitude is NaN
 
 // work(0), work(1), … with constants, so that what they index stays in registers.
 template <int N, class Work> __attribute__((always_inline)) inline void each(const Work& work) {
@@ -29,6 +30,12 @@ inline float to_float(bf16 x) { uint32_t bits = uint32_t(x.bits) << 16; float f;
 
 inline Floats load_lanes(const float* p) { return load<Floats>(p); }
 inline Floats load_lanes(const bf16* p) { return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
+inline Floats load_lanes(const e4m3* p) {
+    const Words v = __builtin_convertvector(load<Quarters>(p), Words), size = v & 0x7f;
+    const Words small = (Words)(__builtin_convertvector((Ints)size, Floats) * 0x1p-9f);  // subnormal: multiples of 2^-9
+    const Words found = size < 8 ? small : size == 0x7f ? all(0x7fc00000u) : (size << 20) + (120u << 23);
+    return (Floats)(found | (v & 0x80) << 24);
+}
 inline void store_lanes(float* p, Floats v) { store(p, v); }
 inline Halves rounded(Floats v) {  // to bfloat16, to the nearest even; NaN stays NaN
 #if defined(QUIRE_AVX512) && defined(__AVX512BF16__)
