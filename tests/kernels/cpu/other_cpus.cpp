@@ -1,0 +1,69 @@
+// Products of every weight format beside float64: for instruction sets that run under an emulator.
+#include "products.cpp"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace {
+
+constexpr int ROWS = 2 * TILE_ROWS + 5, CHANNELS = 128, GROUP = 32, TOKENS = 13, TILES = 3;
+
+// Bytes of weights in the order of products, from `code(row, channel)`.
+template <class Code> std::vector<uint8_t> packed(Kind kind, const Code& code) {
+    std::vector<uint8_t> data(size_t(TILES) * TILE_ROWS * CHANNELS * 4 + AHEAD);
+    const int step = 1 << kind;
+    for (int row = 0; row < ROWS; ++row)
+        for (int k = 0; k < CHANNELS; ++k) {
+            const size_t word = (size_t(row / TILE_ROWS) * (CHANNELS / step) + k / step) * TILE_ROWS + row % TILE_ROWS;
+            const double value = code(row, k);
+            if (kind == FLOAT32) *(float*)&data[word * 4] = float(value);
+            else if (kind == BFLOAT16) store_some((bf16*)&data[word * 4 + k % 2 * 2], all(float(value)), 1);
+            else if (kind == INT8) data[word * 4 + k % 4] = uint8_t(int(value) + BYTE_OFFSET);
+            else data[word * 4 + k % 4] |= (int(value) + 8) << (k % 8 / 4 * 4);
+        }
+    return data;
+}
+
+int check(Kind kind, int tokens) {
+    const bool low_bit = kind >= INT8;
+    const auto code = [&](int row, int k) {
+        const int limit = kind == INT4 ? 8 : 128, mixed = (row * 31 + k * 17 + row * k) % (2 * limit) - limit;
+        return low_bit ? double(mixed) : mixed / 64.0;
+    };
+    const auto input = [&](int t, int k) { return k % GROUP ? double((t * 13 + k * 7) % 255 - 127) : 127.0; };  // its own codes
+    const std::vector<uint8_t> data = packed(kind, code);
+    std::vector<float> x(tokens * CHANNELS), out(tokens * ROWS), scale(TILES * TILE_ROWS * (CHANNELS / GROUP));
+    for (size_t i = 0; i < scale.size(); ++i) scale[i] = float(i % 7 + 1) / 8;
+    for (int t = 0; t < tokens; ++t)
+        for (int k = 0; k < CHANNELS; ++k) x[t * CHANNELS + k] = float(input(t, k));
+    const Weight weight{kind, ROWS, CHANNELS, GROUP, (const char*)data.data(), scale.data(), nullptr, nullptr, low_bit};
+    Product product{&weight, x.data(), nullptr, nullptr, out.data(), CHANNELS, ROWS, CHANNELS, tokens, STORE, 0, 0, 0};
+    quire_product(&product);
+    int faults = 0;
+    for (int t = 0; t < tokens; ++t)
+        for (int row = 0; row < ROWS; ++row) {
+            double want = 0, size = 0;
+            for (int k = 0; k < CHANNELS; ++k) {
+                const int group = (row / TILE_ROWS * (CHANNELS / GROUP) + k / GROUP) * TILE_ROWS + row % TILE_ROWS;
+                const double term = code(row, k) * input(t, k) * (low_bit ? scale[group] : 1);
+                want += term, size += std::abs(term);
+            }
+            const double error = std::abs(out[t * ROWS + row] - want);
+            faults += !(error <= 1e-5 * size);
+        }
+    if (faults) std::printf("kind %d, %d tokens: %d of %d are wrong\n", kind, tokens, faults, tokens * ROWS);
+    return faults;
+}
+
+}  // namespace
+
+int main() {
+    int faults = 0;
+    for (Kind kind : {FLOAT32, BFLOAT16, INT8, INT4})
+        for (int tokens : {1, 2, 4, 5, 6, TOKENS}) faults += check(kind, tokens);
+    Floats v;
+    for (int i = 0; i < LANES; ++i) v[i] = float(i) - 2;
+    faults += std::abs(sum(exp(v)) - [&] { double e = 0; for (int i = 0; i < LANES; ++i) e += std::exp(i - 2.0); return e; }()) > 1e-3 * sum(exp(v));
+    faults += largest(v) != LANES - 3;
+    return faults != 0;
+}
