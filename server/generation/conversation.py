@@ -16,7 +16,7 @@ from server.generation.request import Conversation, Message
 from server.generation.tool_schemas import completed_definitions
 from server.parsing.harmony import EFFORTS
 
-CheckText = Callable[[str], None]
+FitText = Callable[[str], str]  # returns the part of a text that can be in the prompt; may raise `RequestError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class ConversationEncoder:
     def __init__(self, chat: ChatFormat, tokenizer: Tokenizer) -> None:
         self._chat, self._tokenizer = chat, tokenizer
 
-    def encode(self, conversation: Conversation, add_special_tokens: bool, check: CheckText | None = None) -> Prompt:
+    def encode(self, conversation: Conversation, add_special_tokens: bool, fit: FitText) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
-        `check` is called with the rendered text and may raise before tokenization. Raises `RequestError` when the
+        `fit`: applied to the rendered text before tokenization. Raises `RequestError` as `fit` does, and when the
         template rejects the messages in every shape.
         """
         conversation.check()
@@ -48,12 +48,10 @@ class ConversationEncoder:
             options["reasoning_effort"] = EFFORTS[effort]
         rendered = self._rendered([_given(message) for message in conversation.messages], options)
         text = rendered.text
-        if check is not None:
-            check(text)
         continued = conversation.messages[-1].content or "" if conversation.continue_final_message else ""
         reasoning = self._chat.reasoning_format
         return Prompt(
-            self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
+            self._tokenizer.encode(fit(text), add_special_tokens=add_special_tokens),
             reasoning is not None and reasoning.opened_by(text, continued),
             reasoning is None or reasoning.closed_by(text, continued),
             rendered.changes,

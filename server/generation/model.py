@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from engine import ModelInfo, TokenizerError
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer
 from server.generation.chat_format import ChatFormats
-from server.generation.conversation import CheckText, ConversationEncoder, Prompt
+from server.generation.conversation import ConversationEncoder, FitText, Prompt
 from server.generation.engine_client import EngineClient
 from server.generation.errors import InvalidRequestError, NotFoundError
 from server.generation.request import PromptRequest, TextPrompts
@@ -18,6 +19,9 @@ from server.generation.workers import Workers
 from server.settings import ServerConfig
 
 _SHORT_TEXT = 2000  # characters, tokenized in less than a millisecond
+_PART_CHARS = 64 << 10  # of a list of texts, tokenized at a time
+_MANY_CHARS = 128  # most characters per token of the context, where the tokenizer has no bound
+_SPARE_TOKENS = 64  # beyond those that a truncated prompt keeps: where a text is cut, its tokens change
 T = TypeVar("T")
 
 
@@ -69,25 +73,29 @@ class Model:
         except TokenizerError as error:
             raise InvalidRequestError(str(error)) from None
 
-    async def encode(self, request: PromptRequest, *, is_to_fit: bool = False) -> list[Prompt]:
-        """Return the tokenized prompts, not truncated.
+    async def encode(self, request: PromptRequest) -> list[Prompt]:
+        """Return the tokenized prompts; `truncated` shortens them.
 
-        `is_to_fit`: reject prompts with too many characters for the context before tokenizing them.
+        No more text is tokenized than the context can use: prompts with too many characters are rejected before, and
+        those that will be truncated are cut. Long lists are tokenized in parts, between which others get the thread.
         """
-        given = request.prompt
-        check = self._check_length if is_to_fit and request.truncate_prompt_tokens is None else None
+        given, fit = request.prompt, partial(self._fitting, request)
         if isinstance(given, list):
-            num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in given)
-            if self._pair_format is not None:
-                num_chars += len(given) * len(self._pair_format.source)
-            return await self.in_thread(
-                self._encode_texts,
-                given,
-                request.add_special_tokens,
-                check,
-                tenant=request.tenant,
-                num_chars=num_chars,
-            )
+            prompts: list[Prompt] = []
+            # All are checked before any is tokenized.
+            fitting: list[Any] = [fit(each) if isinstance(each, str) else each for each in given]
+            for texts, num_chars in _in_parts(fitting):
+                if self._pair_format is not None:
+                    num_chars += len(texts) * len(self._pair_format.source)
+                prompts += await self.in_thread(
+                    self._encode_texts,
+                    texts,
+                    request.add_special_tokens,
+                    fit,
+                    tenant=request.tenant,
+                    num_chars=num_chars,
+                )
+            return prompts
         if (chat := self.chats.of(request)) is None:
             raise InvalidRequestError(self.chats.missing)
         encoder = ConversationEncoder(chat, self.tokenizer)
@@ -96,18 +104,15 @@ class Model:
                 encoder.encode,
                 given,
                 request.add_special_tokens,
-                check,
+                fit,
                 tenant=request.tenant,
                 num_chars=given.num_chars,
             )
         ]
 
-    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, check: CheckText | None) -> list[Prompt]:
+    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, fit: FitText) -> list[Prompt]:
         prompts = [self._rendered(each) if isinstance(each, tuple) else each for each in given]
-        for each in prompts:
-            if check is not None and not isinstance(each, list):
-                check(each if isinstance(each, str) else "".join(each))
-        return [Prompt(self._encode_text(each, add_special_tokens)) for each in prompts]
+        return [Prompt(self._encode_text(each, add_special_tokens, fit)) for each in prompts]
 
     def _rendered(self, pair: tuple[str, str]) -> str | tuple[str, str]:
         """Render a pair of texts for a reranker with the configured template, if there is one."""
@@ -120,21 +125,35 @@ class Model:
         except ChatTemplateError as error:
             raise InvalidRequestError(f"the chat template rejected the texts: {error}", lead=None) from None
 
-    def _encode_text(self, given: str | list[int] | tuple[str, str], add_special_tokens: bool) -> list[int]:
+    def _encode_text(
+        self, given: str | list[int] | tuple[str, str], add_special_tokens: bool, fit: FitText
+    ) -> list[int]:
         if isinstance(given, list):
             return given
         if isinstance(given, tuple):
-            return self.tokenizer.encode_pair(*given)
-        return self.tokenizer.encode(given, add_special_tokens)
+            return self.tokenizer.encode_pair(fit(given[0]), fit(given[1]))
+        return self.tokenizer.encode(fit(given), add_special_tokens)
 
-    def _check_length(self, text: str) -> None:
+    def _fitting(self, request: PromptRequest, text: str) -> str:
+        """Return the part of a text that can be in the prompt: all of it, unless the prompt will be truncated.
+
+        Raises `InvalidRequestError` for a text that is too long whatever its tokens are.
+        """
         most = self.info.max_model_len
-        if len(text) > most and (per_token := self.tokenizer.max_chars_per_token) and len(text) > most * per_token:
+        if len(text) <= most:
+            return text
+        per_token = self.tokenizer.max_chars_per_token or _MANY_CHARS
+        if (kept := request.truncate_prompt_tokens) is not None:
+            num_tokens = min(kept, most) if kept >= 0 else most
+            num_chars = (num_tokens + _SPARE_TOKENS) * per_token
+            return text[:num_chars] if request.keep_first_tokens else text[-num_chars:]
+        if len(text) > most * per_token:
             reason = (
                 f"This model's maximum context length is {most} tokens. "
                 f"However, your prompt has {len(text)} characters, which need more tokens. Please shorten it."
             )
             raise InvalidRequestError(reason, "prompt", lead=None)
+        return text
 
     def truncated(self, prompt: Prompt, request: PromptRequest, num_reserved: int) -> list[int]:
         """Return the prompt's tokens, truncated if requested. `num_reserved`: tokens to leave for the answer."""
@@ -144,3 +163,17 @@ class Model:
         if most < 0:
             most = max(self.info.max_model_len - num_reserved, 1)
         return token_ids[:most] if request.keep_first_tokens else token_ids[max(len(token_ids) - most, 0) :]
+
+
+def _in_parts(given: TextPrompts) -> Iterator[tuple[TextPrompts, int]]:
+    """Split prompts into lists of about `_PART_CHARS` characters, or one longer prompt; yield each with its length."""
+    part: list[Any] = []
+    num_chars = 0
+    for each in given:
+        part.append(each)
+        num_chars += sum(map(len, each)) if isinstance(each, tuple) else len(each)
+        if num_chars >= _PART_CHARS:
+            yield part, num_chars
+            part, num_chars = [], 0
+    if part:
+        yield part, num_chars

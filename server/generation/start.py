@@ -73,7 +73,7 @@ async def _generate(
     chat = model.chats.of(request)
     check_tools(server.settings, request, chat, warnings)
     warn_of_unused_variables(request, chat, warnings)
-    prompts = await model.encode(request, is_to_fit=True)
+    prompts = await model.encode(request)
     warn_of_changes(prompts[0], warnings)
     sampling = await completed(model, request, prompts[0], sampling, warnings)
     if not model.info.generates:
@@ -106,7 +106,7 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
         check_num_samples(request, 1)
         with server.queue.entering(request.num_prompts, request.tenant):
             async with _in_time(request):
-                prompts = await model.encode(request, is_to_fit=True)
+                prompts = await model.encode(request)
                 token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
                 check_prompts(model, token_ids, 0)
                 asked = [(prompt, UNSAMPLED) for prompt in token_ids]

@@ -24,6 +24,7 @@ from tests.support.live_server import Live, wait_until
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "Hi"}]
+LONG = "x" * (512 * len("<|im_start|>") + 1)  # characters of more tokens than the toy model's context
 JSON = {"Content-Type": "application/json"}
 
 
@@ -227,8 +228,46 @@ def test_prompts_that_cannot_fit_are_not_encoded(live: Live, monkeypatch: pytest
         assert "6145 characters" in response.text or response.json()["error"]["param"] == "messages"
     assert not live.engine.requests
     monkeypatch.undo()
-    assert live.complete(text, truncate_prompt_tokens=5).status_code == 200
-    assert live.post(TOKENIZE, prompt=text).json()["count"] == len(text)
+    assert live.post(TOKENIZE, prompt=text[:-1]).json()["count"] == len(text) - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TOKENIZE, {"prompt": LONG}),
+        (TOKENIZE, {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/messages/count_tokens", {"model": "toy", "messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses/input_tokens", {"input": LONG}),
+    ],
+)
+def test_texts_that_cannot_fit_are_not_counted(
+    live: Live, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.engine.tokenizer, "encode", None)
+    response = live.post(path, **body)
+    assert response.status_code == 400
+    assert "maximum context length is 512 tokens" in response.text
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_no_more_of_a_truncated_prompt_is_encoded_than_it_can_keep(
+    live: Live, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = live.engine.tokenizer
+    assert tokenizer is not None
+    encode, text, lengths = tokenizer.encode, "ab" * 1000 + "c" * 100_000 + "de" * 1000, list[int]()
+
+    def counted(text: str, *args: Any, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, *args, **options)
+
+    whole = encode(text)
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    for num_tokens in (5, 100):
+        assert live.complete(text, truncate_prompt_tokens=num_tokens, truncation_side=side).status_code == 200
+        _, prompt, _ = live.engine.requests[-1]
+        assert prompt == (whole[-num_tokens:] if side == "left" else whole[:num_tokens])
+        assert max(lengths) < 200 * len("<|im_start|>")
 
 
 def test_large_bodies_are_read_in_turns() -> None:
