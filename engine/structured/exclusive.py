@@ -204,11 +204,8 @@ class Judge:
 
 
 def _item(schema: Schema, index: int) -> Any:
-    items = schema.get("items", True)
-    first = schema.get("prefixItems", items if isinstance(items, list) else [])
-    if index < len(first):
-        return first[index]
-    return schema.get("additionalItems", True) if isinstance(items, list) else items
+    first = schema.get("prefixItems", [])
+    return first[index] if index < len(first) else schema.get("items", True)
 
 
 def _property(schema: Schema, name: str) -> Any:

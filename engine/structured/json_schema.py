@@ -63,7 +63,7 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 # Annotations: they do not affect instances, and often make up most of a schema.
 _ANNOTATIONS = ("title", "description", "markdownDescription", "enumDescriptions", "$comment", "default", "examples")
-_DIALECT = re.compile(r"https?(://json-schema\.org/(?:draft-0[467]|draft/2019-09|draft/2020-12)/schema)#?")
+_ITEM = re.compile(r"/items/(?=[0-9]+(?:/|$))")  # in a JSON pointer: an element of a list of schemas
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DATE = (
@@ -107,8 +107,8 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
         parsed = {}
     _check_depth(parsed, MAX_DEPTH)
     parsed.pop("x-guidance", None)  # options of the library
-    _know_dialect(parsed)
-    preparation = _Preparation(parsed, lenient)
+    dialect = str(parsed.pop("$schema", ""))  # all are converted to draft 2020-12
+    preparation = _Preparation(parsed, lenient, is_draft_4="draft-04" in dialect)
     preparation.run()
     _check_written(parsed)
     _drop_endless(parsed)
@@ -120,13 +120,6 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
 def _check_length(text: str, limit: int) -> None:
     if len(text) > limit:
         raise ValueError(f"a JSON Schema may have at most {limit} characters, this one has {len(text)}")
-
-
-def _know_dialect(root: Schema) -> None:
-    """Treat dialects that the library does not know as draft 2020-12."""
-    match = _DIALECT.fullmatch(str(root.pop("$schema", "")))
-    if match is not None:
-        root["$schema"] = ("https" if "/20" in match[1] else "http") + match[1]
 
 
 def _dump(schema: Any) -> str:
@@ -189,6 +182,7 @@ class _Preparation:
 
     root: Schema
     is_lenient: bool = False
+    is_draft_4: bool = False
     notes: list[str] = field(default_factory=list)  # about what is not enforced
     num_references: int = 0
     num_enum_values: int = 0
@@ -262,9 +256,30 @@ class _Preparation:
                 raise ValueError(f"{name} must be {wanted}, got {_dump(schema[name])[:80]}")
 
     def older(self, schema: Schema) -> None:
-        """Convert draft 4, which uses an `enum` of one value instead of `const`."""
-        if "draft-04" in self.root.get("$schema", "") and "const" in schema:
+        """Convert the keywords of older drafts to those of 2020-12."""
+        if self.is_draft_4:
+            self._draft_4(schema)
+        if str(schema.get("$id", "")).startswith("#"):
+            schema["$anchor"] = schema.pop("$id")[1:]
+        if "$ref" in schema:
+            schema["$ref"] = _ITEM.sub("/prefixItems/", schema["$ref"])
+        if isinstance(schema.get("items"), list):
+            if first := schema.pop("items"):
+                schema["prefixItems"] = first
+            if "additionalItems" in schema:
+                schema["items"] = schema["additionalItems"]
+        schema.pop("additionalItems", None)  # no effect beside one schema for all items
+
+    def _draft_4(self, schema: Schema) -> None:
+        """Convert `id` and exclusive bounds, which are booleans. An `enum` of one value stands for `const`."""
+        if isinstance(schema.get("id"), str):
+            schema["$id"] = schema.pop("id")
+        if "const" in schema:
             self._leave_out(schema, "const")
+        for bound in ("minimum", "maximum"):
+            exclusive = f"exclusive{bound.capitalize()}"
+            if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
 
     def rewrites(self, schema: Schema) -> None:
         rewrite(schema, self.judge)
@@ -364,7 +379,7 @@ def _add(schema: Schema, also: Schema) -> None:
 
 def _portable(name: str, pattern: str) -> str:
     try:
-        return portable(pattern)
+        return portable(pattern, in_json=True)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -465,9 +480,8 @@ def _finite_object(schema: Schema, every: Callable[[Any], bool]) -> bool:
 
 def _finite_array(schema: Schema, every: Callable[[Any], bool]) -> bool:
     least, items = schema.get("minItems", 0), schema.get("items", True)
-    first = schema.get("prefixItems", items if isinstance(items, list) else [])
-    rest = schema.get("additionalItems", True) if isinstance(items, list) else items
-    return every(first[:least]) and (least <= len(first) or every([rest]))
+    first = schema.get("prefixItems", [])
+    return every(first[:least]) and (least <= len(first) or every([items]))
 
 
 _OF_KIND = {"object": _finite_object, "array": _finite_array}

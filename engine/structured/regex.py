@@ -22,24 +22,28 @@ _ANCHORS = {r"\A": "^", r"\Z": "$", r"\z": "$"}
 _COUNT = re.compile(r"\{(\d{1,9})?(,)?(\d{1,9})?\}")
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _GROUP = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]))?")
+_WIDE_CLASS = re.compile(r"\[(?:\^|.*\\[xu0])")  # may have all control characters
 _BRACED = re.compile(r"\\[pPux]\{\w*\}")
 
 
-def portable(pattern: str) -> str:
+def portable(pattern: str, in_json: bool = False) -> str:
     """Return `pattern` for the library. Raises `ValueError` for unsupported constructs; the library reports syntax
     errors.
+
+    `in_json`: for a string in JSON. There, a character class of the library that has all control characters has `"` and
+    `\\` too, even if it excludes them. So U+0001 is left out of the classes that may be such.
     """
-    return read(pattern)[0]
+    return read(pattern, in_json)[0]
 
 
-def read(pattern: str) -> tuple[str, int]:
+def read(pattern: str, in_json: bool = False) -> tuple[str, int]:
     """Return `pattern` for the library, and its number of positions. Raises `ValueError` like `portable`."""
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"a regular expression may have at most {MAX_LENGTH} characters, this one has {len(pattern)}")
     out: list[str] = []
     positions = Positions()
     for piece, kind, times in pieces(pattern):
-        out.append(piece)
+        out.append(rf"[{piece}--\x{{1}}]" if in_json and _WIDE_CLASS.match(piece) else piece)
         if kind == "atom":
             positions.atom(1)
         elif kind == "open":

@@ -116,7 +116,7 @@ def _unevaluated(schema: Schema, judge: Judge) -> None:
     for keyword in ("unevaluatedProperties", "unevaluatedItems"):
         if schema.get(keyword) in (True, {}):
             del schema[keyword]
-    if "unevaluatedItems" in schema and not schema.keys() & {*_OTHERS, "$ref", "allOf", "contains", "additionalItems"}:
+    if "unevaluatedItems" in schema and not schema.keys() & {*_OTHERS, "$ref", "allOf", "contains"}:
         schema.setdefault("items", schema.pop("unevaluatedItems"))
     if "unevaluatedProperties" not in schema:
         return
@@ -240,11 +240,11 @@ def _contains(schema: Schema) -> None:
     if "contains" not in schema:
         for name in ("minContains", "maxContains"):
             schema.pop(name, None)  # no effect
-    if "contains" not in schema or schema.keys() & {"prefixItems", "additionalItems", "maxContains"}:
+    if "contains" not in schema or schema.keys() & {"prefixItems", "maxContains"}:
         return
-    if isinstance(items := schema.get("items", True), list) or schema.get("minContains", 1) > MAX_CONTAINED:
+    if schema.get("minContains", 1) > MAX_CONTAINED:
         return
-    least = schema.pop("minContains", 1)
+    items, least = schema.get("items", True), schema.pop("minContains", 1)
     schema["prefixItems"] = [{"allOf": [schema["contains"], items]}] * least
     del schema["contains"]
     if not least:
@@ -256,7 +256,7 @@ def _contains(schema: Schema) -> None:
 
 def _unique(schema: Schema) -> None:
     """Rewrite `uniqueItems` for listed values: write out all subsets of a few values; for more, limit the length."""
-    if schema.get("uniqueItems") is not True or schema.keys() & {"prefixItems", "additionalItems", "contains"}:
+    if schema.get("uniqueItems") is not True or schema.keys() & {"prefixItems", "contains"}:
         return
     values = values_of(schema.get("items"))
     if values is None:

@@ -361,9 +361,5 @@ def _children(schema: Any, key: str | int) -> Iterator[Any]:
         yield from [properties[key]] if key in properties else [schema.get("additionalProperties")]
         yield from schema.get("patternProperties", {}).values()
         return
-    items = schema.get("items")
-    first = schema.get("prefixItems", items if isinstance(items, list) else [])
-    if key < len(first):
-        yield first[key]
-    else:
-        yield schema.get("additionalItems") if isinstance(items, list) else items
+    first = schema.get("prefixItems", [])
+    yield first[key] if key < len(first) else schema.get("items")
