@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, product
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from engine.structured.values import TYPES, listed, pattern_without, values_of, 
 
 Schema: TypeAlias = dict[str, Any]
 Resolve: TypeAlias = Callable[[str], Any]  # `$ref` → its target, or None
-Opposites: TypeAlias = Callable[[Any, Any], "list[Schema] | None"]
+Opposites: TypeAlias = Callable[..., "list[Schema] | None"]
 
 MAX_ITEMS = 16  # array elements and values that are compared
 MAX_LENGTH = 2**31  # of arrays
@@ -43,7 +44,8 @@ def views(schema: Any, resolve: Resolve) -> list[Schema]:
 def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] | None:
     """Return the branches of the schema's `oneOf`, narrowed so that their `anyOf` is equivalent, or None if that fails.
 
-    `opposites`: returns schemas that match exactly what a branch does not, or None.
+    `opposites`: returns schemas that match exactly what a branch (second argument) does not, or None; `partly`: some of
+    that.
     """
     branches = list(schema["oneOf"])
     values = [value for branch in branches for value in values_of(branch) or ()]
@@ -60,8 +62,14 @@ def exclusive(schema: Schema, judge: Judge, opposites: Opposites) -> list[Any] |
             continue
         if judge.disjoint(branches[i], branches[j], types):
             continue
-        narrowed = [_minus(branches[a], branches[b], types, judge, opposites) for a, b in ((i, j), (j, i))]
-        if narrowed == [None, None]:
+        for partly in (False, True):
+            narrowed = [
+                _minus(branches[a], branches[b], types, judge, partial(opposites, partly=partly))
+                for a, b in ((i, j), (j, i))
+            ]
+            if narrowed != [None, None]:
+                break
+        else:
             return None
         if None in narrowed:
             judge.notes.append("oneOf: of alternatives that overlap, some are left out")

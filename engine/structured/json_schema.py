@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeAlias
 
 from engine.structured.exclusive import Judge
+from engine.structured.references import (
+    SCHEMA,
+    SCHEMA_LIST,
+    SCHEMA_MAP,
+    drop_endless,
+    keep_targets,
+    name_recursive,
+    subschemas,
+)
 from engine.structured.regex import portable
 from engine.structured.rewrites import also, looks_ahead, rewrite
 from engine.structured.unique import MARK, has_mark
@@ -22,32 +31,28 @@ from engine.structured.values import pointed_to
 
 Schema: TypeAlias = dict[str, Any]
 
-MAX_LENGTH = 100_000  # characters of a schema's JSON without annotations
+MAX_LENGTH = 150_000  # characters of a schema's JSON without annotations
 MAX_ANNOTATED_LENGTH = 1_000_000  # including annotations
 MAX_DEPTH = 64
-MAX_REFERENCES = 400
+MAX_REFERENCES = 800
 MAX_PROPERTIES = 1000  # per object; the library takes quadratic time
 MAX_ENUM_VALUES = 10_000  # in the whole schema
 MAX_TEXT_LENGTH = 10_000  # of a string value
 MAX_WRITTEN = 2_000_000  # approximate characters after rewriting, which repeats schemas
-MAX_ROUNDS = 16  # iterations when looking for endless recursion
 EXACT = 2**53  # largest integer up to which floats are exact
 MAX_SHOWN = 40  # characters of a format's name
 MOST_DECIMALS = 6  # most decimals of `multipleOf`
 
-_SCHEMA = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
-_SCHEMA_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_SCHEMA_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains")
 _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(_SCHEMA, ("a schema", lambda value: isinstance(value, dict | bool))),
+    **dict.fromkeys(SCHEMA, ("a schema", lambda value: isinstance(value, dict | bool))),
     "items": ("a schema", lambda value: isinstance(value, dict | bool) or _is_list_of(value, dict | bool)),
     **dict.fromkeys(
-        _SCHEMA_MAP[:-1],
+        SCHEMA_MAP[:-1],
         ("an object of schemas", lambda value: _is_map_of(value, lambda each: isinstance(each, dict | bool))),
     ),
-    **dict.fromkeys(_SCHEMA_LIST[:-1], ("a list of schemas", lambda value: _is_list_of(value, dict | bool) and value)),
+    **dict.fromkeys(SCHEMA_LIST[:-1], ("a list of schemas", lambda value: _is_list_of(value, dict | bool) and value)),
     **dict.fromkeys((*_BOUNDS, "multipleOf"), ("a number", lambda value: isinstance(value, int | float))),
     **dict.fromkeys(_COUNTS, ("a whole number", lambda value: type(value) is int and 0 <= value < 2**31)),
     "required": ("a list of names", lambda value: _is_names(value)),
@@ -111,7 +116,10 @@ def prepare(schema: Any, notes: list[str] | None = None, lenient: bool = False) 
     preparation = _Preparation(parsed, lenient, is_draft_4="draft-04" in dialect)
     preparation.run()
     _check_written(parsed)
-    _drop_endless(parsed)
+    drop_endless(parsed)
+    if not preparation.has_resources:
+        name_recursive(parsed)
+        _check_written(parsed)
     if notes is not None:
         notes += dict.fromkeys(preparation.notes)
     return _dump(parsed)
@@ -162,18 +170,6 @@ def _check_written(schema: Any) -> None:
         raise ValueError("the conditions and repetitions of the JSON Schema are too large when they are written out")
 
 
-def _subschemas(schema: Schema) -> Iterator[Any]:
-    for name in _SCHEMA:
-        if isinstance(schema.get(name), dict):
-            yield schema[name]
-    for name in _SCHEMA_MAP:
-        if isinstance(schema.get(name), dict):
-            yield from (each for each in schema[name].values() if not isinstance(each, list))
-    for name in _SCHEMA_LIST:
-        if isinstance(schema.get(name), list):
-            yield from schema[name]
-
-
 @dataclass
 class _Preparation:
     """Changes all schemas inside a schema in place. First normalises all of them, since rewrites look at other
@@ -193,6 +189,7 @@ class _Preparation:
         self._apply(self.shapes, self.older)
         if not self.has_resources:
             self._fix_anchors()
+            keep_targets(self.root)
         _check_length(text := _dump(self.root), MAX_LENGTH)
         # The unmodified schema: rewrites narrow schemas, so what a schema refuses must be read from this one.
         as_given = json.loads(text)
@@ -213,7 +210,7 @@ class _Preparation:
                 seen[id(schema)] = schema
                 for rule in rules:
                     rule(schema)
-                stack += _subschemas(schema)
+                stack += subschemas(schema)
                 if isinstance(target := pointed_to(self.root, schema.get("$ref", "")), dict):
                     stack.append(target)  # it may be at a position that is not searched for schemas
             elif not isinstance(schema, bool):
@@ -412,76 +409,3 @@ def _check_value(value: Any) -> None:
         raise ValueError(f"enum, const: texts may have at most {MAX_TEXT_LENGTH} characters")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_value(inner)
-
-
-def _drop_endless(root: Schema) -> None:
-    """Replace each `$ref` to a schema without finite instances by `false`, in place. Raises `ValueError` if the root is
-    one.
-
-    Computes a least fixed point: a schema counts as infinite until shown to be finite. In doubt, it counts as finite.
-    """
-    targets: dict[str, Any] = {}
-    sources: dict[str, list[Schema]] = {}
-    stack: list[Any] = [root]
-    while stack:
-        schema = stack.pop()
-        if isinstance(schema, dict):
-            stack += _subschemas(schema)
-            reference = schema.get("$ref")
-            if isinstance(reference, str):
-                targets.setdefault(reference, pointed_to(root, reference))
-                sources.setdefault(reference, []).append(schema)
-    finite = {reference: False for reference, target in targets.items() if isinstance(target, dict)}
-    unknown = list(finite)
-    for _ in range(MAX_ROUNDS):
-        before = len(unknown)
-        for reference in unknown:
-            finite[reference] = _is_finite(targets[reference], finite)
-        unknown = [reference for reference in reversed(unknown) if not finite[reference]]
-        if len(unknown) == before:
-            break
-    else:
-        return
-    if unknown and not _is_finite(root, finite):
-        raise ValueError(f"$ref: {unknown[0]!r} refers to itself without end, nothing can match it")
-    for schema in [each for reference in unknown for each in sources[reference]]:
-        schema.clear()
-        schema["enum"] = []
-
-
-def _is_finite(schema: Any, finite: dict[str, bool]) -> bool:
-    """Return whether a finite instance may match, given the references that are known to be finite."""
-    if not isinstance(schema, dict):
-        return schema is not False
-    if "const" in schema or "enum" in schema:
-        return schema.get("enum") != []
-
-    def every(schemas: Any) -> bool:
-        return all(_is_finite(each, finite) for each in schemas)
-
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and not finite.get(reference, True):
-        return False
-    if not every(schema.get("allOf") or ()):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if schema.get(name) and not any(_is_finite(each, finite) for each in schema[name]):
-            return False
-    types = schema.get("type")
-    kinds = {types} if isinstance(types, str) else {"null"} if types is None else set(types)
-    return bool(kinds - {"object", "array"}) or any(_OF_KIND[kind](schema, every) for kind in kinds)
-
-
-def _finite_object(schema: Schema, every: Callable[[Any], bool]) -> bool:
-    properties = schema.get("properties") or {}
-    rest = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
-    return every(properties.get(name, rest) for name in schema.get("required") or ())
-
-
-def _finite_array(schema: Schema, every: Callable[[Any], bool]) -> bool:
-    least, items = schema.get("minItems", 0), schema.get("items", True)
-    first = schema.get("prefixItems", [])
-    return every(first[:least]) and (least <= len(first) or every([items]))
-
-
-_OF_KIND = {"object": _finite_object, "array": _finite_array}

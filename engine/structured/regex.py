@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MAX_LENGTH = 10_000
+MAX_LENGTH = 20_000
 MAX_POSITIONS = 20_000  # with counted repetitions expanded: they determine a matcher's size
 
 _CLASSES = {  # (narrow, wide), as members of a character class
@@ -22,7 +22,7 @@ _ANCHORS = {r"\A": "^", r"\Z": "$", r"\z": "$"}
 _COUNT = re.compile(r"\{(\d{1,9})?(,)?(\d{1,9})?\}")
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _GROUP = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]))?")
-_WIDE_CLASS = re.compile(r"\[(?:\^|.*\\[xu0])")  # may have all control characters
+_WIDE_CLASS = re.compile(r"\[(?:\^|.*\\(?:x\{?0|u000|0))")  # may have all control characters
 _BRACED = re.compile(r"\\[pPux]\{\w*\}")
 
 

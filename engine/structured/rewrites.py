@@ -7,7 +7,8 @@ rewritten remain, and the library refuses them by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -22,10 +23,27 @@ MAX_PATTERNS = 16  # overlapping patterns in patternProperties
 MAX_CONTAINED = 16  # largest supported `minContains`
 MAX_OTHERS = 400  # characters of the pattern for names that no other pattern matches; the library compares all of them
 MAX_UNIQUE = 6  # values of which all subsets are written out
-# Keywords of a `propertyNames` schema that do not restrict names.
-_REFERENCES = frozenset(["$ref", "$dynamicRef", "$recursiveRef"])
-_SILENT = frozenset(["title", "description", "markdownDescription", "default", "examples", "format"])
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_OF_ANY = ("type", "enum", "const", "anyOf", "allOf", "oneOf", "not", "if", *_REFERENCES)  # keywords for all types
+_OF_TEXTS = ("pattern", "minLength", "maxLength")
+_OF_OBJECTS = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames", "minProperties",
+    "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")  # fmt: skip
+_OF_ARRAYS = ("items", "prefixItems", "contains", "minItems", "maxItems", "uniqueItems", "unevaluatedItems")
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_RESTRICTING = frozenset((*_OF_ANY, *_OF_TEXTS, *_OF_OBJECTS, *_OF_ARRAYS, *_OF_NUMBERS))
+# Keyword of a limit → schema of what exceeds it.
+_BEYOND: dict[str, Callable[[Any], Schema]] = {
+    "minLength": lambda least: {"type": "string", "maxLength": least - 1} if least else {"enum": []},
+    "maxLength": lambda most: {"type": "string", "minLength": most + 1},
+    "minItems": lambda least: {"type": "array", "maxItems": least - 1} if least else {"enum": []},
+    "maxItems": lambda most: {"type": "array", "minItems": most + 1},
+    "minimum": lambda least: {"type": "number", "exclusiveMaximum": least},
+    "maximum": lambda most: {"type": "number", "exclusiveMinimum": most},
+    "exclusiveMinimum": lambda least: {"type": "number", "maximum": least},
+    "exclusiveMaximum": lambda most: {"type": "number", "minimum": most},
+}
 _NO_TEXT = {"type": [kind for kind in TYPES if kind not in ("string", "integer")]}
+_LOOKS = re.compile(r"\(\?<?[=!]")
 _AHEAD = re.compile(r"\(\?[=!]")
 
 
@@ -36,7 +54,7 @@ def rewrite(schema: Schema, judge: Judge) -> None:
     _negation(schema, judge)
     _dependent(schema)
     _conditions(schema, judge)
-    _contains(schema)
+    _contains(schema, judge)
     _unique(schema)
     _names(schema, judge)
     _counts(schema)
@@ -82,7 +100,9 @@ def _negation(schema: Schema, judge: Judge) -> None:
         schema["type"] = types
         del schema["not"]
     elif (
-        isinstance(refused, dict) and "not" in schema and (opposites := _opposites(schema, refused, judge)) is not None
+        isinstance(refused, dict)
+        and "not" in schema
+        and (opposites := _opposites(schema, refused, judge) or _some_opposites(schema, refused, judge)) is not None
     ):
         del schema["not"]
         also(schema, _any_of(opposites))
@@ -105,7 +125,7 @@ def _one_of(schema: Schema, judge: Judge) -> None:
     """Convert `oneOf` to `anyOf` if at most one branch can match."""
     if "oneOf" not in schema:
         return
-    branches = exclusive(schema, judge, lambda branch, other: _opposites(branch, other, judge))
+    branches = exclusive(schema, judge, partial(_opposites, judge=judge))
     if branches is not None:
         del schema["oneOf"]
         also(schema, {"anyOf": branches})
@@ -165,39 +185,75 @@ def _conditions(schema: Schema, judge: Judge) -> None:
         schema.pop(name, None)
 
 
-def _opposites(schema: Schema, condition: Any, judge: Judge, levels: int = MAX_LEVELS) -> list[Schema] | None:
-    """Return schemas such that an instance of `schema` matches one if and only if it fails `condition`, or None."""
+def _some_opposites(schema: Schema, condition: Any, judge: Judge) -> list[Schema] | None:
+    found = _opposites(schema, condition, judge, partly=True)
+    if found:
+        judge.notes.append("not: of what it allows, some is left out")
+    return found
+
+
+def _opposites(
+    schema: Schema, condition: Any, judge: Judge, levels: int = MAX_LEVELS, partly: bool = False
+) -> list[Schema] | None:
+    """Return schemas such that an instance of `schema` matches one if and only if it fails `condition`, or None.
+
+    `partly`: if what fails some keywords cannot be expressed, return schemas of what fails the others.
+    """
     if isinstance(condition, bool):
         return [] if condition else [{}]
     if not levels:
         return None
     judge.work_left -= 1
-    condition = {name: value for name, value in condition.items() if name not in ("title", "description", "$comment")}
-    if condition.get("additionalProperties") is True:
-        condition = {name: value for name, value in condition.items() if name != "additionalProperties"}
-    if condition.keys() == {"not"}:
-        return [condition["not"]] if isinstance(condition["not"], dict) else None
-    if condition.keys() <= {"const", "enum", "type"} and condition.keys() & {"const", "enum"}:
-        return _other_values(schema, condition)
-    if condition.keys() == {"$ref"}:
-        target = judge.resolve(condition["$ref"])
-        return _opposites(schema, target, judge, levels - 1) if isinstance(target, dict) else None
-    if condition.keys() == {"type"} and "integer" not in listed(condition["type"]):
-        return [{"type": rest}] if (rest := _other_types(condition)) else []
-    if "pattern" in condition and condition.keys() <= {"pattern", "type"}:
-        pattern = judge.texts.pattern([], [condition["pattern"]])
-        others = [{"type": rest}] if (rest := _other_types(condition)) else []
-        if "string" not in listed(condition.get("type", "string")):
-            return others
-        return None if pattern is None else [{"type": "string", "pattern": pattern}, *others]
-    if condition.keys() == {"anyOf"}:
-        parts = [_opposites(schema, each, judge, levels - 1) for each in condition["anyOf"]]
-        return None if None in parts else [{"allOf": [_any_of(part or []) for part in parts]}]
-    if condition.keys() == {"allOf"}:
-        parts = [_opposites(schema, each, judge, levels - 1) for each in condition["allOf"]]
-        return None if None in parts else [each for part in parts for each in part or ()]
-    found = list(_opposites_of_object(schema, condition, judge, levels))
-    return None if None in found else [{"type": "object", **each} for each in found if each is not None]
+    said = condition.keys() & _RESTRICTING
+    if condition.get("additionalProperties") in (True, {}):
+        said -= {"additionalProperties"}
+    parts: list[list[Schema] | None] = []
+    if chosen := said & {"const", "enum"}:
+        parts.append(_other_values(schema, {word: condition[word] for word in chosen}))
+        said -= {"const", "enum", "type"}
+    if "type" in said:
+        kinds = _other_types(condition)
+        if "integer" in listed(condition["type"]) and "number" in kinds:  # numbers that are no integers
+            kinds.remove("number")
+            parts.append(None)
+        parts.append([{"type": kinds}] if kinds else [])
+    is_object = "object" in listed(condition.get("type", "object"))
+    for word in sorted(said - {"type"}):
+        if word in ("properties", "required"):
+            parts += _opposites_of_object(schema, condition, word, judge, levels, partly) if is_object else []
+        else:
+            parts.append(_opposite_of(word, schema, condition[word], judge, levels, partly))
+    found = [each for part in parts for each in part or ()]
+    return None if None in parts and not (partly and found) else found
+
+
+def _opposite_of(word: str, schema: Schema, value: Any, judge: Judge, levels: int, partly: bool) -> list[Schema] | None:
+    """Return schemas of what fails one keyword of a condition, like `_opposites`."""
+
+    def inner(each: Any) -> list[Schema] | None:
+        return _opposites(schema, each, judge, levels - 1, partly)
+
+    match word:
+        case "$ref":
+            target = judge.resolve(value)
+            return inner(target) if isinstance(target, dict) else None
+        case "not":
+            return [value] if isinstance(value, dict) else [{}] if value else []
+        case "pattern":
+            pattern = judge.texts.pattern([], [value])
+            return None if pattern is None else [{"type": "string", "pattern": pattern}]
+        case "anyOf" | "oneOf":
+            parts = [inner(each) for each in value]
+            is_exact = word == "anyOf" or partly  # what matches several of `oneOf` is left out
+            return None if None in parts or not is_exact else [{"allOf": [_any_of(part or []) for part in parts]}]
+        case "allOf":
+            parts = [inner(each) for each in value]
+            found = [each for part in parts for each in part or ()]
+            return None if None in parts and not (partly and found) else found
+        case "contains":
+            others = _opposites({}, value, judge, levels - 1, partly)
+            return None if others is None else [{"type": "array", "items": _any_of(others)}]
+    return [_BEYOND[word](value)] if word in _BEYOND and not isinstance(value, bool) else None
 
 
 def _other_types(condition: Schema) -> list[str]:
@@ -217,41 +273,50 @@ def _other_values(schema: Schema, condition: Schema) -> list[Schema] | None:
     return None if pattern is None else [{"type": "string", "pattern": pattern}, *others]
 
 
-def _opposites_of_object(schema: Schema, condition: Schema, judge: Judge, levels: int) -> Iterator[Schema | None]:
-    if not condition.keys() <= {"properties", "required", "type"} or condition.get("type", "object") != "object":
-        yield None
-        return
-    wanted, required = condition.get("properties", {}), condition.get("required", [])
-    for name in required:
-        if name not in schema.get("required", ()):
-            yield {"properties": {name: False}}
-    for name, value in wanted.items():
+def _opposites_of_object(
+    schema: Schema, condition: Schema, word: str, judge: Judge, levels: int, partly: bool
+) -> list[list[Schema] | None]:
+    """Return the objects that fail `required` or `properties` of a condition: a list for each name."""
+    if word == "required":
+        names = [name for name in condition["required"] if name not in schema.get("required", ())]
+        return [[{"type": "object", "properties": {name: False}} for name in names]]
+    found: list[list[Schema] | None] = []
+    for name, value in condition["properties"].items():
         inner = schema.get("properties", {}).get(name)
-        others = _opposites(inner if isinstance(inner, dict) else {}, value, judge, levels - 1)
-        if others is None:
-            yield None
-            return
-        for other in others:
-            yield {"properties": {name: other}, "required": [name]}
+        others = _opposites(inner if isinstance(inner, dict) else {}, value, judge, levels - 1, partly)
+        found.append(
+            None
+            if others is None
+            else [{"type": "object", "properties": {name: other}, "required": [name]} for other in others]
+        )
+    return found
 
 
-def _contains(schema: Schema) -> None:
-    """Rewrite `contains`: the first elements match it."""
+def _contains(schema: Schema, judge: Judge) -> None:
+    """Rewrite `contains`: the first elements match it. With `maxContains`, elements after the first few do not."""
     if "contains" not in schema:
         for name in ("minContains", "maxContains"):
             schema.pop(name, None)  # no effect
-    if "contains" not in schema or schema.keys() & {"prefixItems", "maxContains"}:
+    if "contains" not in schema or "prefixItems" in schema:
         return
-    if schema.get("minContains", 1) > MAX_CONTAINED:
+    least, most = schema.get("minContains", 1), schema.get("maxContains")
+    items, inner = schema.get("items", True), schema["contains"]
+    if max(least, most or 0) > MAX_CONTAINED:
         return
-    items, least = schema.get("items", True), schema.pop("minContains", 1)
-    schema["prefixItems"] = [{"allOf": [schema["contains"], items]}] * least
-    del schema["contains"]
-    if not least:
-        del schema["prefixItems"]
-        return
-    schema["minItems"] = max(schema.get("minItems", 0), least)
-    schema["type"] = "array" if "array" in listed(schema.get("type", "array")) else schema["type"]
+    first = [{"allOf": [inner, items]}] * least
+    if most is not None:
+        others = _opposites(items if isinstance(items, dict) else {}, inner, judge, partly=True)
+        if others is None or most < least:
+            return
+        first += [items] * (most - least)
+        schema["items"] = {"allOf": [items, _any_of(others)]}
+    for name in ("contains", "minContains", "maxContains"):
+        schema.pop(name, None)
+    if first:
+        schema["prefixItems"] = first
+    if least:
+        schema["minItems"] = max(schema.get("minItems", 0), least)
+        schema["type"] = "array" if "array" in listed(schema.get("type", "array")) else schema["type"]
 
 
 def _unique(schema: Schema) -> None:
@@ -375,13 +440,26 @@ def _counts(schema: Schema) -> None:
 
 
 def _possible(schema: Schema, judge: Judge) -> None:
-    """Drop alternatives that the rest of the schema rules out."""
-    if "anyOf" in schema and schema.keys() & {"required", "type"}:
+    """Drop alternatives that the rest of the schema rules out, or whose pattern cannot be expressed."""
+    if "anyOf" not in schema:
+        return
+    kept = [each for each in schema["anyOf"] if not _is_beyond(each, judge)]
+    if kept and len(kept) < len(schema["anyOf"]):
+        judge.notes.append("pattern: alternatives with look-behind, or with look-ahead that is too large, are left out")
+        schema["anyOf"] = kept
+    if schema.keys() & {"required", "type"}:
         rest = {word: value for word, value in schema.items() if word not in ("anyOf", "allOf", "$ref")}
         kept = [each for each in schema["anyOf"] if not judge.disjoint(rest, each, set(TYPES))]
         schema |= {"anyOf": kept} if kept else {"enum": []}
         if not kept:
             del schema["anyOf"]
+
+
+def _is_beyond(schema: Any, judge: Judge) -> bool:
+    pattern = schema.get("pattern", "") if isinstance(schema, dict) else ""
+    if len(pattern) > MAX_LENGTH or not _LOOKS.search(pattern):
+        return False
+    return not pattern.startswith("^(?=") and judge.texts.pattern([pattern]) is None
 
 
 def _disjoint(patterns: list[tuple[str, Any]], judge: Judge) -> dict[str, Any] | None:
@@ -423,7 +501,7 @@ def _pattern_of(names: Any, judge: Judge, levels: int = MAX_LEVELS) -> str | Non
     if not isinstance(names, dict) or not levels:
         return None
     judge.work_left -= 1
-    said = {word for word in names if word not in _SILENT and (not word.startswith("$") or word in _REFERENCES)}
+    said = names.keys() & {*_OF_ANY, *_OF_TEXTS}
     if "string" not in listed(names.get("type", "string")):
         return NOTHING
     said -= {"type"}
@@ -432,6 +510,10 @@ def _pattern_of(names: Any, judge: Judge, levels: int = MAX_LEVELS) -> str | Non
     if said == {"anyOf"}:
         options = [_pattern_of(each, judge, levels - 1) for each in names["anyOf"]]
         return None if None in options else "" if "" in options else "|".join(f"(?:{each})" for each in options)
+    if said == {"oneOf"}:
+        options = [_pattern_of(each, judge, levels - 1) or "" for each in names["oneOf"]]
+        are_apart = all(a and b and judge.texts.are_disjoint(a, b) for a, b in combinations(options, 2))
+        return "|".join(f"(?:{each})" for each in options) if are_apart and all(options) else None
     if said == {"allOf"}:
         parts = [_pattern_of(each, judge, levels - 1) for each in names["allOf"]]
         return None if None in parts else judge.texts.pattern([each for each in parts if each])

@@ -382,14 +382,14 @@ SUPPORTED: dict[str, Any] = {
 # keyword → schemas that must be refused by a message that names it
 UNSUPPORTED: dict[str, list[Any]] = {
     "uniqueItems": [{"$ref": "#/$defs/a", "uniqueItems": True, "$defs": {"a": {"$anchor": "b"}, "c": {"$ref": "#b"}}}],
-    "contains": [{"type": "array", "contains": BOOLEAN, "maxContains": 2}],
-    "not": [{"not": {"minLength": 3}}, obj(a={"not": {"const": 1}})],
+    "contains": [{"type": "array", "contains": {"multipleOf": 2}, "maxContains": 2}],
+    "not": [{"not": {"multipleOf": 3}}, obj(a={"not": {"const": 1}})],
     "propertyNames": [{"type": "object", "propertyNames": {"pattern": "(a)\\1", "maxLength": 3}}],
     "dependentSchemas": [{"type": "object", "dependentSchemas": {"a": 3}}],
     "dependencies": [{"type": "object", "dependencies": {"a": "b"}}],
     "dependentRequired": [{"type": "object", "dependentRequired": {"a": "b"}}],
     "unevaluatedItems": [{"type": "array", "unevaluatedItems": False, "anyOf": [{"prefixItems": [True]}, {}]}],
-    "oneOf": [{"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}],
+    "oneOf": [{"oneOf": [{"type": "integer"}, {"type": "number"}]}],
     "pattern": [
         {"type": "string", "pattern": "(?:a(?=b.).)*c"},
         {"type": "string", "pattern": "(?<!a)b"},
@@ -420,7 +420,15 @@ UNSUPPORTED: dict[str, list[Any]] = {
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         {"$ref": "#/$defs/a", "$defs": {"a": obj(a={"$ref": "#/$defs/a"})}},
         obj(a={"type": "array", "minItems": 1, "items": {"$ref": "#"}}),
-        {"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(500)], "$defs": {str(i): {} for i in range(500)}},
+        {"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(900)], "$defs": {str(i): {} for i in range(900)}},
+    ],
+    "written out": [
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"allOf": [{"$ref": f"#/$defs/{(i + 1) % n}"}] * 2} for i in range(n)}
+            | {str(n - 1): {"type": "object", "properties": {"a": {"$ref": "#/$defs/0", "minProperties": 1}}}},
+        }
+        for n in (30, 390)
     ],
     "$dynamicRef": [{"$dynamicRef": "#x"}],
     "levels": ['{"items":' * 100 + "{}" + "}" * 100, '{"items":' * 5000 + "{}" + "}" * 5000],
