@@ -13,7 +13,7 @@ import pytest
 
 import engine as vllm
 from engine import LLM, SamplingParams
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.models.errors import ModelError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -164,6 +164,18 @@ def test_bad_prompts_are_named_and_nothing_runs(llm: LLM, prompts: Any, message:
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, GREEDY, use_tqdm=False)
     assert llm._engine.stats().generation_tokens == before
+
+
+def test_generation_config_at_the_edge_and_beyond(tiny_model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": str(tiny_model), "device": "cpu", "generation_config": str(tmp_path)}
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0, "temperature": 0.6}')
+    llm = LLM(**settings, num_gpu_blocks_override=64)
+    assert llm.get_default_sampling_params().top_p < 1e-6  # the most probable token alone
+    assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
+    llm.close()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(ConfigError, match=f"{tmp_path}/generation_config.json: top_p must be"):
+        LLM(**settings)
 
 
 def test_bad_parameters(llm: LLM) -> None:

@@ -250,7 +250,7 @@ def test_requests_that_can_never_run_are_refused_at_once(tiny_model: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"json": {"not": {"minLength": 3}}}, r"structured_outputs.json: Unimplemented keys: \[\"not\"\]"),
+        ({"json": {"not": {"multipleOf": 3}}}, r"structured_outputs.json: Unimplemented keys: \[\"not\"\]"),
         ({"json": "{"}, "structured_outputs.json: the JSON Schema is not valid JSON"),
         ({"regex": "(?=a)"}, "structured_outputs.regex: look-ahead and look-behind are not supported"),
         ({"regex": "("}, "structured_outputs.regex: .*unclosed group"),

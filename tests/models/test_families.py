@@ -249,6 +249,17 @@ def test_generation_defaults(tmp_path: Path) -> None:
         read_generation_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaForCausalLM"), ("seed_oss", "SeedOssForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
+)
+def test_an_architecture_by_its_model_type(read: Any, model_type: str, architecture: str) -> None:
+    assert read(architectures=..., model_type=model_type, head_dim=16).architecture == architecture
+    assert read(architectures=None, model_type=model_type, head_dim=16).architecture == architecture
+    with pytest.raises(ModelError, match="'architectures' must be a list of one name, got None"):
+        read(architectures=..., model_type="odd")
+
+
 def test_generation_config_eos_names_the_file(read: Any) -> None:
     with pytest.raises(ModelError, match=r"generation_config.json: 'eos_token_id' must be a token id"):
         read({"eos_token_id": "</s>"})

@@ -26,6 +26,8 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     which names the file and the field that is missing, invalid or not supported.
     """
     config = read_config(folder, overrides)
+    if config.get("architectures") is None and (found := _architecture_of_type(config.get("model_type"))):
+        config["architectures"] = [found]
     try:
         spec = _family(config)(config)
         if classifier.TOKENS in config and (spec.logits_multiplier != 1 or spec.logits_soft_cap):
@@ -38,6 +40,12 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     if spec.architecture in FAMILIES and not is_embedding_model(folder):
         return spec
     return replace(spec, has_head=False, tie_word_embeddings=True)  # so that the head takes no memory
+
+
+def _architecture_of_type(model_type: Any) -> str | None:
+    """Return the architecture of a `model_type`, as transformers names both, or None."""
+    stem = str(model_type).removesuffix("_text").replace("_", "")
+    return next((name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == stem), None)
 
 
 def _family(config: Config) -> Callable[[Config], ModelSpec]:

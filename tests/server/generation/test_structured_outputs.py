@@ -114,7 +114,7 @@ def test_several_answers(hermes: Live) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"response_format": format_of({"not": {"minLength": 3}})}, "response_format", ["response_format: ", "not"]),
+        ({"response_format": format_of({"not": {"multipleOf": 3}})}, "response_format", ["response_format: ", "not"]),
         ({"response_format": format_of({"type": "no type"})}, "response_format", ["type"]),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ["is required"]),
         ({"response_format": {"type": "xml"}}, "response_format.type", ["json_schema"]),
@@ -317,7 +317,7 @@ def test_unknown_formats_are_named(hermes: Live, serve: Serve) -> None:
     assert (error["code"], error["param"]) == (400, "response_format")
 
 
-STRANGE = {"type": "object", "properties": {"x": {"type": "string", "not": {"minLength": 3}}}}
+STRANGE = {"type": "object", "properties": {"x": {"type": "string", "not": {"multipleOf": 3}}}}
 
 
 def test_tools_whose_schema_cannot_be_enforced(hermes: Live, serve: Serve) -> None:
@@ -401,7 +401,7 @@ def test_responses(hermes: Live) -> None:
     assert found["text"]["format"]["schema"] == PERSON
     body["text"] = {"format": {"type": "json_object"}}
     assert isinstance(json.loads(hermes.post(RESPONSES, **body).json()["output"][0]["content"][0]["text"]), dict)
-    body["text"] = {"format": {"type": "json_schema", "name": "bad", "schema": {"not": {"minLength": 3}}}}
+    body["text"] = {"format": {"type": "json_schema", "name": "bad", "schema": {"not": {"multipleOf": 3}}}}
     error = hermes.post(RESPONSES, **body).json()["error"]
     assert (error["code"], error["param"]) == (400, "text.format")
     assert error["message"].startswith("text.format: ")
@@ -418,7 +418,7 @@ def test_messages(hermes: Live) -> None:
     for asked in ({"output_config": {"format": format}}, {"output_format": format}):
         found = hermes.post(MESSAGES, **start, **asked).json()
         assert valid(found["content"][0]["text"], PERSON)
-    bad = {"format": {"type": "json_schema", "schema": {"not": {"minLength": 3}}}}
+    bad = {"format": {"type": "json_schema", "schema": {"not": {"multipleOf": 3}}}}
     response = hermes.post(MESSAGES, **start, output_config=bad)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("output_config.format: ")
@@ -463,7 +463,7 @@ def test_the_official_client_parses(client: openai.OpenAI, hermes: Live) -> None
         client.chat.completions.create(
             model="toy",
             messages=messages,
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"minLength": 3}}}},
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"multipleOf": 3}}}},
         )
 
 
