@@ -104,6 +104,8 @@ class _Shape:
                     {"role": "tool", **name, "tool_call_id": call["id"], "content": _NO_RESULT}
                     for call, name in zip(missing, named, strict=True)
                 ]
+        if not form.result_ids:
+            results = self._by_calls(results, [call["id"] for call in calls])
         if len(calls) == 1 or form.several:
             return [*before, message, *results]
         self._changed("the chat template takes one call in a message: several are split, each with its result")
@@ -115,6 +117,14 @@ class _Shape:
             split.append((message if not number else {"role": message["role"], "content": ""}) | {"tool_calls": [call]})
             split += own.pop(call["id"], [])
         return split + [result for left in own.values() for result in left]
+
+    def _by_calls(self, results: list[Message], ids: list[str]) -> list[Message]:
+        """Return results in the order of their calls, by which alone the model can tell them apart."""
+        order = {id: number for number, id in enumerate(ids)}
+        found = sorted(results, key=lambda each: order.get(str(each.get("tool_call_id")), len(ids)))
+        if found != results:
+            self._changed("the chat template shows no ids of calls: results are put in the order of their calls")
+        return found
 
     def _apart(self, message: Message, form: CallForm) -> tuple[list[Message], Message]:
         """Return what precedes a message with calls, and the message with only what may stand beside calls."""

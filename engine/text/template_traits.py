@@ -34,6 +34,7 @@ class CallForm:
     text_and_reasoning: bool = True  # a message with calls may have both
     unanswered: bool = True  # a user's message may follow a call that has no result
     orphaned: bool = True  # a result may stand without its call
+    result_ids: bool = True  # results show the ids of their calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,7 @@ class _Probe:
             text_and_reasoning=self._keeps_text_and_reasoning(calls, traits.reasoning),
             unanswered=self.keeps([*_round(calls)[:-1], again], _VALUE, "PROBEAGAIN"),
             orphaned=self.keeps([_user(), _round(calls)[-1]], "PROBEASK", _RESULT),
+            result_ids=CALL_ID in (self.render(_round(calls)) or CALL_ID).rpartition(_VALUE)[2],
         )
         after = [*_round(calls), again]
         return replace(

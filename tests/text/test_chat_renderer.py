@@ -84,7 +84,7 @@ def test_what_a_template_takes_stays_as_it_is() -> None:
         rendered = found.render(messages)
         assert rendered.changes == ()
         assert [message["role"] for message in rendered.messages] == [message["role"] for message in messages]
-    assert found.traits(False) == TemplateTraits(developer=False)
+    assert found.traits(False) == TemplateTraits(developer=False, calls=CallForm(result_ids=False))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,17 @@ def test_shapes(name: str, messages: list[dict[str, Any]], text: str) -> None:
 def test_changes_are_told(name: str, messages: list[dict[str, Any]], words: str) -> None:
     changes = render(name, messages).changes
     assert any(words in change for change in changes), changes
+
+
+def test_results_without_ids_follow_in_the_order_of_their_calls() -> None:
+    given = ALL["two calls, results in another order"]
+    rendered = renderer(templates.HERMES).render(given)
+    assert rendered.text == renderer(templates.HERMES).render(ALL["two calls"]).text
+    assert rendered.text.index("R1") < rendered.text.index("R2")
+    assert any("in the order of their calls" in change for change in rendered.changes)
+    with_ids = renderer(templates.PECULIAR["turns with calls"]).render(given)
+    assert with_ids.text.index("R2") < with_ids.text.index("R1")
+    assert not any("in the order of their calls" in change for change in with_ids.changes)
 
 
 def test_thoughts_beside_a_call() -> None:
