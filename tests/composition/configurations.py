@@ -46,12 +46,14 @@ def possible_pairs() -> set[frozenset[str]]:
 
 def quick_pairs() -> set[frozenset[str]]:
     """Return the possible pairs without those of a weight format and a kind of model, of either and a way to run
-    processes, or of two ways: these need many configurations, which start slowly.
+    processes, of two ways, or of several ranks and a failing step (see tests/engine/test_rank_isolation.py): these need
+    many configurations, which start slowly.
     """
     weights, models, ways = set(WEIGHTS), set(MODELS), {*PROCESSES, "async engine"}
+    on_ranks = {frozenset({name, "step isolation"}) for name in ("tensor parallel", "pipeline parallel")}
     return {
         pair
-        for pair in possible_pairs()
+        for pair in possible_pairs() - on_ranks
         if not (pair & weights and pair & models)
         and not (pair & ways and pair & (weights | models))
         and not (pair & ways and pair <= ways | {"offline"})

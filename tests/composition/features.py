@@ -109,8 +109,6 @@ NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
     frozenset({"data parallel", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
-    frozenset({"tensor parallel", "step isolation"}): "a failed step ends the engine process, which is restarted",
-    frozenset({"pipeline parallel", "step isolation"}): "a failed step ends the engine process, which is restarted",
 } | {
     frozenset({one.name, other.name}): _ONE_FORMAT
     for one in FEATURES

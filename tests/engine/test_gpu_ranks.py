@@ -7,11 +7,7 @@ All ranks but the first are forks of this process. They map the memory through w
 from __future__ import annotations
 
 import os
-import traceback
-import warnings
-from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.worker.parallel import gpu_communicator, ranks
+from engine.models.decoder import Decoder
+from engine.worker.model_runner import ModelRunner
+from engine.worker.parallel import connections, gpu_communicator, ranks
 from engine.worker.parallel.gpu_communicator import LARGE_BYTES, SMALL_BYTES
-from engine.worker.parallel.launcher import Follower, Location, Lost
 from engine.worker.startup import Membership
 from engine.worker.step_sampling import StepSampling
 
@@ -30,7 +27,7 @@ pytest.importorskip("triton")
 
 from kernels.triton import collectives
 from kernels.triton.collectives import WORDS, all_reduce
-from tests.support.forks import hide_garbage_from_forks
+from tests.support.forks import ForkLauncher
 from tests.support.interpreted_gpu import REQUESTS, InterpretedGPU, answers, interpret
 from tests.support.quick_interpreter import yield_while_waiting
 from tests.support.unwritten import unwritten_is_nan
@@ -59,64 +56,11 @@ class SharedMemory:
         return torch.tensor([self.of(rank, name, 1, torch.uint8).data_ptr() for rank in range(SIZE)])
 
 
-class Fork:
-    """A follower in a fork of this process."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.connection, theirs = Pipe()
-        # From Python 3.12 on, it warns about threads.
-        with hide_garbage_from_forks(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            self._pid = os.fork()
-            if self._pid == 0:
-                self._follow(theirs)
-        self.where = f"pid {self._pid}"
-        theirs.close()
-
-    def _follow(self, connection: Connection) -> None:
-        code = 1
-        try:
-            ranks.follow(connection)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def send(self, data: bytes) -> None:
-        self.connection.send_bytes(data)
-
-    def expect_end(self) -> None:
-        pass
-
-    def end(self, kill: bool) -> None:
-        if kill:
-            os.kill(self._pid, 9)
-        assert os.waitpid(self._pid, 0)[1] == 0 or kill
-        self.connection.close()
-
-
-class ForkLauncher:
-    folder: Path  # for the ranks to meet
-
-    def __init__(self, num_ranks: int) -> None:
-        self.locations = [Location("", rank) for rank in range(num_ranks)]
-
-    def start(self, lost: Lost) -> Sequence[Follower]:
-        return [Fork(location.device_index) for location in self.locations[1:]]
-
-    def rendezvous(self) -> str:
-        return f"file://{self.folder}/store"
-
-    def close(self) -> None:
-        pass
-
-
-def join(build: ranks.Build) -> Membership:
+def join(build: connections.Build) -> Membership:
     size = build.shard.size * build.stage.count
     patience = timedelta(minutes=5)  # then the test fails instead of waiting for a rank that is stuck
     dist.init_process_group("gloo", build.rendezvous, patience, size, build.rank)
-    return ranks.membership(build, build.options)
+    return connections.membership(build, build.options)
 
 
 @pytest.fixture
@@ -134,7 +78,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: MOST)
     monkeypatch.setattr(ranks, "LocalLauncher", ForkLauncher)
     monkeypatch.setattr(ranks, "MAX_MISSED", 300)  # an interpreter that computes lets its heartbeats wait
-    monkeypatch.setattr(ranks, "join", join)
+    monkeypatch.setattr(connections, "join", join)
 
 
 @pytest.mark.heavy
@@ -203,3 +147,40 @@ def test_tokens_are_those_of_one_stage(
     assert found == expected
     for kind in (tuple, torch.Tensor) if settings else (tuple,):  # of decode, and of prefill
         assert any(graph.num_replays for graph in InterpretedGPU.graphs if isinstance(graph.result, kind))
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes of the interpreter")
+def test_a_step_that_fails_on_all_ranks_is_dropped(
+    tiny_model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs keep their connections and graphs: all ranks leave the step at the same collective."""
+    names = list(REQUESTS)[:1]
+    expected = answers(tiny_model, names)
+    request.getfixturevalue("gpus")
+    launch, layers, count = ModelRunner.launch, Decoder.forward, 0
+
+    def launching(self: ModelRunner, output: Any) -> Any:
+        nonlocal count
+        count += output.step > 0  # not a dummy run
+        return launch(self, output)
+
+    def running(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+        hidden = layers(self, *args, **kwargs)
+        if count == 1:  # of a prompt, after its collectives
+            raise RuntimeError("it comes and goes")
+        return hidden
+
+    monkeypatch.setattr(ModelRunner, "launch", launching)
+    monkeypatch.setattr(Decoder, "forward", running)
+    resets: list[int] = []
+    reset = ranks.RankedRunner.reset
+
+    def resetting(self: ranks.RankedRunner) -> None:
+        resets.append(count)
+        reset(self)
+
+    monkeypatch.setattr(ranks.RankedRunner, "reset", resetting)
+    with unwritten_is_nan():
+        assert answers(tiny_model, names, tensor_parallel_size=SIZE) == expected
+    assert resets[0] == 1

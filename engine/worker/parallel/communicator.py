@@ -21,6 +21,14 @@ class GroupCommunicator:
     def __init__(self, device: torch.device, ranks: dist.ProcessGroup | None = None) -> None:
         self._device, self._ranks = device, ranks
 
+    def leave(self) -> None:
+        """Forget the process group, before it is destroyed."""
+        self._ranks = None
+
+    def adopt(self, other: GroupCommunicator) -> None:
+        """Continue in the process group of `other`."""
+        self._ranks = other._ranks
+
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self._ranks)
         return x
@@ -65,6 +73,15 @@ class StageLink:
         """
         self._before, self._after, self._buffer = before, after, buffer
         self._sent: tuple[list[dist.Work], Tensor] = [], buffer  # the last transfer and its memory
+
+    def leave(self) -> None:
+        """Forget the process groups and transfers, before the groups are destroyed."""
+        self._before = self._after = None
+        self._sent = [], self._buffer
+
+    def adopt(self, other: StageLink) -> None:
+        """Continue with the process groups of `other`."""
+        self._before, self._after = other._before, other._after
 
     def receive(self, num_tokens: int) -> None:
         """Receive the hidden states of a step from the previous stage, if there is one."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
@@ -34,41 +33,22 @@ from engine.models.files import Progress, silent
 from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
-from engine.worker.device import CudaDevice
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
-from engine.worker.parallel.communicator import GroupCommunicator, Neighbour, StageLink
-from engine.worker.parallel.gpu_communicator import GpuCommunicator
+from engine.worker.parallel.connections import Build, Connections
 from engine.worker.parallel.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
-from engine.worker.parallel.rank_files import FileCall, Followers, Leader, OpenFile, of_rank
-from engine.worker.startup import Membership
+from engine.worker.parallel.rank_files import FileCall, Followers, Leader, OpenFile
 from engine.worker.startup import build_runner as build_single
 from engine.worker.step_handle import StepHandle
 
+_log = logging.getLogger(__name__)
+
+CONFIRMED_STEPS = 1000  # after a failed step, so many are confirmed: else a rank's failure is noticed one step late
+RESET_SECONDS = 60  # time for all ranks to leave a failed step and confirm it
 LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
 BEAT_SECONDS = 1.0  # between a follower's heartbeats
 MAX_MISSED = 7  # a follower is lost after more successive missed heartbeats
-START_SECONDS = 600  # time for the ranks to connect
 NO_BATCH = ScheduledBatch([], [], 0, 0, [])
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """The first message to a follower."""
-
-    rank: int  # the global rank
-    shard: Shard
-    stage: Stage
-    device_index: int  # of its GPU
-    one_host: bool  # all ranks of its stage are on one host
-    rendezvous: str  # a URL for the ranks to connect
-    folder: Path
-    spec: ModelSpec
-    options: RunnerOptions
-
-    def own_file(self, options: BlockFileOptions, folder: Path | None = None) -> BlockFileOptions:
-        """Return the options of this rank's block file. `folder`: the model's, if it differs from rank 0's."""
-        return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +56,13 @@ class Launch:
     """A step to run. `repeated`: it has the batch of the previous step, which the output leaves out.
 
     `sampled`: with pipeline parallelism, the tokens of requests since the last `Launch`, for the first stage.
+    `confirm`: the last stage's ranks answer [0] once they have run it, or [1] if they could not.
     """
 
     output: SchedulerOutput
     repeated: bool
     sampled: dict[str, list[int]]
+    confirm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +71,14 @@ class Sample:
 
     masks: bytes
     deferred: list[int]
+    confirm: bool = False  # as in `Launch`
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """A step has failed: forget all rows and steps, connect anew, and answer []. Ranks that failed wait for this."""
+
+    rendezvous: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,42 +104,6 @@ def build_runner(
     if num_ranks == 1:
         return build_single(folder, spec, options, progress=progress)
     return RankedRunner.build(folder, spec, options, launcher or LocalLauncher(num_ranks), lost, progress=progress)
-
-
-def join(build: Build) -> Membership:
-    """Connect to the other ranks, using this rank's device."""
-    device = build.options.device
-    if isinstance(device, CudaDevice):
-        device = CudaDevice(build.device_index)
-        torch.cuda.set_device(device.torch_device)
-    dist.init_process_group(
-        "nccl" if device.is_accelerator else "gloo",
-        init_method=build.rendezvous,
-        rank=build.rank,
-        world_size=build.shard.size * build.stage.count,
-        timeout=timedelta(seconds=START_SECONDS),
-        device_id=device.torch_device if device.is_accelerator else None,
-    )
-    return membership(build, replace(build.options, device=device))
-
-
-def membership(build: Build, options: RunnerOptions) -> Membership:
-    """Return the connections of a rank in the process group of all."""
-    device, size, stage = options.device, build.shard.size, build.stage
-    share_memory = device.is_accelerator and build.one_host and size > 1
-    communicator = GpuCommunicator if share_memory else GroupCommunicator
-    if stage.count == 1:
-        return Membership(options, communicator(device.torch_device), None)
-    stages = [dist.new_group(list(range(first, first + size))) for first in range(0, size * stage.count, size)]
-    ranks = stages[build.rank // size]
-    # Each stage's ranks follow those of the next stage.
-    pairs = [dist.new_group([rank, rank + size]) for rank in range(size * (stage.count - 1))]
-    before = None if stage.is_first else Neighbour(build.rank + size, pairs[build.rank])
-    after = None if stage.is_last else Neighbour(build.rank - size, pairs[build.rank - size])
-    num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_num_seqs)
-    buffer = torch.empty(num_tokens, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
-    link = StageLink(before, after, buffer)
-    return Membership(options, communicator(device.torch_device, ranks), link)
 
 
 class PipelinedStep:
@@ -253,11 +207,19 @@ class RankedRunner:
     """Rank 0's runner, which sends its calls to the followers. If a follower is lost, this process exits."""
 
     def __init__(
-        self, build: Build, runner: ModelRunner, launcher: Launcher, followers: Sequence[Follower], watch: Watch
+        self,
+        build: Build,
+        runner: ModelRunner,
+        launcher: Launcher,
+        followers: Sequence[Follower],
+        watch: Watch,
+        connections: Connections,
+        lost: Lost,
     ) -> None:
         """Use `build`."""
         self._build, self._runner, self._launcher = build, runner, launcher
         self.followers, self._watch = followers, watch
+        self._connections, self._lost = connections, lost
         self.num_blocks, self.block_size, self.max_model_len = (
             runner.num_blocks,
             runner.block_size,
@@ -269,6 +231,8 @@ class RankedRunner:
         self._sampled: dict[str, list[int]] = {}  # request id → tokens that are not yet sent to the other ranks
         self._guided: set[str] = set()  # ids of guided requests
         self._waiting: list[PipelinedStep] = []  # steps that this rank has not run, the oldest first
+        self._num_to_confirm = 0  # steps
+        self._unreset: list[Follower] = []  # followers that have yet to leave a failed step
 
     @classmethod
     def build(
@@ -307,7 +271,8 @@ class RankedRunner:
             followers = launcher.start(lost)
             for follower, build in zip(followers, builds[1:], strict=True):
                 follower.send(pickle.dumps(build))
-            runner = _build_part(builds[0], folder, progress)
+            connections = Connections(builds[0])
+            runner = _build_part(builds[0], folder, progress, connections)
         except BaseException:
             for follower in followers:
                 follower.end(kill=True)
@@ -315,7 +280,7 @@ class RankedRunner:
                 dist.destroy_process_group()
             launcher.close()
             raise
-        return cls(builds[0], runner, launcher, followers, Watch(followers, lost))
+        return cls(builds[0], runner, launcher, followers, Watch(followers, lost), connections, lost)
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -334,13 +299,14 @@ class RankedRunner:
         repeated = output.batch is self._batch
         sampled = dict(self._sampled)
         self._sampled.clear()
-        self._tell(Launch(replace(output, batch=NO_BATCH) if repeated else output, repeated, sampled))
+        confirm, self._num_to_confirm = self._num_to_confirm > 0, max(self._num_to_confirm - 1, 0)
+        self._tell(Launch(replace(output, batch=NO_BATCH) if repeated else output, repeated, sampled, confirm))
         self._batch = output.batch
         if not self._is_pipelined:
-            return self._launch_here(output)
+            return self._launch_here(output, confirm)
         self._guided.difference_update(output.removed)
         self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
-        step = PipelinedStep(partial(self._launch_here, output), self._sampled)
+        step = PipelinedStep(partial(self._launch_here, output, confirm), self._sampled)
         self._waiting = [*(each for each in self._waiting if not each.has_run), step]
         if not self._guided.isdisjoint(output.batch.request_ids):  # their masks are filled before the step is read
             self._run_waiting()
@@ -351,25 +317,64 @@ class RankedRunner:
             step.run()
         self._waiting.clear()
 
-    def _launch_here(self, output: SchedulerOutput) -> StepHandle:
+    def _launch_here(self, output: SchedulerOutput, confirm: bool) -> StepHandle:
         handle = self._runner.launch(output)
         if handle.finish is not None:
-            handle.finish = partial(self._sample, handle, handle.finish)
+            handle.finish = partial(self._sample, handle, handle.finish, confirm)
+        self._check_others(confirm)
         return handle
 
+    def _check_others(self, confirm: bool) -> None:
+        """Raise an error if the last message failed on another rank of this stage. `confirm`: as in the message."""
+        of_stage = self._watch.answers[: self._build.shard.size - 1]
+        if confirm and any(answers.get() != [0] for answers in of_stage):
+            raise RuntimeError("a step failed on another rank; the log has its error")
+
     def reset(self) -> None:
-        """Raise an error: after a failed step the ranks wait for each other forever, and only a restart helps.
+        """Drop all steps in flight on all ranks, after a failed one or to run other requests.
 
-        If the step failed because a rank was lost, this process exits during the wait, and the log names the rank.
+        Raises an error if a rank was lost, or if the ranks cannot leave the step: on GPUs, stages cannot, nor can a
+        rank that waits in a collective for another one that has failed. Then this process exits within RESET_SECONDS.
         """
-        time.sleep(LOSS_SECONDS)
-        raise RuntimeError("a step failed on one of several ranks")
+        self._batch = NO_BATCH
+        self._sampled.clear()
+        self._guided.clear()
+        self._waiting.clear()
+        self._unreset = list(self.followers)
+        deadline = threading.Timer(RESET_SECONDS, self._give_up)  # nothing else ends a wait for a GPU
+        deadline.daemon = True
+        deadline.start()
+        try:
+            if not self._connections.survive_failures:
+                raise RuntimeError("a step failed on one of several stages")
+            self._connections.leave()
+            rendezvous = self._launcher.rendezvous() if self._connections.are_renewed else ""
+            self._tell(Reset(rendezvous))
+            self._connections.renew(rendezvous)
+            self._runner.reset()
+            for answers in self._watch.answers:
+                while answers.get():  # what is left of dropped steps
+                    pass
+                self._unreset.pop(0)
+            self._num_to_confirm = CONFIRMED_STEPS if self._connections.are_renewed else 0
+        except Exception:
+            time.sleep(LOSS_SECONDS)  # if a rank was lost, this process exits meanwhile, and the log names the rank
+            raise
+        finally:
+            deadline.cancel()
 
-    def _sample(self, handle: StepHandle, finish: Callable[[Sequence[int]], None], deferred: Sequence[int]) -> None:
-        self._tell(Sample(handle.masks.tobytes(), list(deferred)))
+    def _give_up(self) -> None:
+        if self._unreset:
+            end_without(self._unreset[0], f"did not leave a failed step within {RESET_SECONDS} s", self._lost)
+
+    def _sample(
+        self, handle: StepHandle, finish: Callable[[Sequence[int]], None], confirm: bool, deferred: Sequence[int]
+    ) -> None:
+        self._tell(Sample(handle.masks.tobytes(), list(deferred), confirm))
         finish(deferred)
+        self._check_others(confirm)
 
-    def _tell(self, message: Launch | Sample | OpenFile | FileCall | Close) -> None:
+    def _tell(self, message: Launch | Sample | Reset | OpenFile | FileCall | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self.followers:
             follower.send(data)
@@ -404,8 +409,9 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     `folder`: the model's, if it differs from rank 0's. Raises `ModelError` as `startup.build_runner` does.
     """
     build: Build = pickle.loads(connection.recv_bytes())
+    connections = Connections(build)
     try:
-        runner = _build_part(build, folder or build.folder, silent)
+        runner = _build_part(build, folder or build.folder, silent, connections)
     except ModelError as error:
         raise ModelError(f"rank {build.rank}: {error}") from None
     gc.collect()
@@ -413,22 +419,18 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     leader = Leader(connection)
     threading.Thread(target=_beat, args=[leader], name="heartbeats", daemon=True).start()
     file: BlockFile | None = None
-    handle: StepHandle | None = None
-    batch = NO_BATCH
+    steps = FollowedSteps(build, runner, connections)
     while True:
+        if steps.have_failed and not connections.are_renewed and not connection.poll(RESET_SECONDS):
+            raise RuntimeError("a step failed on this rank alone")
         match pickle.loads(connection.recv_bytes()):
-            case Launch(output, repeated, sampled):
-                batch = batch if repeated else output.batch
-                runner.set_newest(sampled)
-                launched = runner.launch(replace(output, batch=batch))
-                if handle is not None and handle.done is not None:
-                    handle.done.synchronize()  # like rank 0, queue at most two steps
-                handle = launched
-            case Sample(masks, deferred):
-                assert handle is not None
-                if build.stage.is_last:
-                    handle.masks[:] = np.frombuffer(masks, np.int32).reshape(handle.masks.shape)
-                handle.sample(deferred)
+            case Launch() | Sample() as message:
+                steps.run(message)
+                if message.confirm and build.stage.is_last:
+                    leader.agree([int(steps.have_failed)])
+            case Reset(rendezvous):
+                steps.reset(rendezvous)
+                leader.agree([])
             case OpenFile(file_options):
                 file = runner.open_block_file(build.own_file(file_options, folder), leader)
             case FileCall(method, arguments):
@@ -438,6 +440,57 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     _leave(runner)
 
 
+class FollowedSteps:
+    """The steps of a follower. After one has failed, it ignores the next ones until rank 0 drops them all."""
+
+    def __init__(self, build: Build, runner: ModelRunner, connections: Connections) -> None:
+        self._build, self._runner, self._connections = build, runner, connections
+        self.have_failed = False
+        self._handle: StepHandle | None = None  # of the last step
+        self._batch = NO_BATCH
+
+    def run(self, message: Launch | Sample) -> None:
+        """Launch a step or sample its guided requests. Raises an error if only the end of this process helps."""
+        if self.have_failed:
+            if not self._connections.are_renewed:
+                raise RuntimeError("a step failed on this rank alone, and rank 0 waits for it")
+            return
+        try:
+            if isinstance(message, Launch):
+                self._launch(message)
+            else:
+                self._sample(message)
+        except Exception:
+            if not self._connections.survive_failures:
+                raise
+            _log.warning("rank %d left a step, which failed here or on another rank", self._build.rank, exc_info=True)
+            self.have_failed = True
+        if self.have_failed:  # the exception, which holds on to the connections, is gone by now
+            self._connections.leave()
+
+    def _launch(self, message: Launch) -> None:
+        self._batch = self._batch if message.repeated else message.output.batch
+        self._runner.set_newest(message.sampled)
+        launched = self._runner.launch(replace(message.output, batch=self._batch))
+        if self._handle is not None and self._handle.done is not None:
+            self._handle.done.synchronize()  # like rank 0, queue at most two steps
+        self._handle = launched
+
+    def _sample(self, message: Sample) -> None:
+        handle = self._handle
+        assert handle is not None
+        if self._build.stage.is_last:
+            handle.masks[:] = np.frombuffer(message.masks, np.int32).reshape(handle.masks.shape)
+        handle.sample(message.deferred)
+
+    def reset(self, rendezvous: str) -> None:
+        """Forget all steps and rows, as all ranks do at the same time. Raises if the device itself has failed."""
+        self._handle, self._batch = None, NO_BATCH
+        self._connections.renew(rendezvous)
+        self._runner.reset()
+        self.have_failed = False
+
+
 def _beat(leader: Leader) -> None:
     with contextlib.suppress(OSError):  # rank 0 is gone
         while True:
@@ -445,11 +498,11 @@ def _beat(leader: Leader) -> None:
             time.sleep(BEAT_SECONDS)
 
 
-def _build_part(build: Build, folder: Path, progress: Progress) -> ModelRunner:
+def _build_part(build: Build, folder: Path, progress: Progress, connections: Connections) -> ModelRunner:
     """Connect to the other ranks, and build this rank's runner."""
     return build_single(
         folder, build.spec, build.options, progress=progress, shard=build.shard, stage=build.stage,
-        connect=partial(join, build),
+        connect=connections,
     )  # fmt: skip
 
 
@@ -460,4 +513,5 @@ def _leave(runner: ModelRunner) -> None:
     """
     runner.device.synchronize()
     runner.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a follower that failed has left
+        dist.destroy_process_group()
