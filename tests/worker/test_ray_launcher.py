@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.models.errors import ModelError
 from engine.worker.parallel import ray_launcher
 from engine.worker.parallel.launcher import LaunchError
-from engine.worker.parallel.ray_launcher import RayLauncher, Seat, find_model
+from engine.worker.parallel.ray_launcher import RankListener, RayLauncher, Seat, find_model
 
 
 class FakeRay:
@@ -126,25 +126,68 @@ def test_a_cluster_that_is_too_small(monkeypatch: pytest.MonkeyPatch, owns: bool
     assert ray.is_shut_down == owns, "a connection of the program's own stays"
 
 
-def test_strangers_are_turned_away() -> None:
-    secret = b"known to the ranks"
-    with Listener(("127.0.0.1", 0), authkey=secret) as listener:
-        address = listener.address
-        assert isinstance(address, tuple)
+class Crowd(FakeRay):
+    """A cluster whose actors connect after peers that say nothing, or what is wrong."""
 
-        def connect() -> None:
-            with pytest.raises(AuthenticationError):
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__({"a": num_ranks}, [Seat("a", "127.0.0.1", (str(i),), i) for i in range(num_ranks)])
+        self.peers: list[socket.socket] = []
+        self.ends = threading.Event()
+
+    def remote(self, actor_class: type) -> Any:
+        options = super().remote(actor_class).options
+
+        def with_life(**asked: Any) -> Any:
+            def made() -> Any:
+                actor = options(**asked).remote()
+                actor.live = SimpleNamespace(remote=self._live)
+                return actor
+
+            return SimpleNamespace(remote=made)
+
+        return SimpleNamespace(options=with_life)
+
+    def _live(self, rank: int, address: tuple[str, int], secret: bytes, environment: dict[str, str]) -> Any:
+        for said in (b"", b"\0", b"\x7f\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n"):
+            self.peers.append(socket.create_connection(address))
+            self.peers[-1].sendall(said)
+
+        def follow() -> None:
+            with pytest.raises((AuthenticationError, OSError, EOFError)):
                 Client(address, authkey=b"a guess")
-            socket.create_connection(address).close()
-            with Client(address, authkey=secret) as connection:
-                connection.send(3)
+            with ray_launcher.connect(rank, address, secret) as connection:
+                connection.recv_bytes()
 
-        thread = threading.Thread(target=connect)
-        thread.start()
-        rank, connection = ray_launcher._accept(listener)
-        thread.join()
-        connection.close()
-    assert rank == 3
+        threading.Thread(target=follow).start()
+        return self.ends
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        return refs.wait() if refs is self.ends else super().get(refs, timeout or 0)
+
+
+@pytest.mark.parametrize("at_once", [64, 2])
+def test_silent_peers_and_strangers_delay_no_rank(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Not even if they are more than are greeted at the same time."""
+    monkeypatch.setattr(ray_launcher, "MAX_GREETINGS", at_once)
+    ray = Crowd(4)
+    followers = launch(monkeypatch, ray, 4).start(lambda reason: None)
+    assert [follower.rank for follower in followers] == [1, 2, 3]
+    for follower in followers:
+        follower.expect_end()
+        follower.send(b"go")
+        follower.connection.close()
+    ray.ends.set()
+    for peer in ray.peers:
+        peer.close()
+
+
+def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_launcher, "START_SECONDS", 0.0)
+    with (
+        RankListener("127.0.0.1", b"secret") as listener,
+        pytest.raises(LaunchError, match="rank 1, 2 did not connect"),
+    ):
+        listener.accept(2)
 
 
 def test_a_model_of_the_hub_is_found_on_another_node(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:

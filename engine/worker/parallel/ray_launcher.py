@@ -12,13 +12,16 @@ import os
 import re
 import secrets
 import socket
+import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Self
 
 from engine.models.hub import resolve_model
 from engine.worker.parallel.launcher import EXIT_SECONDS, Follower, LaunchError, Location, Lost, end_without
@@ -28,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1800.0  # for resources: an autoscaling cluster starts machines meanwhile
 SAY_SECONDS = 10.0  # wait before a log message
-START_SECONDS = 300.0  # for the actors to start, and to find the model
+START_SECONDS = 300.0  # for the actors to start, and to find the model; then for them to connect
+GREETING_SECONDS = 10  # for a peer to send the next bytes of its greeting
+RETRY_SECONDS = 0.2
+WELCOME = b"welcome"
+MAX_GREETINGS = 64  # at the same time; of more, the oldest peer is turned away
 NODE_LABEL = "ray.io/node-id"
 # Prefixes of environment variables that are copied from rank 0 to the other ranks.
 PASSED = (
@@ -140,14 +147,13 @@ class RayLauncher:
     def start(self, lost: Lost) -> Sequence[Follower]:
         secret = secrets.token_bytes(32)
         environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        with Listener((self._seated[0].host, 0), backlog=len(self._actors), authkey=secret) as listener:
+        with RankListener(self._seated[0].host, secret) as listener:
             followers = []
             for rank, (seat, actor) in enumerate(zip(self._seated[1:], self._actors, strict=True), start=1):
                 own = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[seat.node_id])}
                 life = actor.live.remote(rank, listener.address, secret, own)
                 followers.append(_Actor(self._ray, rank, seat, actor, life, lost))
-            for _ in followers:
-                rank, connection = _accept(listener)
+            for rank, connection in listener.accept(len(followers)).items():
                 followers[rank - 1].connection = connection
         return followers
 
@@ -163,6 +169,105 @@ class RayLauncher:
             self._ray.util.remove_placement_group(self._group)
         if self._owns_connection:
             self._ray.shutdown()
+
+
+class RankListener:
+    """Accepts the connections of ranks, which know the secret.
+
+    Each peer is greeted in a thread of its own: one that is silent, slow or a stranger delays none of the others.
+    """
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        self._socket, self._secret = socket.create_server((host, 0), backlog=128), secret
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self._found: SimpleQueue[tuple[int, Connection]] = SimpleQueue()
+        self._lock, self._greeted = threading.Lock(), deque[socket.socket]()  # the oldest first
+        threading.Thread(target=self._listen, name="ranks that connect", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._socket.close()
+        with self._lock:
+            for peer in self._greeted:
+                _turn_away(peer)
+
+    def accept(self, num_ranks: int) -> dict[int, Connection]:
+        """Return the connections of ranks 1 to `num_ranks`. Raises `LaunchError` if one has not connected in time."""
+        connections: dict[int, Connection] = {}
+        deadline = time.monotonic() + START_SECONDS
+        while len(connections) < num_ranks:
+            try:
+                rank, connection = self._found.get(timeout=max(deadline - time.monotonic(), 0))
+            except Empty:
+                missing = ", ".join(str(rank) for rank in range(1, num_ranks + 1) if rank not in connections)
+                reason = f"did not connect to {self.address[0]} within {START_SECONDS:.0f} s: is the network open?"
+                raise LaunchError(f"rank {missing} {reason}") from None
+            connections[rank] = connection
+        return connections
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                self._greeted.append(peer)
+                if len(self._greeted) > MAX_GREETINGS:
+                    _turn_away(self._greeted.popleft())
+            threading.Thread(target=self._greet, args=[peer], name="greeting of a rank", daemon=True).start()
+
+    def _greet(self, peer: socket.socket) -> None:
+        connection = Connection(os.dup(peer.fileno()))
+        try:
+            _limit_waits(peer, GREETING_SECONDS)
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            rank = connection.recv()
+            _limit_waits(peer, 0)
+            _send_at_once(connection)
+            with self._lock:
+                self._greeted.remove(peer)  # raises if it was turned away meanwhile
+            connection.send_bytes(WELCOME)
+            self._found.put((rank, connection))
+        except Exception:  # of a stranger: anything
+            connection.close()
+            with self._lock, contextlib.suppress(ValueError):
+                self._greeted.remove(peer)
+        finally:
+            peer.close()
+
+
+def _turn_away(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has gone
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def _limit_waits(peer: socket.socket, seconds: int) -> None:
+    """Let reads and writes raise OSError after `seconds`; 0: never."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+def connect(rank: int, address: tuple[str, int], secret: bytes) -> Connection:
+    """Connect a rank to the `RankListener` at `address`. Tries again if it is turned away in a crowd."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            connection = Client(address, authkey=secret)
+            _send_at_once(connection)
+            connection.send(rank)
+            connection.recv_bytes(len(WELCOME))
+        except (OSError, EOFError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)
+        else:
+            return connection
 
 
 class RankActor:
@@ -183,9 +288,7 @@ class RankActor:
     def live(self, rank: int, address: tuple[str, int], secret: bytes, environment: Mapping[str, str]) -> None:
         """Follow rank 0, which listens at `address`, until it closes."""
         os.environ.update(environment)
-        with Client(address, authkey=secret) as connection:
-            _send_at_once(connection)
-            connection.send(rank)
+        with connect(rank, address, secret) as connection:
             follow(connection, self._folder)
 
 
@@ -258,15 +361,6 @@ def _gpus_by_node(seats: Sequence[Seat]) -> dict[str, list[str]]:
     for seat in seats:
         gpus[seat.node_id] += seat.gpu_ids
     return gpus
-
-
-def _accept(listener: Listener) -> tuple[int, Connection]:
-    """Accept the next rank that connects. Peers without the secret are rejected."""
-    while True:
-        with contextlib.suppress(AuthenticationError, OSError, EOFError):
-            connection = listener.accept()
-            _send_at_once(connection)
-            return connection.recv(), connection
 
 
 def _send_at_once(connection: Connection) -> None:
