@@ -169,7 +169,7 @@ def test_a_failure_when_guided_requests_are_sampled(
 
 
 class Follower:
-    """What `FollowedSteps` needs of a rank: its runner and its connections."""
+    """A stand-in for a rank's runner and its connections, for `FollowedSteps`."""
 
     def __init__(self, are_renewed: bool, survive_failures: bool) -> None:
         self.are_renewed, self.survive_failures = are_renewed, survive_failures
