@@ -25,7 +25,7 @@ from tests.engine.test_structured_outputs import ASKED, Loop, params
 from tests.support.forks import ForkLauncher
 
 SOUND_STEPS = 3  # of the culprit, before its steps fail
-PLACES = {  # in a step → method that raises
+METHODS = {  # in a step → method that raises
     "before": (ModelRunner, "update_rows"),
     "amid": (GroupCommunicator, "all_reduce"),
     "handing over": (StageLink, "received"),
@@ -45,7 +45,7 @@ def make_fail(patch: pytest.MonkeyPatch, where: str, who: str, fails_always: boo
     """Let a place of the culprit's steps fail on rank 0, the others, or all."""
     parent, launch, count = os.getpid(), ModelRunner.launch, 0
     is_due = False
-    owner, name = PLACES[where]
+    owner, name = METHODS[where]
     inner = getattr(owner, name)
 
     def launching(self: ModelRunner, output: SchedulerOutput) -> Any:
