@@ -46,6 +46,8 @@ class _Search:
 
     def has(self, text: str, times: int) -> bool:
         """Return whether the prompt has a text at least so many times."""
+        if self._left <= 0:
+            return True
         if times == 1:
             found = self._prompt.find(text, self._at)
             if found >= 0:

@@ -263,8 +263,25 @@ def test_lost_texts() -> None:
 
 
 def test_the_search_for_lost_texts_is_bounded() -> None:
+    num_searched = 0  # characters
+
+    class Prompt(str):
+        __slots__ = ()
+
+        def find(self, text: str, start: int) -> int:  # type: ignore[override]
+            nonlocal num_searched
+            num_searched += len(self) - start
+            return super().find(text, start)
+
+        def count(self, text: str) -> int:  # type: ignore[override]
+            nonlocal num_searched
+            num_searched += len(self)
+            return super().count(text)
+
     messages = [said("user", f"<{i}>") for i in range(20_000)]
-    lost_messages(messages, "x" * (1 << 20))
+    lost = lost_messages(messages, Prompt("x" * (1 << 20)))
+    assert 0 < len(lost) < 300
+    assert num_searched <= (1 << 28) + 4 * (1 << 20)
 
 
 def test_a_slow_template_is_not_probed_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
