@@ -93,6 +93,7 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "10 MB to detokenize": lambda: ("/detokenize", _text({"tokens": [1] * 3_000_000})),
     "10 MB of unknown fields": lambda: _completion(**{f"field{i}": i for i in range(600_000)}),
 }  # fmt: skip
+SERVED = ("12 MB of tool arguments", "3.9 MB of which 8 tokens are kept")  # of the bodies; all others are refused
 
 
 def _send(make: Callable[[], tuple[str, bytes]]) -> Callable[[Target], Awaitable[Statuses]]:
@@ -286,7 +287,7 @@ async def broken_json(target: Target) -> Statuses:
 
 
 ATTACKS = (
-    *(Attack(name, _send(make), refused=name not in ("12 MB of tool arguments",)) for name, make in BODIES.items()),
+    *(Attack(name, _send(make), refused=name not in SERVED) for name, make in BODIES.items()),
     Attack("29 hostile grammars", hostile_grammars),
     Attack("a burst of 800 requests", burst),
     Attack("100 clients that hang up", hang_ups),
