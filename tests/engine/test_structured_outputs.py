@@ -316,7 +316,7 @@ def test_in_another_process(tiny_model: Path) -> None:
                 assert reason == "length" or obeys(wanted, text)
             assert await engine.prepare(plain) is plain
             with pytest.raises(ValueError, match="oneOf"):
-                await engine.prepare(params(json={"oneOf": [{"minLength": 1}, {"maxLength": 3}]}))
+                await engine.prepare(params(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}))
             for count in range(4999, 4900, -1):
                 slow = asyncio.create_task(engine.prepare(params(regex="a*" * count)))
                 ticks = 0
