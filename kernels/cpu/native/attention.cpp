@@ -83,9 +83,9 @@ template <class T, class C> struct Worker {
                 at[j] = table[(key + j) / a.block_size] * a.block_stride + tile.kv_head * a.head_stride +
                         (key + j) % a.block_size * d;
             read_keys(at, count);
-            by_rows<4>(0, rows, [&](auto m, int r) { score<m>(r); });
+            by_rows<TALL>(0, rows, [&](auto m, int r) { score<m>(r); });
             for (int r = 0; r < rows; ++r) soften(r, tile.kv_head * group + r % group, position + r / group, key, count);
-            by_rows<4>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
+            by_rows<TALL>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
         }
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + (start + tile.first + r / group) * a.out_stride + (tile.kv_head * group + r % group) * d;
