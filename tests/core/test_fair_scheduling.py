@@ -25,11 +25,12 @@ def make(
 
 
 def add(scheduler: Scheduler, ids: Sequence[str], prompt: int = 3, max_tokens: int = 50, priority: int = 0) -> None:
-    """The tenant of a request is the first letter of its id."""
+    """The tenant of a request is the first letter of its id; if it has a slash, that before the dot."""
     for request_id in ids:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        tenant = request_id.partition(".")[0] if "/" in request_id else request_id[0]
         tokens = [int.from_bytes(request_id.encode()) + i for i in range(prompt)]
-        engine_request = EngineRequest(request_id, tokens, sampling, priority=priority, tenant=request_id[0])
+        engine_request = EngineRequest(request_id, tokens, sampling, priority=priority, tenant=tenant)
         scheduler.add(Request(engine_request, frozenset(), seed=1))
 
 
@@ -233,6 +234,38 @@ def test_a_newcomer_that_finds_no_blocks_stops_no_other() -> None:
     step(s)
     add(s, ["b0"], prompt=100, max_tokens=15)
     assert [step(s).batch.request_ids for _ in range(10)] == [["a0"]] * 10
+
+
+def test_invented_users_get_no_more_than_their_address() -> None:
+    s = make()
+    add(s, [f"a/{number}.0" for number in range(40)])
+    step(s)
+    assert not s.queues.has_favoured, "a crowd"
+    add(s, names("b", 4), max_tokens=400)
+    for _ in range(12):
+        step(s)
+    assert num_running(s, "b") == 3
+    for number in range(40, 80):  # names that are new each time
+        add(s, [f"a/{number}.0"])
+        step(s)
+        assert num_running(s, "b") == 3
+
+
+def test_users_of_one_address_share_what_it_gets() -> None:
+    s = make()
+    add(s, [f"a/1.{number}" for number in range(40)])
+    step(s)
+    add(s, [f"a/2.{number}" for number in range(4)])
+    for _ in range(4):
+        step(s)
+    assert (num_running(s, "a/1"), num_running(s, "a/2")) == (5, 3)
+
+
+def test_the_least_served_user_of_an_address_is_next() -> None:
+    s = make(max_num_seqs=1)
+    add(s, ["a/1.0", "a/1.1", "a/2.0"], max_tokens=3)
+    started = [new.request_id for _ in range(12) for new in step(s).new_requests]
+    assert started == ["a/1.0", "a/2.0", "a/1.1"]
 
 
 class Clock:

@@ -139,7 +139,9 @@ class Workload:
         self.contents = Random(seed)
         self.content_rate = self.contents.choice([0, 0, 0.7])
         self.tenants = Random(seed)
-        self.tenant_names = self.tenants.choice(["", "a", "ab", "aaaab", "abcdefgh"])
+        self.tenant_names = list(self.tenants.choice(["", "a", "ab", "aaaab", "abcdefgh"]))
+        if self.tenants.random() < 0.4:  # some are of one group
+            self.tenant_names = [self.tenants.choice([name, f"group/{name}"]) for name in self.tenant_names]
         self.defer_rate = self.lateness.choice([0, 0, 0.1, 0.6])
         trunks = [self._tokens(rng.randint(0, self.max_model_len * 2 // 3)) for _ in range(rng.randint(1, 3))]
         last_arrival = rng.choice([0, 10, 80])

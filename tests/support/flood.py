@@ -1,8 +1,8 @@
 """Simulation of one client's flood beside another client: the real scheduler, steps that take a device's time.
 
-One client floods: 200 requests for 4 answers each, or 200 long prompts, again and again. Another sends a request for 8
-tokens each second. First come, first served is the same with one owner for both. `benchmarks.serving.fairness` asks a
-real server.
+One client floods: 200 requests for 4 answers each, or 200 long prompts, again and again, perhaps each with another
+user's name. Another sends a request for 8 tokens each second. First come, first served is the same with one owner for
+both. `benchmarks.serving.fairness` asks a real server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from engine.core.batch import SchedulerOutput, StepResult
 from engine.core.engine_request import EngineRequest
+from engine.core.fairness.tenants import SEPARATOR
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -48,11 +49,13 @@ class Flood:
     n: int  # answers to each prompt
     prompt: int  # tokens
     answer: Callable[[random.Random], int]  # tokens
+    num_names: int = 1  # of users that the client invents
 
 
 FLOODS = (
     Flood("200 × n=4", 4, 32, lambda dice: dice.choice([8, 32, 128, 512])),
     Flood("200 long prompts", 1, 1800, lambda dice: dice.choice([8, 64])),
+    Flood("200 names", 4, 32, lambda dice: dice.choice([8, 32, 128, 512]), num_names=200),
 )
 
 
@@ -103,9 +106,10 @@ class Simulation:
         request_id = f"{owner} {self._num_requests}"
         prompt = [self._dice.randrange(1 << 30) for _ in range(num_prompt)]
         sampling = SamplingParams(max_tokens=num_answer, ignore_eos=True)
-        engine_request = EngineRequest(
-            request_id, prompt, sampling, tenant=owner if self._fair else "", arrival=arrival
-        )
+        tenant = owner if self._fair else ""
+        if tenant == FLOODER and self._flood is not None and self._flood.num_names > 1:
+            tenant += f"{SEPARATOR}user {self._num_requests % self._flood.num_names}"
+        engine_request = EngineRequest(request_id, prompt, sampling, tenant=tenant, arrival=arrival)
         self.scheduler.add(Request(engine_request, frozenset(), 0))
         return request_id
 
