@@ -35,7 +35,9 @@ class RoundRobin(Generic[T]):
 
     def pop(self, skip: Container[str] = ()) -> T:
         """Remove and return the next item of a group that is not in `skip`. Raises `KeyError` if there is none."""
-        group = next((group for group in self._groups if group not in skip), "")
+        group = next((group for group in self._groups if group not in skip), None)
+        if group is None:
+            raise KeyError
         tenants = self._groups.pop(group)
         tenant, queue = tenants.popitem(last=False)
         item = queue.popleft()

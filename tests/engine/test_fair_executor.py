@@ -36,10 +36,11 @@ def test_a_group_of_tenants_gets_no_more_than_one() -> None:
     threads.shutdown()
 
 
-def test_long_tasks_of_one_do_not_delay_anothers() -> None:
+@pytest.mark.parametrize("group", [("a", "a/1", "a/2"), ("", "", "")], ids=["an address", "no name"])
+def test_long_tasks_of_one_do_not_delay_anothers(group: tuple[str, ...]) -> None:
     """With one thread for all, and two more for those without a running task."""
     threads, gate, order = FairExecutor(ThreadPoolExecutor(3), 1, 2), Event(), list[str]()
-    long = [threads.submit(tenant, gate.wait, 60) for tenant in ("a", "a/1", "a/2")]
+    long = [threads.submit(tenant, gate.wait, 60) for tenant in group]
     for name in "bcb":
         threads.submit(name, order.append, name).result(60)
     assert order == ["b", "c", "b"]
