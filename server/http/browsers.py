@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
-import socket
 from collections.abc import Sequence
+from socket import gethostname
 from urllib.parse import urlsplit
 
 from fastapi.middleware.cors import CORSMiddleware
@@ -103,7 +103,7 @@ class BrowserMiddleware:
 
 def own_names() -> set[str]:
     """Return the names of this machine that need no look-up, in lower case."""
-    whole = socket.gethostname().lower().rstrip(".")
+    whole = gethostname().lower().rstrip(".")
     first = whole.partition(".")[0]
     return {"localhost", *_IN_CONTAINERS, whole, first, *(f"{first}.{domain}" for domain in _LOCAL_DOMAINS)}
 

@@ -27,6 +27,7 @@ QUANTISED = Backend(quantises=True, unfused_router=True, group=32)
 ATTENTION = ["rope_and_store", "paged_attention_decode"]
 QUANTISED_ATTENTION = ["rope_and_store", "paged_attention_decode q"]
 # family, backend → the kernels of both layers of a step that decodes, without embedding and output head
+SHARED_EXPERT = ["linear_add_norm", "route", "linear_gated", "experts", "linear", "sigmoid"]
 LAYERS: dict[tuple[str, Backend], tuple[list[str], list[str]]] = {
     ("llama", FUSED): (
         ["norm_linear", *ATTENTION, "linear_add", "norm_gated", "linear_add"],
@@ -65,8 +66,8 @@ LAYERS: dict[tuple[str, Backend], tuple[list[str], list[str]]] = {
         ["linear", *QUANTISED_ATTENTION, "linear_add_norm", "route", "experts"],
     ),
     ("qwen2_moe", UNFUSED): (  # a shared expert with a gate, beside the others
-        ["norm_linear", *ATTENTION, "linear_add_norm", "route", "linear_gated", "experts", "linear", "linear_add_norm"],
-        ["linear", *ATTENTION, "linear_add_norm", "route", "linear_gated", "experts", "linear", "linear_add"],
+        ["norm_linear", *ATTENTION, *SHARED_EXPERT, "linear_add_norm"],
+        ["linear", *ATTENTION, *SHARED_EXPERT, "linear_add"],
     ),
 }  # fmt: skip
 

@@ -52,6 +52,7 @@ ONLY_READ = {
     "quire bench startup": "starts servers of its own: tests/benchmarks/serving",
     "quire bench server-path": "starts a server of its own: tests/benchmarks/micro",
     "python -m benchmarks": "minutes, a GPU, or another engine",
+    "QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks": "minutes, and another engine",
     "python -m tests": "minutes, a GPU, a browser, or other programs",
 }
 ONLY_COMPILED = {"from ray ": "needs a Ray cluster: tests/server/ray"}  # how a snippet begins

@@ -113,7 +113,9 @@ def test_published_templates_in_every_api(serve: Serve) -> None:
 
 
 def scripted(kind: str) -> list[dict[str, Any]]:
-    return [each for each in all_cases() if each["id"].startswith(kind) and "script" in each and template_of(each)]
+    """The cases of a kind that have a script; one without content where there are none, for a test that is skipped."""
+    found = [each for each in all_cases() if each["id"].startswith(kind) and "script" in each and template_of(each)]
+    return found or [{"id": "none"}]
 
 
 def calls_of(path: str, answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:

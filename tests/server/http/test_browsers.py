@@ -29,7 +29,7 @@ COMPLETIONS = "/v1/completions"
     ],
 )
 def test_addresses_and_names_of_this_machine_are_ours(host: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "GPU1.corp.example")
+    monkeypatch.setattr("server.http.browsers.gethostname", lambda: "GPU1.corp.example")
     live = serve(FakeEngine(), ServerConfig())
     assert live.http.get("/v1/models", headers={"Host": host}).status_code == 200
 
