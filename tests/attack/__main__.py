@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
         console.print(f"hostile model folders: {models}")
         failed += models.startswith("FAILED")
         recovered = recovery()
-        console.print(recovered, highlight=False)
+        console.print(str(recovered), highlight=False)
         failed += not recovered.is_held
     if args.json:
         found = [dataclasses.asdict(each) for each in results]

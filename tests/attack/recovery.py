@@ -3,8 +3,9 @@
     python -m tests.attack.recovery             three kills
     python -m tests.attack.recovery --kills 10
 
-Held when requests are answered again at most two seconds later than a start of the server takes, and each request that
-was in the server is answered, or told why not: only one whose answer had begun may fail.
+Each kill meets a server of its own: of one that is lost again and again, each restart waits longer. Held when requests
+are answered again at most two seconds later than a start of the server takes, and each request that was in the server
+is answered, or told why not: only one whose answer had begun may fail.
 """
 
 from __future__ import annotations
@@ -52,27 +53,30 @@ class Recovery:
 
 
 def recovery(num_kills: int = 3) -> Recovery:
-    """Measure a server of its own, of whose requests only some run at a time."""
-    with serving("--kv-cache-memory-bytes", "64m", "--max-num-seqs", str(NUM_RUNNING)) as target:
-        return asyncio.run(_recovery(target, num_kills))
-
-
-async def _recovery(target: Target, num_kills: int) -> Recovery:
-    found, statuses = Recovery(target.start_seconds), Counter[int]()
+    """Measure servers of their own, of whose requests only some run at a time."""
+    found, statuses = Recovery(0.0), Counter[int]()
     for _ in range(num_kills):
-        load = Load(target, BODY)
-        clients = [asyncio.create_task(load.ask()) for _ in range(NUM_CLIENTS)]
-        await asyncio.sleep(LOAD_SECONDS)
-        killed = time.monotonic()
-        os.kill(target.engine_pid(), signal.SIGKILL)
-        while not load.answered_since(killed):
-            await asyncio.sleep(0.02)
-        load.runs = False
-        await asyncio.gather(*clients)
-        found.seconds.append(min(load.answered_since(killed)) - killed)
-        statuses += Counter(answer.status for answer in load.asked_before(killed))
+        with serving("--kv-cache-memory-bytes", "64m", "--max-num-seqs", str(NUM_RUNNING)) as target:
+            found.start_seconds = max(found.start_seconds, target.start_seconds)
+            seconds, answers = asyncio.run(_killed(target))
+        found.seconds.append(seconds)
+        statuses += Counter(answer.status for answer in answers)
     found.statuses = dict(sorted(statuses.items()))
     return found
+
+
+async def _killed(target: Target) -> tuple[float, list[Answer]]:
+    """Kill the engine under load. Returns the seconds until the next answer, and those to requests that were there."""
+    load = Load(target, BODY)
+    clients = [asyncio.create_task(load.ask()) for _ in range(NUM_CLIENTS)]
+    await asyncio.sleep(LOAD_SECONDS)
+    killed = time.monotonic()
+    os.kill(target.engine_pid(), signal.SIGKILL)
+    while not load.answered_since(killed):
+        await asyncio.sleep(0.02)
+    load.runs = False
+    await asyncio.gather(*clients)
+    return min(load.answered_since(killed)) - killed, load.asked_before(killed)
 
 
 class Load:
