@@ -85,7 +85,7 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "10,000 bad words": lambda: _completion(bad_words=[f"word{i}" for i in range(10_000)]),
     "10,000 embeddings": lambda: ("/v1/embeddings", _text({"input": ["a b c"] * 10_000})),
     "a name of 10 MB": lambda: _completion(model="m" * 10_000_000),
-    "3.9 MB of which 8 tokens are kept": lambda: _completion(prompt=LONG, truncate_prompt_tokens=8),
+    "3.9 MB, truncated to 8 tokens": lambda: _completion(prompt=LONG, truncate_prompt_tokens=8),
     "3.9 MB to tokenize": lambda: (TOKENIZE, _text({"prompt": LONG})),
     "3.9 MB to count": lambda: (
         "/v1/messages/count_tokens", _text({"model": "", "messages": [{"role": "user", "content": LONG}]})
@@ -93,7 +93,7 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "10 MB to detokenize": lambda: ("/detokenize", _text({"tokens": [1] * 3_000_000})),
     "10 MB of unknown fields": lambda: _completion(**{f"field{i}": i for i in range(600_000)}),
 }  # fmt: skip
-SERVED = ("12 MB of tool arguments", "3.9 MB of which 8 tokens are kept")  # of the bodies; all others are refused
+SERVED = ("12 MB of tool arguments", "3.9 MB, truncated to 8 tokens")  # all other bodies are refused
 
 
 def _send(make: Callable[[], tuple[str, bytes]]) -> Callable[[Target], Awaitable[Statuses]]:

@@ -10,7 +10,7 @@ from itertools import combinations
 from tests.composition.features import BY_NAME, CHECKPOINTS, FEATURES, reason_against
 
 PROCESS_COST = 12  # pairs that a configuration with more processes must gain, since these start slowly
-TRIES = 300  # random configurations, of which the one with most new pairs is taken
+TRIES = 300  # random configurations; the one with the most new pairs is taken
 REQUESTS = frozenset(feature.name for feature in FEATURES if feature.kind == "request")
 MODELS = [feature.name for feature in FEATURES if feature.kind == "model"]
 WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
