@@ -37,7 +37,7 @@ from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pai
 from tests.gpu.plan import check_plan
 from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
-from tests.gpu.ranks import check_rank_files, check_ranks
+from tests.gpu.ranks import check_guided_stages, check_rank_files, check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.support.unwritten import unwritten_is_nan
 
@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "graphs": (check_graphs,),
     "story": (check_story,),
     "collectives": (check_collectives,),
-    "ranks": (check_ranks, check_rank_files),
+    "ranks": (check_ranks, check_rank_files, check_guided_stages),
     "faults": (check_lost_processes,),
     "plan": (check_plan,),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import random
+import string
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from engine import LLM, SamplingParams
+from engine.core.params.structured import StructuredOutputs
 from tests.gpu.checks import Checks
 from tests.gpu.models import story_folder
 from tests.oracles.families import VOCAB, make_checkpoint
@@ -35,6 +37,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # tensor and pipeline parallel sizes
     "4 ranks": {"tensor_parallel_size": 4},
     "2 stages of 2 ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
+STAGES = {f"{stages} stages": {"pipeline_parallel_size": stages} for stages in (2, 3, 4)}
+GUIDED_LETTERS, GUIDED_LENGTH, GUIDED_ROUNDS = string.ascii_lowercase, 24, 3
 RANDOM_FAMILIES = ("olmo2",)  # whose ranks compute norms over the heads of all
 STUCK_SECONDS = 60  # after which the stacks of all threads are printed
 BF16_DIFFERING = 0.75  # of texts: sums of bfloat16 in another order decide near-ties otherwise; some half do so
@@ -130,11 +134,36 @@ def check_rank_files(checks: Checks) -> None:
         checks.add(f"{full}: texts differ", sum(a != b for a, b in zip(*texts, strict=True)) / 20, 0.0)
 
 
-def _layouts(checks: Checks) -> dict[str, dict[str, Any]]:
+def check_guided_stages(checks: Checks) -> None:
+    """Requests that must each repeat a letter of their own do so while several steps are in the pipeline."""
+    texts = [letter * GUIDED_LENGTH for letter in GUIDED_LETTERS] * 4
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=2 * GUIDED_LENGTH,
+            structured_outputs=StructuredOutputs(regex=f"{text[0]}{{{GUIDED_LENGTH}}}"),
+        )
+        for text in texts
+    ]
+    subject = Subject.trained(DEMO)
+    for name, layout in _layouts(checks, STAGES).items():
+        full = f"{subject.name} model, {name}, float32: guided texts differ"
+        if not checks.wants(full):
+            continue
+        llm = subject.start(layout, "float32", checks.device)
+        wrong = 0
+        for _ in range(GUIDED_ROUNDS):
+            answers = llm.generate(subject.prompts[: len(texts)], params, use_tqdm=False)
+            wrong += sum(answer.outputs[0].text != text for answer, text in zip(answers, texts, strict=True))
+        llm.close()
+        checks.add(full, wrong / (GUIDED_ROUNDS * len(texts)), 0.0)
+
+
+def _layouts(checks: Checks, layouts: dict[str, dict[str, Any]] = LAYOUTS) -> dict[str, dict[str, Any]]:
     """Those for which there are GPUs, or four processes on a CPU."""
     most = 4 if checks.device == "cpu" else torch.cuda.device_count()
     sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-    return {n: layout for n, layout in LAYOUTS.items() if layout.get(sizes[0], 1) * layout.get(sizes[1], 1) <= most}
+    return {n: layout for n, layout in layouts.items() if layout.get(sizes[0], 1) * layout.get(sizes[1], 1) <= most}
 
 
 def _check_texts(
