@@ -34,9 +34,11 @@ class _Call(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """`Layout` in products.cpp: lanes of a vector, rows of a matrix that products read together, offset of bytes."""
+    """`Layout` in products.cpp: lanes of a vector, rows of a matrix that products read together, offset of bytes,
+    channels of bfloat16 side by side.
+    """
 
-    _fields_ = (("lanes", ctypes.c_int32), ("tile_rows", ctypes.c_int32), ("byte_offset", ctypes.c_int32))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("lanes", "tile_rows", "byte_offset", "bf16_channels"))
 
 
 class Recording:

@@ -14,7 +14,6 @@ from kernels.cpu.library import layout, library
 from kernels.data.quantized_weight import QuantizedWeight
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
-STEPS = (1, 2, 4, 8)  # by kind: channels that fill 32 bits of a lane
 GROUPS = (128, 64, 32)  # channels of x that share a scale: as many as divide a weight's, or all channels
 
 
@@ -80,7 +79,7 @@ def pack_floats(weight: Tensor) -> NativeWeight | None:
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     kind = KINDS[weight.dtype]
-    return _native(weight.shape, kind, _kept(_tiles(weight, STEPS[kind])))
+    return _native(weight.shape, kind, _kept(_tiles(weight, _step(kind))))
 
 
 def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
@@ -119,6 +118,11 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
     return _native((n, k), KINDS[weight.kind], data, group, zero=zero, grouped=1, **which)
 
 
+def _step(kind: int) -> int:
+    """Return how many channels of a row lie side by side."""
+    return (1, layout().bf16_channels, 4, 8)[kind]
+
+
 def _padded(matrix: Tensor) -> Tensor:
     return F.pad(matrix, (0, 0, 0, -len(matrix) % layout().tile_rows))
 
@@ -155,7 +159,7 @@ def _native(
 ) -> NativeWeight:
     others = (scale, short_scale, zero)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (data, *others)]
-    struct = _Struct(kind, shape[0], data.shape[1] * STEPS[kind], group, *pointers, grouped)
+    struct = _Struct(kind, shape[0], data.shape[1] * _step(kind), group, *pointers, grouped)
     weight = data.as_subclass(NativeWeight)
     weight.num_rows, weight.num_channels, weight.struct = shape[0], shape[1], struct
     weight.others = others

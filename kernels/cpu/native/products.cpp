@@ -2,7 +2,10 @@
 //
 // Rows of W lie in tiles of WIDE vectors' lanes. A tile is read from end to end: channels in order, as many at a time as fill 32
 // bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
-// the vectors side by side. Scales and zero points of groups lie the same way.
+// the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16: as BF16_CHANNELS says.)
+//
+// Every sum is that of its token and row alone, in the order of the channels, however many tokens and tiles are computed at once.
+#include <iterator>
 #include <vector>
 
 #include "pool.h"
@@ -38,12 +41,17 @@ namespace {
 
 constexpr int OFFSET[] = {0, 0, BYTE_OFFSET, 8};  // of stored codes
 constexpr int TILE_ROWS = WIDE * LANES, LINE = WIDE * VECTOR;
-// Tokens of a register tile: few registers hold fewer accumulators beside widened and unpacked weights. Measured.
+// Tokens of a register tile: few registers hold fewer accumulators beside unpacked weights. Measured.
 constexpr int tall(Kind kind) {
-    if (kind == BFLOAT16) return DOTS_BF16 ? TALL : 4;
-    if (REGISTERS == 32 || kind == FLOAT32 || (kind == INT8 && !QUIRE_PAIRS)) return TALL;
+    if (REGISTERS == 32 || kind <= BFLOAT16 || (kind == INT8 && !QUIRE_PAIRS)) return TALL;
     return kind == INT4 && QUIRE_PAIRS ? 5 : 4;
 }
+// Tiles of floats that one or two tokens are multiplied with at once: a single one's few accumulators wait for each other.
+constexpr int side_by_side(Kind kind, int tokens) {
+    if (WIDE > 2 || tokens > 2 || kind > BFLOAT16) return 1;
+    return kind == BFLOAT16 && tokens == 1 ? 4 : 2;
+}
+constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;  // side by side: few registers have no room for both, widened
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
 
@@ -59,18 +67,23 @@ inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >
 
 template <int M> using Sums = Floats[M][WIDE];  // of M tokens
 
-template <int M> inline void dot_floats(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
-    for (int64_t k = 0; k < w.channels; ++k, at += LINE) {
-        Floats v[WIDE];
-        load_line(at, v);
-        each<M>([&](auto m) {
-            Floats y = all(load<float>(x[m] + k * 4));
-            each<WIDE>([&](auto n) { acc[m][n] += v[n] * y; });
+// J tiles, one behind the other, of W in float32 or bfloat16 (T), x in float32: sums [J, M].
+template <class T, int M, int J> inline void dot_floats(const Weight& w, const char* at, const char* const* x, Sums<M>* acc) {
+    const int64_t tile = tile_bytes(w);
+    for (int64_t k = 0; k < w.channels; ++k, at += TILE_ROWS * sizeof(T))
+        each<J>([&](auto j) {
+            const T* line = (const T*)(at + j * tile);
+            Floats v[WIDE];
+            each<WIDE>([&](auto n) { v[n] = load_lanes(line + n * LANES); });
+            for (int i = 0; i < TILE_ROWS * int(sizeof(T)); i += 64) __builtin_prefetch((const char*)line + i + AHEAD);
+            each<M>([&](auto m) {
+                Floats y = all(load<float>(x[m] + k * 4));
+                each<WIDE>([&](auto n) { acc[j][m][n] += v[n] * y; });
+            });
         });
-    }
 }
 
-template <int M> inline void dot_bf16(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
+template <int M> inline void dot_pairs(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels / 2; ++k, at += LINE) {
         Words v[WIDE];
         load_line(at, v);
@@ -179,31 +192,45 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
         });
 }
 
-// The products of M tokens, from `token` on, and a tile: [M, WIDE].
-template <Kind KIND, class SCALES, int M> void multiply(const Weight& w, const Rows& rows, int tile, int token, Floats* to) {
+// The products of M tokens, from `token` on, and J tiles: [J, M, WIDE].
+template <Kind KIND, class SCALES, int M, int J = 1> void multiply(const Weight& w, const Rows& rows, int tile, int token, Floats* to) {
     const char *at = w.data + tile * tile_bytes(w), *x[M];
     each<M>([&](auto m) { x[m] = rows.data + (token + m) * rows.row_bytes; });
-    Sums<M> acc = {};
-    if constexpr (KIND == FLOAT32) dot_floats<M>(w, at, x, acc);
-    else if constexpr (KIND == BFLOAT16) dot_bf16<M>(w, at, x, acc);
-    else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
+    Sums<M> acc[J] = {};
+    if constexpr (KIND == FLOAT32) dot_floats<float, M, J>(w, at, x, acc);
+    else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M, J>(w, at, x, acc);
+    else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, x, *acc);
+    else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, *acc);
     each<WIDE>([&](auto n) {
         Floats scale = all(1.0f);
         if (KIND == INT8 && std::is_void_v<SCALES>) scale = load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
-        each<M>([&](auto m) { to[m * WIDE + n] = acc[m][n] * scale; });
+        each<J>([&](auto j) { each<M>([&](auto m) { to[(j * M + m) * WIDE + n] = acc[j][m][n] * scale; }); });
     });
 }
 
 using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, Floats* to);
-template <Kind KIND, class SCALES> Multiply multiply_tokens(int tokens) {
+template <Kind KIND, class SCALES> Multiply multiply_codes(int tokens) {
     return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
          : multiply<KIND, SCALES, tall(KIND)>;
 }
-inline Multiply multiply_for(const Weight& w, int tokens) {
-    if (w.kind == FLOAT32) return multiply_tokens<FLOAT32, void>(tokens);
-    if (w.kind == BFLOAT16) return multiply_tokens<BFLOAT16, void>(tokens);
-    if (w.kind == INT8) return w.grouped ? multiply_tokens<INT8, float>(tokens) : multiply_tokens<INT8, void>(tokens);
-    return w.short_scale ? multiply_tokens<INT4, bf16>(tokens) : multiply_tokens<INT4, float>(tokens);
+template <Kind KIND> Multiply multiply_floats(int tokens, int tiles) {
+    if (tiles > 1) return tokens == 1 ? multiply<KIND, void, 1, side_by_side(KIND, 1)> : multiply<KIND, void, 2, side_by_side(KIND, 2)>;
+    constexpr Multiply OF[] = {multiply<KIND, void, 1>, multiply<KIND, void, 2>, multiply<KIND, void, 3>,
+                               multiply<KIND, void, 4>, multiply<KIND, void, 5>, multiply<KIND, void, 6>};
+    static_assert(std::size(OF) == TALL);
+    return OF[tokens - 1];
+}
+inline Multiply multiply_for(const Weight& w, int tokens, int tiles) {
+    if (w.kind == FLOAT32) return multiply_floats<FLOAT32>(tokens, tiles);
+    if (w.kind == BFLOAT16) return multiply_floats<BFLOAT16>(tokens, tiles);
+    if (w.kind == INT8) return w.grouped ? multiply_codes<INT8, float>(tokens) : multiply_codes<INT8, void>(tokens);
+    return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
+}
+// How many of the tokens left are multiplied at once.
+inline int tokens_at_once(Kind kind, int left) {
+    const int most = tall(kind);
+    if (kind <= BFLOAT16) return left <= most ? left : left < most + 3 ? (left + 1) / 2 : most;  // none alone at the end
+    return left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
 template <class T> struct Output {
@@ -236,37 +263,15 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
-// A tile of bfloat16 in float32: with few registers, widening it for each few tokens costs more.
-inline void widen(const Weight& w, int tile, float* to) {
-    const char* at = w.data + tile * tile_bytes(w);
-    for (int64_t i = 0; i < w.channels / 2 * WIDE; ++i) {
-        const Words v = load<Words>(at + i * VECTOR);
-        float* first = to + (i / WIDE * 2 * WIDE + i % WIDE) * LANES;  // of a line of the lower channels, then one of the upper
-        store(first, (Floats)(v << 16)), store(first + WIDE * LANES, (Floats)(v & 0xffff0000u));
-    }
-}
-
-// All tokens of a tile, which stays in the core's cache meanwhile.
-template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tokens) {
-    constexpr int MANY = 12;  // tokens that make it worth while to widen a tile before
+// All tokens of some tiles, which stay in the core's cache meanwhile.
+template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tiles, int tokens) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
-    Weight read = w;
-    int first = tile, second = tile + w.rows / 2 / TILE_ROWS;
-    if (w.kind == BFLOAT16 && !DOTS_BF16 && REGISTERS < 32 && tokens >= MANY) {
-        thread_local std::vector<float> wide;
-        wide.resize(2 * TILE_ROWS * w.channels);
-        widen(w, first, wide.data());
-        if (out.then == SWIGLU) widen(w, second, &wide[TILE_ROWS * w.channels]);
-        read.kind = FLOAT32, read.data = (const char*)wide.data(), first = 0, second = 1;
-    }
-    const int most = tall(read.kind);
     for (int token = 0, m; token < tokens; token += m) {
-        const int left = tokens - token;
-        m = left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        const Multiply multiply = multiply_for(read, m);
-        multiply(read, rows, first, token, acc);
-        if (out.then == SWIGLU) multiply(read, rows, second, token, up);
-        finish(w, out, tile, token, m, acc, up);
+        m = tokens_at_once(w.kind, tokens - token);
+        const Multiply multiply = multiply_for(w, m, tiles);
+        multiply(w, rows, tile, token, acc);
+        if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, up);
+        for (int j = 0; j < tiles; ++j) finish(w, out, tile + j, token, m, acc + j * m * WIDE, up + j * m * WIDE);
     }
 }
 
@@ -347,19 +352,24 @@ template <class T, class W> void product(const Product& p) {
     const Rows rows = prepare<T, W>(p, scratch);
     const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
     const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
-    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1;
+    const int together = side_by_side(w.kind, p.tokens);
+    const int piece = tile_bytes(w) * together < PIECE_BYTES ? PIECE_BYTES / (tile_bytes(w) * together) * together : together;
     pool.run((tiles + piece - 1) / piece, [&](int64_t i) {
-        for (int tile = int(i) * piece; tile < tiles && tile < int(i + 1) * piece; ++tile) all_tokens(w, rows, out, tile, p.tokens);
+        const int end = int(i + 1) * piece < tiles ? int(i + 1) * piece : tiles;
+        for (int tile = int(i) * piece, count; tile < end; tile += count) {
+            count = tile + together <= end ? together : 1;
+            all_tokens(w, rows, out, tile, count, p.tokens);
+        }
     });
 }
 
 }  // namespace
 
 struct Layout {
-    int32_t lanes, tile_rows, byte_offset;
+    int32_t lanes, tile_rows, byte_offset, bf16_channels;
 };
 
-extern "C" void quire_layout(Layout* layout) { *layout = {LANES, TILE_ROWS, BYTE_OFFSET}; }
+extern "C" void quire_layout(Layout* layout) { *layout = {LANES, TILE_ROWS, BYTE_OFFSET, BF16_CHANNELS}; }
 
 extern "C" void quire_product(const Product* p) {
     if (!p->is_bf16) product<float, float>(*p);

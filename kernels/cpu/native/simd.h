@@ -29,9 +29,9 @@ inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { uint32_t bits = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &bits, 4); return f; }
 
 inline Floats load_lanes(const float* p) { return load<Floats>(p); }
-inline Floats load_lanes(const bf16* p) { return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
+inline Floats load_lanes(const bf16* p) { return (Floats)(widened(load<Halves>(p)) << 16); }
 inline Floats load_lanes(const e4m3* p) {
-    const Words v = __builtin_convertvector(load<Quarters>(p), Words), size = v & 0x7f;
+    const Words v = widened(load<Quarters>(p)), size = v & 0x7f;
     const Words small = (Words)(__builtin_convertvector((Ints)size, Floats) * 0x1p-9f);  // subnormal: multiples of 2^-9
     const Words found = size < 8 ? small : size == 0x7f ? all(0x7fc00000u) : (size << 20) + (120u << 23);
     return (Floats)(found | (v & 0x80) << 24);
@@ -46,7 +46,7 @@ inline Halves rounded(Floats v) {  // to bfloat16, to the nearest even; NaN stay
 #endif
 }
 inline void store_lanes(bf16* p, Floats v) { store(p, rounded(v)); }
-inline Floats to_bf16_and_back(Floats v) { return (Floats)(__builtin_convertvector(rounded(v), Words) << 16); }
+inline Floats to_bf16_and_back(Floats v) { return (Floats)(widened(rounded(v)) << 16); }
 template <class T> inline Floats load_some(const T* p, int n) {  // lanes from n on are 0
     T padded[LANES] = {};
     std::memcpy(padded, p, n * sizeof(T));

@@ -11,13 +11,13 @@ constexpr int ROWS = 2 * TILE_ROWS + 5, CHANNELS = 128, GROUP = 32, TOKENS = 13,
 // Bytes of weights in the order of products, from `code(row, channel)`.
 template <class Code> std::vector<uint8_t> packed(Kind kind, const Code& code) {
     std::vector<uint8_t> data(size_t(TILES) * TILE_ROWS * CHANNELS * 4 + AHEAD);
-    const int step = 1 << kind;
+    const int step = kind == BFLOAT16 ? BF16_CHANNELS : 1 << kind;
     for (int row = 0; row < ROWS; ++row)
         for (int k = 0; k < CHANNELS; ++k) {
             const size_t word = (size_t(row / TILE_ROWS) * (CHANNELS / step) + k / step) * TILE_ROWS + row % TILE_ROWS;
             const double value = code(row, k);
             if (kind == FLOAT32) *(float*)&data[word * 4] = float(value);
-            else if (kind == BFLOAT16) store_some((bf16*)&data[word * 4 + k % 2 * 2], all(float(value)), 1);
+            else if (kind == BFLOAT16) store_some((bf16*)&data[(word * step + k % step) * 2], all(float(value)), 1);
             else if (kind == INT8) data[word * 4 + k % 4] = uint8_t(int(value) + BYTE_OFFSET);
             else data[word * 4 + k % 4] |= (int(value) + 8) << (k % 8 / 4 * 4);
         }

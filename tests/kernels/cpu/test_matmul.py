@@ -50,12 +50,18 @@ def test_wide_weights_stay_as_they_are(backend: str) -> None:
     assert matmul.pack_weight(weight) is weight
 
 
-def test_a_token_alone_gets_what_it_gets_among_others(backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_token_alone_gets_what_it_gets_among_others(backend: str, dtype: torch.dtype, gate: bool) -> None:
+    """However many tokens, and however many rows of the weight, are multiplied at once."""
     if backend == "no compiler":
         pytest.skip("oneDNN's sums depend on the number of tokens")
-    x, packed = torch.randn(21, 64), matmul.pack_weight(torch.randn(48, 64))
-    together = matmul.linear(x, packed)
-    assert torch.equal(together, torch.cat([matmul.linear(row, packed) for row in x.split(1)]))
+    product = matmul.linear_gated if gate else matmul.linear
+    for rows in (48, 640):
+        x, packed = torch.randn(21, 64).to(dtype), matmul.pack_weight(torch.randn(rows, 64).to(dtype))
+        together = product(x, packed)
+        for count in (1, 2, 3, 4, 5, 8, 9):
+            assert torch.equal(together, torch.cat([product(part, packed) for part in x.split(count)])), (rows, count)
 
 
 def integers(kind: Any, n: int, k: int, group: int) -> QuantizedWeight:
