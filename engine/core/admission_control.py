@@ -69,6 +69,7 @@ class AdmissionControl:
         self._requests.queues.start(request)
         num_blocks = len(prefix[0]) if prefix else 0
         request.num_computed_tokens = num_blocks * self._blocks.block_size
+        request.is_rewound = False  # its new row is right
         request.num_charged = max(request.num_charged, request.num_computed_tokens)
         if not request.scheduled_time:
             self._record_first(request, num_blocks)

@@ -56,6 +56,8 @@ class ScheduledBatch:
     total_num_tokens: int
     num_decodes: int  # number of requests that compute one token
     partial: list[int]  # indices of chunks that end before the request's last token; all other requests sample a token
+    # Number of drafts, which are the last of each request's tokens after at least one other; (): there are none.
+    num_drafts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -73,6 +75,12 @@ class SchedulerOutput:
     # Requests that finished or were aborted or preempted since the last output: free their rows before adding
     # `new_requests`.
     removed: list[str]
+    # Request id → tokens that may follow its newest one. Each is sampled as if the ones before it were right; the
+    # request keeps the tokens sampled up to the first that differs from its draft.
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    # Request id → its number of computed tokens and its newest token, once the outcome of its drafts is known. Its row
+    # is set to these before the step.
+    rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.batch.request_ids)

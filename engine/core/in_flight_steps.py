@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import repeat
 
 from engine.core.batch import (
     FAULTS,
@@ -14,6 +15,7 @@ from engine.core.batch import (
     StepResult,
     TokenLogprobs,
 )
+from engine.core.drafts.policy import DraftPolicy
 from engine.core.fairness.step_budget import StepBudget
 from engine.core.kv.block_manager import BlockManager
 from engine.core.request import Request
@@ -28,25 +30,35 @@ class InFlightSteps:
         budget: StepBudget,
         begun: Callable[[Request], None],
         finish: Callable[[Request], None],
+        drafts: DraftPolicy | None = None,
     ) -> None:
-        """`budget`: gets the times of steps. `begun`: called with each request that gets its first token. `finish`:
-        called with each request that has a finish reason.
+        """`budget`, `drafts`: get the times of steps. `begun`: called with each request that gets its first token.
+        `finish`: called with each request that has a finish reason.
         """
-        self._blocks, self._budget, self._begun, self._finish = blocks, budget, begun, finish
-        # Step number, launch time, and the requests of the batch.
-        self._steps: deque[tuple[int, float, list[Request]]] = deque()
+        self._blocks, self._budget, self._begun, self._finish, self._drafts = blocks, budget, begun, finish, drafts
+        # Step number, launch time, the requests of the batch, and their numbers of drafts; (): none has any.
+        self._steps: deque[tuple[int, float, list[Request], tuple[int, ...]]] = deque()
         self.generation_tokens = 0
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, launched_time: float, requests: list[Request]) -> None:
-        """Append a step that is launched at `launched_time`, in monotonic seconds."""
-        self._steps.append((step, launched_time, requests))
+    def add(self, step: int, launched_time: float, requests: list[Request], num_drafts: tuple[int, ...] = ()) -> None:
+        """Append a step that is launched at `launched_time`, in monotonic seconds. `num_drafts`: of each request."""
+        self._steps.append((step, launched_time, requests, num_drafts))
 
-    def requests(self) -> list[Request]:
-        """Return the requests of all steps, once for each step that they are in."""
-        return [request for *_, requests in self._steps for request in requests]
+    @property
+    def have_drafts(self) -> bool:
+        """Return whether a step in flight has drafts."""
+        return any(num_drafts for *_, num_drafts in self._steps)
+
+    def num_tokens(self) -> Counter[Request]:
+        """Return for each request of the steps the most tokens that it may get from them."""
+        found: Counter[Request] = Counter()
+        for _, _, requests, num_drafts in self._steps:
+            for request, number in zip(requests, num_drafts or repeat(0, len(requests)), strict=True):
+                found[request] += 1 + number
+        return found
 
     def clear(self) -> None:
         """Forget all steps."""
@@ -54,9 +66,13 @@ class InFlightSteps:
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepOutputs:
         """Apply the result of the oldest step, read `now`. Returns the outputs of its unfinished requests."""
-        step, launched_time, requests = self._steps.popleft()
+        step, launched_time, requests, num_drafts = self._steps.popleft()
         assert step == output.step, "steps are read in the order they were launched"
         self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
+        if self._drafts is not None:
+            self._drafts.record(output.batch, now)
+            if num_drafts:
+                self._settle(requests, num_drafts, result.num_sampled)
         request_ids, token_ids = output.batch.request_ids, result.token_ids
         outputs: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():
@@ -98,10 +114,25 @@ class InFlightSteps:
 
         Their requests compute their newest token again in the next step.
         """
-        *_, requests = self._steps[-1]
+        *_, requests, num_drafts = self._steps[-1]
         for index in indices:
-            if requests[index].finish_reason is None:
-                self._retract(requests[index], num_tokens=1, num_computed=0)
+            request, number = requests[index], num_drafts[index] if num_drafts else 0
+            if request.finish_reason is None:
+                self._retract(request, num_tokens=1 + number, num_computed=number)
+                request.is_rewound |= number > 0
+
+    def _settle(self, requests: list[Request], num_drafts: tuple[int, ...], counts: list[int]) -> None:
+        """Withdraw rejected drafts. `num_drafts`: of each request, which got `counts` tokens.
+
+        A request without a token was deferred, which has withdrawn its drafts.
+        """
+        assert self._drafts is not None
+        for request, number, count in zip(requests, num_drafts, counts, strict=True):
+            if number and count and request.finish_reason is None:
+                num_rejected = number + 1 - count
+                self._retract(request, num_rejected, num_rejected)
+                request.is_rewound = True
+                self._drafts.verified(request, number, count - 1)
 
     def _retract(self, request: Request, num_tokens: int, num_computed: int) -> None:
         """Withdraw the newest `num_tokens` tokens in flight and the newest `num_computed` computed ones: undo what
@@ -132,7 +163,8 @@ class InFlightSteps:
         if request.finish_reason is not None:
             self._finish(request)
         elif not request.needs_full_output:
-            request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+            if not request.is_rewound:  # the next step must say so
+                request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
             if num_known > request.num_prompt_tokens:
                 return None
         return request.output(new_token_ids, logprobs)

@@ -58,6 +58,8 @@ class Request:
 
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
+        self.drafting: object = None  # of the draft policy; None: it has not been asked for drafts
+        self.is_rewound = False  # the outcome of its drafts is known, but not yet to the worker
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
         self.num_charged = 0  # tokens that have been charged to the tenant
 
@@ -85,6 +87,18 @@ class Request:
     def reads_cache(self) -> bool:
         """True if the request may use the prefix cache: not if every prompt token has a result of its own."""
         return not self.is_scored and (self.pooling is None or self.pooling.pooling == "last")
+
+    def may_draft(self, one_ahead: bool) -> bool:
+        """Return whether drafts may follow the known tokens: the request decodes, and the next token is not its last.
+
+        `one_ahead`: its newest token is in flight, and no other.
+        """
+        num_known = len(self.token_ids)
+        return (
+            num_known + one_ahead == self.num_tokens <= self.num_computed_tokens + 1
+            and num_known > self.num_prompt_tokens
+            and self.num_tokens + 1 < self.max_num_tokens
+        )
 
     def score(self, scores: PromptScores) -> None:
         """Append log-probabilities of some prompt tokens. After a preemption, some of them are known already."""
@@ -142,7 +156,7 @@ class Request:
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:
-        """Assert all invariants of an unfinished request that is in the batches of `num_in_flight` steps in flight."""
+        """Assert all invariants of an unfinished request. It gets at most `num_in_flight` tokens of steps in flight."""
         num_known = len(self.token_ids)
         assert self.finish_reason is None
         if is_running:

@@ -25,6 +25,7 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
+from engine.core.drafts.policy import DraftPolicy
 from engine.core.fairness.arrivals import Arrivals
 from engine.core.fairness.deadlines import Deadlines
 from engine.core.fairness.request_queues import RequestQueues
@@ -48,9 +49,13 @@ class _Plan:
     decodes: list[Request] = field(default_factory=list)  # requests that compute one token each
     longer: list[Request] = field(default_factory=list)  # requests that compute more
     lengths: list[int] = field(default_factory=list)  # tokens of each request of `longer`
+    num_drafts: list[int] = field(default_factory=list)  # of these tokens
     partial: list[Request] = field(default_factory=list)  # requests whose chunk was cut by the token budget
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
+    chosen: dict[str, list[int]] = field(default_factory=dict)  # drafts of requests that may be in the step
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # of its requests
+    rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.longer)
@@ -62,11 +67,13 @@ class _Plan:
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
         last_requests, last_batch = last
+        num_drafts = (*[0] * num_decodes, *self.num_drafts) if self.drafts else ()
         is_same = requests == last_requests and not self.new_requests  # new requests have new rows
-        if is_same and num_tokens == last_batch.num_tokens and partial == last_batch.partial:
+        lengths = num_tokens, partial, num_drafts
+        if is_same and lengths == (last_batch.num_tokens, last_batch.partial, last_batch.num_drafts):
             return last
         request_ids = [request.request_id for request in requests]
-        return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial)
+        return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
 
 
 class Scheduler:
@@ -92,6 +99,10 @@ class Scheduler:
     **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
     `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
 
+    **Drafts.** A decoding request whose tokens are all known may compute drafts beside its newest token (`DraftPolicy`
+    says which). They count as computed and as in flight until the step is read, which withdraws the rejected ones.
+    Until then the request is in no other step; without pipeline stages, none is launched. Drafts take only free blocks.
+
     n > 1 needs no special case: each completion finds the prompt's blocks in the prefix cache, published by the
     previous completion in the same step.
     """
@@ -107,10 +118,11 @@ class Scheduler:
         groups: Sequence[CacheGroup] = (FULL,),
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `num_batches`: number of overlapping steps, one for each pipeline
         stage. With more than one, a request whose newest token is in flight is in no other step, so each step takes a
-        fraction of the running requests.
+        fraction of the running requests. `drafts`: None: there are none.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs
@@ -120,8 +132,10 @@ class Scheduler:
         self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
         self._admission = AdmissionControl(self.requests, clock)
         self._budget = StepBudget(max_num_batched_tokens, arrivals)
-        self._steps = InFlightSteps(self.blocks, self._budget, deadlines.record_first_token, self.requests.finish)
-        self._clock, self._num_batches = clock, num_batches
+        self._steps = InFlightSteps(
+            self.blocks, self._budget, deadlines.record_first_token, self.requests.finish, drafts
+        )
+        self._clock, self._num_batches, self._drafts = clock, num_batches, drafts
         self._num_paused = 0  # successive steps for favoured tenants only
         self._last = _NOTHING  # the previous step's
         self._step = self._prompt_tokens = 0
@@ -176,7 +190,7 @@ class Scheduler:
 
         Returns the unfinished requests of the steps in flight, and all others, each in queue order.
         """
-        in_flight = {request.request_id for request in self._steps.requests()}
+        in_flight = {request.request_id for request in self._steps.num_tokens()}
         self._steps.clear()
         self._admission.clear()
         self._last = _NOTHING
@@ -197,6 +211,8 @@ class Scheduler:
         """
         assert len(self._steps) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
+        if self._drafts is not None and not self._choose_drafts(self._drafts, plan):
+            return SchedulerOutput(self._step, [], _NOTHING[1], {}, [])
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
@@ -207,9 +223,34 @@ class Scheduler:
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
-            self._steps.add(self._step, now, requests)
+            self._steps.add(self._step, now, requests, batch.num_drafts)
             removed, self.requests.removed = self.requests.removed, removed
-        return SchedulerOutput(self._step, plan.new_requests, batch, plan.new_block_ids, removed)
+        return SchedulerOutput(
+            self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds
+        )
+
+    def _choose_drafts(self, drafts: DraftPolicy, plan: _Plan) -> bool:
+        """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
+        one_ahead = self._num_batches == 1 and len(self._steps) > 0
+        if one_ahead and self._steps.have_drafts:
+            return False
+        running = self.queues.running
+        if not drafts.may_draft(len(running)):
+            return True
+        may_draft = [request for request in running if request.may_draft(one_ahead)]
+        if not may_draft:
+            return True
+        num_seqs = -(-len(running) // self._num_batches)
+        chunks = any(request.num_computed_tokens + 1 < request.num_tokens for request in running)
+        room = self.max_num_batched_tokens - len(running)
+        chosen = drafts.choose(may_draft, num_seqs, room, beside_chunks=chunks)
+        if chosen is None:
+            return False
+        plan.chosen = chosen
+        for request in may_draft:
+            if request.request_id in chosen:
+                request.steady_until = 0
+        return True
 
     def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
         """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured tenants."""
@@ -308,6 +349,8 @@ class Scheduler:
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
+        num_drafts = self._add_drafts(request, end, budget - 1, plan) if request.request_id in plan.chosen else 0
+        end += num_drafts
         if end > request.num_slots:
             while (grown := self.blocks.grow(request, end)) is None:
                 if self.requests.preempt_last() is request:
@@ -323,13 +366,37 @@ class Scheduler:
         if granted < wanted:
             plan.partial.append(request)
         else:
-            request.num_tokens += 1
+            request.num_tokens += 1 + num_drafts
+        if request.is_rewound:
+            assert start + 1 == len(request.token_ids), "drafts are read before their request goes on"
+            plan.rewinds[request.request_id] = start, request.token_ids[-1]
+            request.is_rewound = False
+        granted += num_drafts
         if granted == 1:
             plan.decodes.append(request)
         else:
             plan.longer.append(request)
             plan.lengths.append(granted)
+            plan.num_drafts.append(num_drafts)
         return granted
+
+    def _add_drafts(self, request: Request, end: int, budget: int, plan: _Plan) -> int:
+        """Schedule drafts of a request after its newest token, which ends at `end`, and return how many. They get no
+        block that another request may need next.
+        """
+        assert self._drafts is not None
+        drafts = plan.chosen[request.request_id]
+        number = min(len(drafts), budget, request.max_num_tokens - request.num_tokens - 1)
+        if end + number > request.num_slots:
+            grown = self.blocks.grow(request, end + number, num_spare=len(self.queues.running))
+            if grown is None:
+                number = max(min(number, request.num_slots - end), 0)
+            else:
+                plan.new_block_ids[request.request_id] = grown
+        if number:
+            plan.drafts[request.request_id] = drafts[:number]
+            self._drafts.verify(request)
+        return number
 
     def check(self) -> None:
         """Assert all invariants of the queues and the blocks."""
@@ -337,6 +404,6 @@ class Scheduler:
         running = self.queues.running
         self.blocks.check(running)
         assert len(running) <= self.max_num_seqs
-        in_flight = self._steps.requests()
+        in_flight = self._steps.num_tokens()
         for request in [*running, *self.queues.waiting]:
-            request.check(request in running, in_flight.count(request))
+            request.check(request in running, in_flight[request])

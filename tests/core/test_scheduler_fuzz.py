@@ -7,6 +7,7 @@ A failure names its seed; `run_workload(seed)` repeats it.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from string import ascii_letters
@@ -16,6 +17,8 @@ import pytest
 
 from engine.core import scheduler
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
+from engine.core.drafts.policy import DraftLimits, DraftPolicy
+from engine.core.drafts.proposer import Proposal
 from engine.core.engine_request import EngineRequest
 from engine.core.fairness import deadlines, request_queues, step_budget, step_time
 from engine.core.kv.block_pool import Name
@@ -69,6 +72,13 @@ EXPECTED_EVENTS = [
     "NaN in blocks that others hold",
     "prefix-cache hits on named content",
     "prefix-cache hits in two pools",
+    "drafts accepted",
+    "drafts rejected",
+    "drafts deferred",
+    "drafts of requests that take turns",
+    "a step held back for drafts",
+    "preempted while drafts were in flight",
+    "steps with drafts and chunks",
 ]
 
 
@@ -104,11 +114,36 @@ class Client:
             ]
 
 
+class Drafter:
+    """Proposes the next tokens of the answers, and wrong ones instead of some of them."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def start(self, request: Request) -> _Answer:
+        client = self._workload.clients[request.request_id]
+        assert client.request is request
+        return _Answer(self._workload, client)
+
+
+class _Answer:
+    def __init__(self, workload: Workload, client: Client) -> None:
+        self._workload, self._answer, self._num_prompt = workload, client.answer[0], client.request.num_prompt_tokens
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        rng, first = self._workload.drafter, len(token_ids) - self._num_prompt
+        tokens = self._answer[first : first + rng.randint(0, most)]
+        tokens += [1] * rng.randint(0, most - len(tokens))
+        lie = self._workload.vocab_size - 1
+        return Proposal([lie if rng.random() >= self._workload.truth else token for token in tokens])
+
+
 class Workload:
     """A scheduler of random size, and clients that come, wait and leave at random."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
+        self.seed = seed
         self.block_size = rng.choice([1, 2, 3, 4, 8])
         self.max_model_len = rng.randint(4, 48)
         self.vocab_size = rng.choice([3, 10, 40, 100])
@@ -126,7 +161,7 @@ class Workload:
         self.num_batches = Random(seed).choice([1, 1, 1, 2, 4])
         self.scheduler = Scheduler(
             num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
-            clock=lambda: self.now, num_batches=self.num_batches,
+            clock=lambda: self.now, num_batches=self.num_batches, drafts=self._drafts(),
         )  # fmt: skip
         self.runner = ToyRunner(num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
         self.one_ahead = rng.random() < 0.9
@@ -155,6 +190,14 @@ class Workload:
         self.now = 0.0  # the time: a step takes one, and more for each token
         self.token_time = self.tenants.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
+
+    def _drafts(self) -> DraftPolicy | None:
+        """Drafts that are all true, all wrong or guessed; verified at random, or when they pay."""
+        self.drafter = rng = Random(self.seed)
+        limit = rng.choice([0, 0, 1, 3, 7])
+        self.truth = rng.choice([0.0, 0.5, 0.9, 1.0])
+        limits = DraftLimits(limit, rng.choice([1, 4, 100]), max_seqs=rng.choice([2, 100]))
+        return DraftPolicy(Drafter(self), limits, adaptive=rng.random() < 0.3) if limit else None
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
         def window() -> CacheGroup:
@@ -197,10 +240,20 @@ class Workload:
         if self.num_batches > 1:
             self.events["batches that take turns"] += bool(output and self.in_flight)
             self.events["more than two steps at a time"] += bool(output and len(self.in_flight) > 1)
+            most = 1 + max((max(step.output.batch.num_drafts, default=0) for step in self.in_flight), default=0)
+            most = max(most, 1 + max(output.batch.num_drafts, default=0))
+            self.events["drafts of requests that take turns"] += len(output.drafts)
             for request in scheduler.queues.running:
-                assert request.num_tokens <= len(request.token_ids) + 1, (
+                assert request.num_tokens <= len(request.token_ids) + most, (
                     "a step needs what another one in flight samples"
                 )
+        held = (
+            not output
+            and bool(self.in_flight)
+            and any(request.num_tokens < request.max_num_tokens for request in scheduler.queues.running)
+        )
+        self.events["a step held back for drafts"] += held and self.num_batches == 1
+        self.events["steps with drafts and chunks"] += bool(output.drafts and output.batch.partial)
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
@@ -213,6 +266,9 @@ class Workload:
             self.in_flight.append(launched)
             launched = None
         preempted = any(request.num_tokens > len(request.token_ids) for request in scheduler.queues.waiting)
+        self.events["preempted while drafts were in flight"] += any(
+            request.num_tokens > len(request.token_ids) + 1 for request in scheduler.queues.waiting
+        )
         if self.rng.random() < self.abort_rate or (preempted and self.abort_rate and self.tenants.random() < 0.3):
             self._abort()
         if self.in_flight and (launched is None or len(self.in_flight) >= self.num_batches - 1):
@@ -298,6 +354,7 @@ class Workload:
         ]
         self.scheduler.defer(late)
         self.events["deferred"] += len(late)
+        self.events["drafts deferred"] += bool(batch.num_drafts) and any(batch.num_drafts[index] for index in late)
         self.events["deferred, when none is left"] += any(
             batch.request_ids[index] not in self.clients for index in late
         )

@@ -73,6 +73,7 @@ class Row:
     seed: int
     pooling: PoolingParams | None
     num_prompt_tokens: int
+    is_drafted: bool = False  # its last step had drafts, and no rewind has come since
     pooled: int = 0  # sum of the states that were computed here, not taken from the cache
 
 
@@ -133,13 +134,15 @@ class ToyRunner:
         """Take back what was sampled at these indices of the last step."""
         for index in indices:
             row = self.rows[launched.output.batch.request_ids[index]]
-            row.token_ids.pop()
-            row.states.pop()
-            row.num_computed -= 1
+            for _ in range(launched.result.num_sampled[index]):
+                row.token_ids.pop()
+                row.states.pop()
+            row.num_computed = len(row.token_ids) - 1
         result = launched.result
         token_ids, num_sampled = result.token_ids.copy(), result.num_sampled.copy()
         for index in sorted(indices, reverse=True):
-            del token_ids[sum(num_sampled[:index])]
+            at = sum(num_sampled[:index])
+            del token_ids[at : at + num_sampled[index]]
             num_sampled[index] = 0
         logprobs = {index: found for index, found in result.logprobs.items() if num_sampled[index]}
         return Launched(
@@ -157,6 +160,7 @@ class ToyRunner:
         assert batch.num_decodes == sizes.count(1)
         assert sizes[: batch.num_decodes].count(1) == batch.num_decodes, "requests that compute one token come first"
         assert len(set(ids)) == len(ids), "a request twice in a batch"
+        assert set(output.drafts) == {ids[i] for i, number in enumerate(batch.num_drafts) if number}
         if batch is self.last_batch:
             assert not set(ids) & set(output.removed), "the same batch object for other requests"
             self.events["the same batch object again"] += 1
@@ -192,10 +196,26 @@ class ToyRunner:
             for group, table, added in zip(self.groups, row.block_tables, tables, strict=True):
                 self.poison(added, group.pool)
                 table += added
+        for request_id, (num_computed, newest) in output.rewinds.items():
+            row = self.rows[request_id]
+            assert row.is_drafted, "a row without drafts is set back"
+            assert (row.num_computed, row.token_ids[-1]) == (num_computed, newest)
+            row.is_drafted = False
         for index, (row, num_tokens) in enumerate(self._scheduled(output)):
+            assert not row.is_drafted, "the outcome of its drafts is not known yet"
+            if number := self._num_drafts(output, index):
+                drafts = output.drafts[output.batch.request_ids[index]]
+                assert len(drafts) == number == num_tokens - 1
+                assert row.num_computed == len(row.token_ids) - 1
+                row.token_ids += drafts
+                states_of(row.token_ids, row.seed, row.states)
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"
             assert (index in output.batch.partial) == (end < len(row.token_ids))
+
+    @staticmethod
+    def _num_drafts(output: SchedulerOutput, index: int) -> int:
+        return output.batch.num_drafts[index] if output.batch.num_drafts else 0
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[Row, int]]:
         for request_id, num_tokens in zip(output.batch.request_ids, output.batch.num_tokens, strict=True):
@@ -237,6 +257,13 @@ class ToyRunner:
     def _sample(self, output: SchedulerOutput) -> StepResult:
         token_ids, num_sampled, logprobs, prompt_logprobs, embeddings = [], [], {}, {}, {}
         for index, (row, num_tokens) in enumerate(self._scheduled(output)):
+            if number := self._num_drafts(output, index):
+                kept = self._verify(row, number)
+                token_ids += kept
+                num_sampled.append(len(kept))
+                if row.sampling.logprobs is not None:
+                    logprobs[index] = [TokenLogprobs(-float(token), 1, [], []) for token in kept]
+                continue
             num_sampled.append(int(row.pooling is None and index not in output.batch.partial))
             first = row.num_computed - num_tokens + 1
             if row.sampling.prompt_logprobs is not None and first < row.num_prompt_tokens:
@@ -255,3 +282,17 @@ class ToyRunner:
             if row.sampling.logprobs is not None:
                 logprobs[index] = [TokenLogprobs(-float(token_id), 1, [], [])]
         return StepResult(token_ids, num_sampled, logprobs, prompt_logprobs, embeddings)
+
+    def _verify(self, row: Row, number: int) -> list[int]:
+        """Keep the drafts up to the first wrong one, and sample the token after them. Returns these tokens."""
+        first = len(row.token_ids) - number
+        end = first
+        while end < first + number and row.token_ids[end] == next_token(row.states[end - 1], self.vocab_size):
+            end += 1
+        self.events["drafts accepted"] += end - first
+        self.events["drafts rejected"] += first + number - end
+        del row.token_ids[end:], row.states[end:]
+        row.num_computed, row.is_drafted = end, True
+        row.token_ids.append(next_token(row.states[-1], self.vocab_size))
+        states_of(row.token_ids, row.seed, row.states)
+        return row.token_ids[first:]

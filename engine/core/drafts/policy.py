@@ -1,0 +1,193 @@
+"""Decides which requests get drafts in a step, and how many: those that make tokens come faster, if any do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.batch import ScheduledBatch
+from engine.core.drafts.acceptance import Acceptance, kind_of
+from engine.core.drafts.proposer import NO_PROPOSAL, Guesses, Proposal, Proposer
+from engine.core.drafts.step_costs import StepCosts
+from engine.core.request import Request
+
+LEAST_GAIN = 1.03  # tokens per second with drafts over those without, from which on there are drafts
+TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
+HOPELESS = 0.25  # a request whose proposals are right less often is asked for one in every PATIENCE tokens
+PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """The most drafts that a request, and that all requests of a step together, may have."""
+
+    per_request: int
+    per_step: int
+    max_seqs: int = 64  # with more running requests, no step has drafts
+
+
+class _Drafting:
+    """The proposals of a request, and how often they were right.
+
+    A proposal that is not verified costs nothing but to make it: it is compared with the tokens that come. So whether
+    drafts would pay is known before the first one is verified.
+    """
+
+    __slots__ = ("_guesses", "_pause_until", "_position", "_tried", "acceptance", "proposal")
+
+    def __init__(self, guesses: Guesses, earlier: Acceptance) -> None:
+        self._guesses, self.acceptance = guesses, Acceptance(earlier)
+        self.proposal = NO_PROPOSAL  # the latest, from which drafts are taken
+        self._tried = NO_PROPOSAL  # one that is compared with the tokens that come
+        self._position = 0  # of its first token
+        self._pause_until = 0  # number of tokens
+
+    def next(self, token_ids: list[int], most: int) -> Proposal:
+        """Compare the last proposal with the tokens that came, and return a new one."""
+        self._compare(token_ids)
+        self.proposal = NO_PROPOSAL
+        if len(token_ids) >= self._pause_until:
+            self.proposal = self._guesses.propose(token_ids, most)
+            if not self._tried.token_ids:
+                self._tried, self._position = self.proposal, len(token_ids)
+        return self.proposal
+
+    def _compare(self, token_ids: list[int]) -> None:
+        guessed = self._tried.token_ids[:TRIAL_TOKENS]
+        if not guessed:
+            return
+        came = token_ids[self._position : self._position + len(guessed)]
+        num_right = 0
+        while num_right < len(came) and came[num_right] == guessed[num_right]:
+            num_right += 1
+        if num_right == len(came) < len(guessed):
+            return  # the others are yet to come
+        basis = self._tried.basis
+        self.acceptance.record(basis, num_right, len(guessed))
+        if not num_right and self.acceptance.of_kind(kind_of(basis)) < HOPELESS:
+            self._pause_until = len(token_ids) + PATIENCE
+        self._tried = NO_PROPOSAL
+
+    def verify(self) -> None:
+        """Note that drafts of the proposal are in the next step: they are compared there."""
+        self._tried = NO_PROPOSAL
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Record that the first tokens of the proposal were drafts, and how many of these were accepted."""
+        self.acceptance.record(self.proposal.basis, num_accepted, num_drafts)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counters of verified drafts. They never decrease."""
+
+    num_drafts: int = 0  # requests in steps that had drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # by position in the draft
+
+
+class DraftPolicy:
+    """Chooses the drafts of each step: the tokens that are likeliest right, as many as make tokens come fastest.
+
+    It compares the expected tokens per second of a step with 0, 1, 2 … drafts. Step times are measured
+    (`StepCosts`), acceptance is learned (`Acceptance`).
+    """
+
+    def __init__(self, proposer: Proposer, limits: DraftLimits, adaptive: bool = True) -> None:
+        """`adaptive`: verify only drafts that pay. Otherwise all that the limits allow."""
+        self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
+        self._costs, self._acceptance = StepCosts(), Acceptance()
+        self._last_read = 0.0  # when the last step was read, in monotonic seconds
+        self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
+
+    def may_draft(self, num_running: int) -> bool:
+        """Return whether a step of so many running requests may have drafts at all."""
+        return 0 < num_running <= self._limits.max_seqs
+
+    def choose(
+        self, requests: Sequence[Request], num_seqs: int, room: int, beside_chunks: bool = False
+    ) -> dict[str, list[int]] | None:
+        """Return the drafts of the next step by request id.
+
+        `requests`: those of the step's `num_seqs` requests that may have drafts. All decode, and their known tokens are
+        all, or all but one that is in flight. In that case they get no drafts; None: they should wait for it, so that
+        they get drafts then. `room`: the most drafts of the step. `beside_chunks`: the step also computes chunks of
+        prompts, so drafts have no known cost.
+        """
+        offers: list[tuple[Request, Proposal, int]] = []
+        is_ahead = False
+        for request in requests:
+            state = request.drafting
+            if state is None:
+                state = request.drafting = _Drafting(self._proposer.start(request), self._acceptance)
+            assert isinstance(state, _Drafting)
+            in_flight = request.num_tokens - len(request.token_ids)
+            is_ahead |= in_flight > 0
+            most = min(self._limits.per_request, request.max_num_tokens - request.num_tokens - 1) + in_flight
+            proposal = state.next(request.token_ids, most)
+            if len(proposal.token_ids) > in_flight:
+                offers.append((request, proposal, in_flight))
+        if not offers or (beside_chunks and self._adaptive):
+            return {}
+        room = min(room, self._limits.per_step)
+        numbers = self._best(offers, num_seqs, room) if self._adaptive else self._all(offers, room)
+        if is_ahead:
+            return None if any(numbers) else {}
+        chosen = zip(offers, numbers, strict=True)
+        return {request.request_id: proposal.token_ids[:n] for (request, proposal, _), n in chosen if n}
+
+    def verify(self, request: Request) -> None:
+        """Note that drafts of the request are in the next step."""
+        assert isinstance(request.drafting, _Drafting)
+        request.drafting.verify()
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Record how many of a request's drafts in a step were accepted."""
+        assert isinstance(request.drafting, _Drafting)
+        request.drafting.verified(num_drafts, num_accepted)
+        counts = self.counts
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_drafts
+        counts.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            counts.accepted_at[position] += 1
+
+    def record(self, batch: ScheduledBatch, now: float) -> None:
+        """Record that a step was read `now`, in monotonic seconds."""
+        seconds, self._last_read = now - self._last_read, now
+        num_drafted = sum(map(bool, batch.num_drafts))
+        if batch.num_decodes + num_drafted == len(batch):  # else it computed chunks of prompts
+            self._costs.record(batch.total_num_tokens, num_drafted > 0, seconds)
+
+    @staticmethod
+    def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:
+        numbers = []
+        for _, proposal, in_flight in offers:
+            numbers.append(min(len(proposal.token_ids) - in_flight, room))
+            room -= numbers[-1]
+        return numbers
+
+    def _best(self, offers: list[tuple[Request, Proposal, int]], num_seqs: int, room: int) -> list[int]:
+        """Return the number of drafts of each offer that gives most tokens per second; zeros if plain steps do."""
+        plain = self._costs.plain(num_seqs)
+        numbers = [0] * len(offers)
+        if not plain:
+            return numbers
+        slots = []
+        for index, (request, proposal, in_flight) in enumerate(offers):
+            assert isinstance(request.drafting, _Drafting)
+            survival = request.drafting.acceptance.survival(proposal.basis, len(proposal.token_ids))
+            slots += [(-survives, position, index) for position, survives in enumerate(survival[in_flight:])]
+        slots.sort()
+        expected, best_rate, best = float(num_seqs), LEAST_GAIN * num_seqs / plain, 0
+        for number, (survives, *_) in enumerate(slots[:room], 1):
+            expected -= survives
+            if expected <= best_rate * plain:  # even if the drafts took no time
+                continue
+            rate = expected / self._costs.drafted(num_seqs, num_seqs + number)
+            if rate > best_rate:
+                best_rate, best = rate, number
+        for *_, index in slots[:best]:
+            numbers[index] += 1
+        return numbers

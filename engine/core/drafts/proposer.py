@@ -1,0 +1,36 @@
+"""The interface of proposers, which guess the next tokens of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from engine.core.request import Request
+
+CERTAIN = 1 << 30  # the `basis` of tokens that have no alternative
+
+
+class Proposal(NamedTuple):
+    """Guessed tokens, which follow those that are known."""
+
+    token_ids: list[int]
+    # What the guess rests on: the more, the likelier it is right. Of a lookup, how many tokens before it agree.
+    basis: int = 0
+    from_prediction: bool = False  # the tokens are of the text that the client predicted
+
+
+NO_PROPOSAL = Proposal([])
+
+
+class Guesses(Protocol):
+    """Guesses the tokens of one request."""
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        """Return at most `most` tokens that may follow `token_ids`: prompt and output, of which each call has more."""
+
+
+class Proposer(Protocol):
+    """Guesses the tokens of requests."""
+
+    def start(self, request: Request) -> Guesses:
+        """Begin with a request. What this allocates ends with the request."""

@@ -1,0 +1,84 @@
+"""Estimates the time of steps that decode with and without drafts, from the steps that ran."""
+
+from __future__ import annotations
+
+from collections import deque
+
+RECENT = 7  # steps of a size whose median counts
+LEAST = 2  # measurements of a size before it counts: the first one may include preparations
+FIRST_GUESS = 0.05  # of a step's time, that a further token is taken to cost until it has been measured
+STALE = 512  # steps after which a size that was not used since is measured again
+EXACT = 16  # sizes up to this are measured apart, larger ones in steps of an eighth
+
+
+def size_class(num_tokens: int) -> int:
+    """Return the largest size that is measured together with this one."""
+    if num_tokens <= EXACT:
+        return num_tokens
+    width = 1 << (num_tokens.bit_length() - 4)
+    return -(-num_tokens // width) * width
+
+
+class _Times:
+    """The latest times of steps of a size."""
+
+    __slots__ = ("_recent", "last_used", "seconds")
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self.seconds = 0.0  # the median; 0: not yet known
+        self.last_used = 0  # number of steps recorded by then
+
+    def record(self, seconds: float, step: int) -> None:
+        if step - self.last_used > STALE:
+            self._recent.clear()
+        self.last_used = step
+        self._recent.append(seconds)
+        count = len(self._recent)
+        if count >= LEAST:
+            self.seconds = sorted(self._recent)[(count - 1) // 2]
+
+
+class StepCosts:
+    """Seconds from the end of one step to the end of the next, for steps in which every request decodes.
+
+    Plain steps go by their number of requests, steps with drafts by their number of tokens. They differ in more than
+    that: other kernels run, and a step with drafts ends before the next one is launched.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, _Times] = {}
+        self._drafted: dict[int, _Times] = {}
+        self._num_steps = 0
+
+    def record(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
+        """Record a step of `num_tokens` tokens, drafts among them, in which every request decoded."""
+        self._num_steps += 1
+        times = (self._drafted if has_drafts else self._plain).setdefault(size_class(num_tokens), _Times())
+        times.record(seconds, self._num_steps)
+
+    def plain(self, num_seqs: int) -> float:
+        """Return the seconds of a step of so many requests without drafts; 0: not known yet."""
+        found = self._plain.get(size_class(num_seqs))
+        return found.seconds if found is not None else 0.0
+
+    def drafted(self, num_seqs: int, num_tokens: int) -> float:
+        """Estimate the seconds of a step with drafts of so many requests, whose plain time is known."""
+        plain, size = self.plain(num_seqs), size_class(num_tokens)
+        below, above = (num_seqs, plain), (0, 0.0)
+        for known, times in self._drafted.items():
+            if not times.seconds or self._num_steps - times.last_used > STALE:
+                continue
+            if known == size:
+                return times.seconds
+            if below[0] < known < size:
+                below = known, times.seconds
+            elif known > size and (not above[0] or known < above[0]):
+                above = known, times.seconds
+        if above[0]:  # between two known sizes
+            share = (size - below[0]) / (above[0] - below[0])
+            return below[1] + share * (above[1] - below[1])
+        each = FIRST_GUESS * plain
+        if below[0] > num_seqs:
+            each = max((below[1] - plain) / (below[0] - num_seqs), each)
+        return below[1] + each * (size - below[0])
