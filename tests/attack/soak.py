@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import itertools
 import os
 import random
@@ -179,11 +180,9 @@ def what_is_left(target: Target, files_before: int) -> dict[str, float]:
 
 def plot(record: Record, path: str) -> None:
     """Memory of each process, and descriptors, over time, with the faults."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.switch_backend("Agg")
     figure, (memory, files) = pyplot.subplots(2, figsize=(10, 5), sharex=True, height_ratios=(3, 1))
     times, api, engine, descriptors = zip(*record.samples, strict=True)
     minutes = [at / 60 for at in times]
@@ -225,6 +224,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="where to save what was seen")
     parser.add_argument("--plot", metavar="FILE", help="picture of memory and descriptors")
     args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install -e ".[plot]"')
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as name:
         folder = Path(name)
         flags: list[Any] = ["--engine-watchdog-timeout", WATCHDOG_SECONDS, "--kv-cache-memory-bytes", "64m"]
