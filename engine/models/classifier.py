@@ -125,7 +125,7 @@ def _read_rows(
 ) -> list[array[float]]:
     """Read rows of the first of these tensors that is stored. indices: None: all rows, at most MAX_LABELS."""
     file = "model.safetensors"
-    if not (folder / file).is_file():
+    if (folder / _INDEX).is_file() or not (folder / file).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
         files = [weight_map[name] for name in names if name in weight_map] if isinstance(weight_map, dict) else []
         file = files[0] if files else ""

@@ -28,7 +28,7 @@ def load_json(path: Path, folder: Path | None = None) -> Any:
     folder: the model's, in which the file must lie; None: the file's own.
     """
     try:
-        return json.loads(read_file(path, folder or path.parent, MAX_JSON_BYTES).decode("utf-8"))
+        return json.loads(read_file(path, folder or path.parent, MAX_JSON_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
     except RecursionError:

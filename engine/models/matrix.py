@@ -29,7 +29,7 @@ class CheckpointTensor:
     dtypes: frozenset[str] = FLOAT_DTYPES  # allowed stored dtypes, by safetensors' names
     aliases: tuple[str, ...] = ()  # alternative names
     take: Callable[[Tensor], None] | None = None  # fills the memory from the stored part; None: a copy
-
+    turns: bool = False  # files also hold it with the last two dimensions swapped
     others: tuple[CheckpointTensor, ...] = ()  # further parts of the same tensor, with other memory
 
     @property
@@ -49,6 +49,8 @@ class CheckpointTensor:
 
     def fill(self, value: Tensor) -> None:
         """Fill the memory from the stored tensor."""
+        if self.turns and list(value.shape) != self.shape:
+            value = value.transpose(-1, -2)
         part = value.reshape(self.shape)[self.index]
         if self.take is None:
             self.memory.copy_(part)
@@ -104,6 +106,7 @@ class Part:
             memory=memory,
             take=None if take is None else taken,
             aliases=tuple(map(self._named, tensor.aliases)),
+            turns=turned and self.expert is not None,
         )
 
     def _named(self, what: str) -> str:

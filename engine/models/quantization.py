@@ -10,11 +10,21 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from engine.models.errors import ModelError
 
 WHERE = "quantization_config"
+
+
+Renames: TypeAlias = tuple[tuple[str, str], ...]  # parts of names in the checkpoint, and Quire's names for them
+
+
+def renamed(name: str, names: Renames) -> str:
+    """Return Quire's name of a tensor."""
+    for theirs, ours in names:
+        name = name.replace(theirs, ours)
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +53,22 @@ class Quantization:
     method: str  # its name in --quantization
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # targets → scheme: the first that matches
     ignored: tuple[str, ...] = ()
+    names: Renames = ()  # see `ModelSpec.names`
 
     def scheme(self, name: str) -> Scheme | None:
         """Return the scheme of a module; None: float weights."""
-        if any(_matches(pattern, name) for pattern in self.ignored):
+        if any(self._matches(pattern, name) for pattern in self.ignored):
             return None
-        return next((scheme for targets, scheme in self.schemes if any(_matches(t, name) for t in targets)), None)
+        return next((scheme for targets, scheme in self.schemes if any(self._matches(t, name) for t in targets)), None)
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        """Match Quire's name of a module with a pattern for the checkpoint's names."""
+        if not self.names or pattern == "Linear":
+            return _matches(pattern, name)
+        if pattern.startswith("re:"):
+            theirs = (f"{name}.".replace(ours, their)[:-1] for their, ours in self.names)
+            return any(_matches(pattern, each) for each in (name, *theirs))
+        return _matches(renamed(f"{pattern}.", self.names)[:-1], name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

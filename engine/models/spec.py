@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.models.quantization import Quantization
+from engine.models.quantization import Quantization, Renames
 from engine.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -263,8 +263,9 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float = 0.0  # 0: none
-    names: tuple[tuple[str, str], ...] = ()  # parts of tensor names in the checkpoint, and Quire's names for them
+    names: Renames = ()  # parts of tensor names in the checkpoint, and Quire's names for them
     unused: tuple[str, ...] = ()  # prefixes of tensor names, in Quire's form, that are not loaded
+    other_input: tuple[str, ...] = ()  # the same for parts of the model that read images or sound
     per_layer: PerLayerSpec | None = None
     num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's layers; not loaded
     has_head: bool = True  # False: an embedding model, which cannot generate

@@ -7,6 +7,7 @@ shapes in the checkpoint are compared with the declarations: every tensor is use
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +25,22 @@ from engine.models.formats import weight_formats
 from engine.models.layers import Embedding, Linear
 from engine.models.matrix import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Matrix, Scope
 from engine.models.norms import Norm
+from engine.models.quantization import renamed
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import ModelSpec
 from kernels import QuantizedWeight
 
 BODY = "model."  # prefix of all names except those of the output head
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
-IGNORED = ".rotary_emb.inv_freq"  # a table in old checkpoints
+# Tables and masks that old checkpoints hold although they are computed, and heads of training: skipped if the model has
+# no such weights.
+COMPUTED = (
+    *(".inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".embed_positions"),
+    *(".masked_bias", ".attn.bias", ".attention.bias"),
+)
+HEADS = ("score.", "v_head.", "value_head.", "reward_head.", "classifier.")
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -49,7 +59,9 @@ def load_model(
     stored: dict[str, StoredTensor] = {}
     if isinstance(checkpoint, Checkpoint):
         stored = checkpoint.tensors()
-        _matched(_without_memory(spec, scope, checkpoint.origin), stored, checkpoint.origin)
+        matched = _matched(_without_memory(spec, scope, checkpoint.origin), stored, checkpoint.origin)
+        if not scope.shard.rank:
+            _log_skipped(matched, checkpoint.origin)
     try:
         model = Decoder(spec, scope, max_model_len=max_model_len)
         with torch.no_grad():
@@ -145,6 +157,8 @@ class _Matched(NamedTuple):
     stored: dict[str, StoredTensor]
     extras: dict[str, StoredTensor]  # optional tensors
     optional: dict[str, Callable[[Tensor], None]]
+    needless: list[str]  # stored tensors that are not loaded: computed tables, heads of training
+    other_input: list[str]  # those that are not loaded since they read images or sound
 
 
 def _matched(model: Decoder, stored: dict[str, StoredTensor], origin: str) -> _Matched:
@@ -152,11 +166,10 @@ def _matched(model: Decoder, stored: dict[str, StoredTensor], origin: str) -> _M
     declared = checkpoint_tensors(model)
     spec = model.spec
     drafts = tuple(f"layers.{spec.num_layers + i}." for i in range(spec.num_draft_layers))
-    stored = {
-        name: tensor
-        for name, tensor in ((_renamed(name, spec), tensor) for name, tensor in stored.items())
-        if not name.endswith(IGNORED) and not name.removeprefix(BODY).startswith((*drafts, *spec.unused))
-    }
+    stored = {renamed(name, spec.names): tensor for name, tensor in stored.items()}
+    skipped = {name for name in stored if name.removeprefix(BODY).startswith((*drafts, *spec.unused))}
+    other_input = {name for name in stored if name.removeprefix(BODY).startswith(spec.other_input)}
+    stored = {name: tensor for name, tensor in stored.items() if name not in skipped | other_input}
     if not spec.has_head:
         del declared[LM_HEAD]
         stored.pop(LM_HEAD, None)
@@ -167,14 +180,22 @@ def _matched(model: Decoder, stored: dict[str, StoredTensor], origin: str) -> _M
     stored = _by_declared_names(declared, stored)
     optional = _optional_tensors(model)
     extras = {name: stored.pop(name) for name in list(stored) if name in optional}
+    needless = [name for name in stored.keys() - declared.keys() if _is_needless(name)]
+    stored = {name: tensor for name, tensor in stored.items() if name not in needless}
     _check(declared, stored, origin, tied=spec.tie_word_embeddings)
-    return _Matched(declared, stored, extras, optional)
+    return _Matched(declared, stored, extras, optional, sorted(needless), sorted(other_input))
 
 
-def _renamed(name: str, spec: ModelSpec) -> str:
-    for theirs, ours in spec.names:
-        name = name.replace(theirs, ours)
-    return name
+def _is_needless(name: str) -> bool:
+    return name.endswith(COMPUTED) or name.startswith(HEADS)
+
+
+def _log_skipped(matched: _Matched, origin: str) -> None:
+    """Log tensors that are not loaded, in one line for each reason."""
+    if names := matched.other_input:
+        logger.info("%s: text only: %d tensors for images or sound are not loaded", origin, len(names))
+    if names := matched.needless:
+        logger.info("%s: %d tensors that are not needed are skipped: %s", origin, len(names), _names(set(names)))
 
 
 def _fill(
@@ -188,7 +209,8 @@ def _fill(
 
     `device`: read whole tensors to it first; None: copy this rank's slices.
     """
-    declared, stored, extras, optional = _matched(model, stored, checkpoint.origin)
+    matched = _matched(model, stored, checkpoint.origin)
+    declared, stored, extras, optional = matched.declared, matched.stored, matched.extras, matched.optional
     ours = {tensor.name: name for name, tensor in extras.items()}
     for stored_name, extra in checkpoint.read(ours):
         name = ours[stored_name]
@@ -253,7 +275,8 @@ def _check(declared: dict[str, CheckpointTensor], stored: dict[str, StoredTensor
         )
     for name, tensor in stored.items():
         want = declared[name]
-        if _significant(want.shape) != _significant(tensor.shape):
+        is_turned = want.turns and tensor.shape == [*want.shape[:-2], *want.shape[:-3:-1]]
+        if not is_turned and _significant(want.shape) != _significant(tensor.shape):
             raise ModelError(
                 f"{tensor.source}: {name!r} has shape {tensor.shape}, config.json says {want.shape}; {advice}"
             )

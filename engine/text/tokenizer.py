@@ -363,7 +363,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(_read(path, folder, MAX_CONFIG_BYTES).decode("utf-8"))
+        content = json.loads(_read(path, folder, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except RecursionError:
         raise TokenizerError(f"{path} is nested too deeply") from None
     except ValueError as error:

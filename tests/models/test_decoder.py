@@ -18,7 +18,15 @@ from engine.models.families import read_spec
 from engine.models.formats import weight_formats
 from engine.models.matrix import Scope
 from engine.models.residual import ResidualStream
-from tests.oracles.families import CASES, MAX_ERROR, check_family, make_checkpoint, make_prompts, passes
+from tests.oracles.families import (
+    CASES,
+    MAX_ERROR,
+    MORE_WITH_IMAGES,
+    check_family,
+    make_checkpoint,
+    make_prompts,
+    passes,
+)
 from tests.oracles.paged_runner import decode
 from tests.support.loaded import load as load_model
 
@@ -30,6 +38,12 @@ def test_family_equals_transformers(name: Any) -> None:
     result = check_family(name, "cpu", torch.float32)
     assert result["greedy_equal"]
     assert result["max_error"] <= MAX_ERROR, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_WITH_IMAGES)
+def test_text_of_other_multimodal_models_equals_transformers(name: Any) -> None:
+    test_family_equals_transformers(name)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa4-llama3", "qwen3", "gemma3", "cohere2", "glm4_moe"])

@@ -110,7 +110,7 @@ def test_layers_that_share_their_cache_are_in_one_stage(tmp_path: Path) -> None:
         ({"vocab_size_per_layer_input": 100}, "must not be below 'vocab_size'"),
         ({"per_layer_config": {"1": 3}}, "'per_layer_config' must be an object of objects"),
         ({"enable_moe_block": True}, "'num_experts' is missing"),
-        ({"architectures": ["Gemma4ForConditionalGeneration"]}, "'text_config' must be an object, got None"),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": 3}, "'text_config' must be an object"),
     ],
 )
 def test_configurations_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ from engine.models.families import read_spec
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 32}, "delta-net layers"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 3}, "convolution layers"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
-        ("Qwen2VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
+        ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
         ("BertForMaskedLM", {}, "attention in both directions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),
         ("Llama7ForCausalLM", {}, "a function of about ten lines in engine/models/families"),

@@ -100,10 +100,60 @@ def test_max_model_len_limits_the_table(folder: Path) -> None:
     assert len(set(map(id, tables()))) == 1  # one for all layers
 
 
-def test_old_rotary_tables_are_ignored(folder: Path, tensors: Any) -> None:
-    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for i in range(2)}
-    save_file(tensors | extra, folder / "model.safetensors")
+NEEDLESS = [
+    "model.layers.1.self_attn.rotary_emb.inv_freq",
+    "model.layers.0.self_attn.rotary_emb.cos_cached",
+    "model.layers.0.attn.masked_bias",
+    "v_head.summary.weight",
+    "score.weight",
+]
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_tensors_that_are_not_needed_are_skipped(
+    folder: Path, tensors: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(tensors | {name: torch.zeros(4)}, folder / "model.safetensors")
+    with caplog.at_level("INFO"):
+        load(folder)
+    (line,) = caplog.messages
+    assert line == f"{folder}: 1 tensors that are not needed are skipped: {name!r}"
+
+
+@pytest.mark.parametrize("field", ["num_nextn_predict_layers", "num_mtp_modules"])
+def test_layers_of_drafts_are_skipped(folder: Path, tensors: Any, field: str) -> None:
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, field: 1}))
     load(folder)
+
+
+def test_a_byte_order_mark(folder: Path, tensors: Any) -> None:
+    save_shards(folder, tensors)
+    for name in ("config.json", "model.safetensors.index.json"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    load(folder)
+
+
+def test_a_single_file_beside_an_index_and_its_shards(
+    folder: Path, tensors: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file of an earlier upload: the index's shards are read. Without one of these, the index is the older."""
+    save_shards(folder, tensors)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert torch.equal(memory(load(folder))[K_BIAS], tensors[K_BIAS])
+    assert "not model.safetensors" in caplog.messages[-1]
+    (folder / "model-0.safetensors").unlink()
+    assert not memory(load(folder))[K_BIAS].any()
+    assert "model-0.safetensors is absent" in caplog.messages[-1]
+
+
+def test_a_tensor_that_the_index_does_not_name(folder: Path, tensors: Any, caplog: pytest.LogCaptureFixture) -> None:
+    save_shards(folder, tensors)
+    first = {name: tensors[name] for i, name in enumerate(sorted(tensors)) if i % 3 == 0}
+    save_file(first | {"model.mtp.0.weight": torch.zeros(1)}, folder / "model-0.safetensors")
+    with caplog.at_level("INFO"):
+        load(folder)
+    assert caplog.messages == [f"{folder}: skips 1 tensors that model.safetensors.index.json does not name"]
 
 
 @pytest.mark.parametrize("stored", [[EMBEDDING], [LM_HEAD], [EMBEDDING, LM_HEAD]])

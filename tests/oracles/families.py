@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.families import read_spec
@@ -303,6 +304,226 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_TOWER = TOWER | {"image_size": 28, "patch_size": 14}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+# The text models of checkpoints that read images: name → (transformers' class, its configuration). What `text_config`
+# says is added to SHAPE.
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": {"rope_parameters": SECTIONS},
+            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 128, "mlp_ratio": 1},
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {"text_config": {"rope_parameters": SECTIONS}, "vision_config": QWEN_TOWER},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {"head_dim": 32, "rope_parameters": SECTIONS | {"mrope_interleaved": True}},
+            "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 48,
+                "rope_parameters": SECTIONS | {"mrope_interleaved": True},
+            },
+            "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+            "vision_config": SMALL_TOWER | {"model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": {"model_type": "qwen3", "head_dim": 32},
+            "vision_config": TOWER | {"image_size": [28, 28], "patch_size": [14, 14]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4v": (
+        "Glm4vForConditionalGeneration",
+        {
+            "text_config": {
+                "attention_bias": True,
+                "pad_token_id": 0,
+                "eos_token_id": None,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            "vision_config": QWEN_TOWER | {"image_size": 28},
+        },
+    ),
+    "glm4v_moe": (
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "text_config": {
+                "attention_bias": True,
+                "pad_token_id": 0,
+                "eos_token_id": None,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 48,
+                "n_shared_experts": 2,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            "vision_config": QWEN_TOWER | {"image_size": 28},
+        },
+    ),
+}
+# Further ones, whose text model is one of a case above.
+SIGLIP = SMALL_TOWER | {"model_type": "siglip_vision_model"}
+MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_k2.5": (
+        "Kimi_K25ForConditionalGeneration",
+        {
+            "text_config": {
+                "model_type": "deepseek_v3",
+                **LATENT,
+                "q_lora_rank": 48,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 48,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "vision_config": TOWER | {"patch_size": 14},
+        },
+    ),
+    "glm46v": (
+        "Glm46VForConditionalGeneration",
+        {
+            "text_config": WITH_IMAGES["glm4v"][1]["text_config"] | {"model_type": "glm4v_text"},
+            "vision_config": QWEN_TOWER | {"image_size": 28, "model_type": "glm4v_vision"},
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "mistral", "sliding_window": None},
+            "vision_config": SMALL_TOWER | {"model_type": "pixtral"},
+            "vision_feature_layer": -1,
+        },
+    ),
+    "llava_next": (
+        "LlavaNextForConditionalGeneration",
+        {
+            "text_config": {"model_type": "granite", "residual_multiplier": 0.22},
+            "vision_config": SIGLIP,
+            "image_grid_pinpoints": [[28, 28]],
+        },
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionForConditionalGeneration",
+        {"text_config": {"model_type": "qwen2"}, "vision_config": SIGLIP, "image_grid_pinpoints": [[28, 28]]},
+    ),
+    "idefics3": (
+        "Idefics3ForConditionalGeneration",
+        {"text_config": {"model_type": "llama"}, "vision_config": SMALL_TOWER, "pad_token_id": 0},
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        {"text_config": {"model_type": "llama"}, "vision_config": SMALL_TOWER, "pad_token_id": 0},
+    ),
+    "aya_vision": (
+        "AyaVisionForConditionalGeneration",
+        {"text_config": {"model_type": "cohere2", "eos_token_id": None, "logit_scale": 1.0}, "vision_config": SIGLIP},
+    ),
+    "cohere2_vision": (
+        "Cohere2VisionForConditionalGeneration",
+        {"text_config": {"model_type": "cohere2", "eos_token_id": None, "logit_scale": 1.0}, "vision_config": SIGLIP},
+    ),
+    "got_ocr2": (
+        "GotOcr2ForConditionalGeneration",
+        {
+            "text_config": {"model_type": "qwen2"},
+            "vision_config": {
+                "hidden_size": 32,
+                "output_channels": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 32,
+                "mlp_dim": 32,
+                "global_attn_indexes": [0],
+                "window_size": 2,
+            },
+        },
+    ),
+    "lighton_ocr": (
+        "LightOnOcrForConditionalGeneration",
+        {
+            "text_config": {"model_type": "qwen3", "head_dim": 32},
+            "vision_config": SMALL_TOWER | {"model_type": "pixtral", "head_dim": 16},
+        },
+    ),
+    "paddleocr_vl": (
+        "PaddleOCRVLForConditionalGeneration",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "pad_token_id": 0,
+                "rope_parameters": SECTIONS,
+                "eos_token_id": None,
+                "bos_token_id": None,
+            },
+            "vision_config": SMALL_TOWER,
+        },
+    ),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "text_config": {"model_type": "qwen2"},
+            "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
+        },
+    ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama"},
+            "audio_config": {
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+        },
+    ),
+}
+CASES |= WITH_IMAGES
+# Names that transformers writes otherwise than published files have them.
+MISNAMED = {
+    "kimi_k2.5": (".blocks.", ".layers."),
+    "qwen2_audio": (".model.model.", ".model."),
+    "voxtral": (".model.model.", ".model."),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40
@@ -317,10 +538,16 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    family, changes = CASES[name]
+    family, changes = (CASES | MORE_WITH_IMAGES)[name]
     torch.manual_seed(sum(map(ord, name)))
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    config = model_class.config_class(**{**SHAPE, **changes, **(shape or {})}, attn_implementation=ATTENTION)
+    model_class = getattr(transformers, family if family.endswith("Generation") else f"{family}ForCausalLM")
+    changes = {**changes, **(shape or {})}
+    if (text := changes.get("text_config")) is not None:
+        whole = {name: value for name, value in changes.items() if name not in SHAPE}
+        changes = whole | {"text_config": {**SHAPE, **text, **(shape or {})}}
+    else:
+        changes = SHAPE | changes
+    config = model_class.config_class(**changes, attn_implementation=ATTENTION)
     model = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -336,7 +563,16 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
             if "layer_scalar" in buffer_name:
                 buffer.normal_(0.8, 0.2)
     model.save_pretrained(folder, **save_options)
+    if name in MISNAMED:
+        rename_tensors(folder, *MISNAMED[name])
     return model
+
+
+def rename_tensors(folder: Path, theirs: str, ours: str) -> None:
+    """Replace a part of names in the checkpoint's one file."""
+    file = folder / "model.safetensors"
+    tensors = {name.replace(theirs, ours): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 @torch.inference_mode()

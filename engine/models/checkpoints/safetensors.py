@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from engine.models.files import WEIGHT_FILES, listing, read_json
 from engine.models.matrix import CheckpointTensor
 from engine.utils.folder_files import open_file
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
 
 
 class SafetensorsFolder(Checkpoint):
@@ -31,16 +34,23 @@ class SafetensorsFolder(Checkpoint):
 
     def tensors(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
-        for file in _files(self._folder):
+        outside: list[str] = []
+        files, indexed = _files(self._folder)
+        for file in files:
             _check_place(file, self._folder)
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    if indexed and name not in indexed:
+                        outside.append(name)
+                        continue
                     if name in stored:
                         other = self._file_of[name].name
                         raise ModelError(f"{file}: tensor {name!r} is also in {other}; remove one file")
                     header = opened.get_slice(name)
                     stored[name] = StoredTensor(name, header.get_shape(), header.get_dtype(), str(file))
                     self._file_of[name] = file
+        if outside:
+            logger.info("%s: skips %d tensors that %s does not name", self.origin, len(outside), INDEX)
         return stored
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -72,11 +82,12 @@ class SafetensorsFolder(Checkpoint):
         return by_file
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return model.safetensors, the index's shards, or else all .safetensors files except those of Mistral's format."""
-    single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file():
-        return [single]
+def _files(folder: Path) -> tuple[list[Path], Container[str]]:
+    """Return the index's shards and the tensors that it names, or model.safetensors, or else all .safetensors files.
+
+    Those of Mistral's own format do not count. A single file is newer than an index whose shards are absent.
+    """
+    single, index = folder / SINGLE, folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -85,9 +96,16 @@ def _files(folder: Path) -> list[Path]:
             if not isinstance(name, str) or Path(name).name != name:
                 raise ModelError(f"{index}: {name!r} is not a file name; download it again")
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
+        missing = [file.name for file in files if not file.is_file()]
+        if not missing:
+            if single.is_file() and single not in files:
+                logger.warning("%s: reads the shards that %s names, not %s", folder, INDEX, SINGLE)
+            return files, weight_map
+        if not single.is_file() or single in files:
             raise ModelError(f"{index}: names {', '.join(missing)}, which {folder} does not hold; download the rest")
-        return files
+        logger.warning("%s: reads %s, not the shards that %s names: %s is absent", folder, SINGLE, INDEX, missing[0])
+    if single.is_file():
+        return [single], ()
     files = sorted(
         file for file in folder.glob(WEIGHT_FILES) if file.is_file() and not file.name.startswith("consolidated")
     )
@@ -96,7 +114,7 @@ def _files(folder: Path) -> list[Path]:
             f"{folder}: holds no .safetensors weights (it holds {listing(folder)}); "
             "convert .bin or .pt weights with transformers' save_pretrained, or choose a model that has safetensors"
         )
-    return files
+    return files, ()
 
 
 def _check_place(file: Path, folder: Path) -> None:

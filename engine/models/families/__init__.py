@@ -10,9 +10,9 @@ from typing import Any
 
 from engine.models import classifier
 from engine.models.errors import ModelError
-from engine.models.families import experts, gemma4, llama_like, mpt, other_norms
+from engine.models.families import experts, gemma4, llama_like, mpt, multimodal, other_norms
 from engine.models.families.fields import Config
-from engine.models.families.missing import missing
+from engine.models.families.missing import A_FUNCTION, missing
 from engine.models.files import read_config
 from engine.models.generation_config import read_eos_token_ids
 from engine.models.pooling_config import is_embedding_model
@@ -26,7 +26,7 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     which names the file and the field that is missing, invalid or not supported.
     """
     config = read_config(folder, overrides)
-    if config.get("architectures") is None and (found := _architecture_of_type(config.get("model_type"))):
+    if config.get("architectures") is None and (found := _architecture_of_type(config.get("model_type"), config)):
         config["architectures"] = [found]
     try:
         spec = _family(config)(config)
@@ -42,10 +42,27 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     return replace(spec, has_head=False, tie_word_embeddings=True)  # so that the head takes no memory
 
 
-def _architecture_of_type(model_type: Any) -> str | None:
+def _architecture_of_type(model_type: Any, config: Config) -> str | None:
     """Return the architecture of a `model_type`, as transformers names both, or None."""
     stem = str(model_type).removesuffix("_text").replace("_", "")
-    return next((name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == stem), None)
+    suffixes = ("ForConditionalGeneration", "ForCausalLM")
+    for suffix in suffixes if "vision_config" in config else suffixes[::-1]:
+        for name in FAMILIES:
+            if name.endswith(suffix) and name.removesuffix(suffix).lower().replace("_", "") == stem:
+                return name
+    return None
+
+
+def _text_family(config: Config) -> Callable[[Config], ModelSpec]:
+    """Return the family of a text model within another one, by its `architectures` or its `model_type`."""
+    kind = config.get("model_type")
+    if kind in TEXT_TYPES:
+        return TEXT_TYPES[kind]
+    names = [*(config.get("architectures") or ()), _architecture_of_type(kind, {})]
+    for name in names:
+        if name in FAMILIES and name not in multimodal.MODELS:
+            return FAMILIES[name]
+    raise ModelError(f"its text model, {names[0] or kind!r}, is not supported: it needs {missing(str(kind), {})}")
 
 
 def _family(config: Config) -> Callable[[Config], ModelSpec]:
@@ -53,16 +70,23 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(f"'architectures' must be a list of one name, got {names!r}")
     bodies = (names[0].removesuffix(suffix) for suffix in ("Model", classifier.SUFFIX))  # without an output head
+    spelled = {_plain(name): family for name, family in FAMILIES.items()}
     for name in (names[0], *(body + "ForCausalLM" for body in bodies)):
-        if name in FAMILIES:
-            return FAMILIES[name]
-    stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
-    close = difflib.get_close_matches(names[0][:99].removesuffix("ForCausalLM"), stems, n=3, cutoff=0.7)
-    nearest = f"; the nearest that are: {', '.join(stems[stem] for stem in close)}" if close else ""
+        if _plain(name) in spelled:
+            return spelled[_plain(name)]
+    need, nearest = missing(names[0], config), ""
+    if need == A_FUNCTION:  # perhaps it is a misspelt name
+        stems = {family.removesuffix("ForCausalLM"): family for family in FAMILIES}
+        close = difflib.get_close_matches(names[0][:99].removesuffix("ForCausalLM"), stems, n=3, cutoff=0.7)
+        nearest = f"; the nearest that are: {', '.join(stems[stem] for stem in close)}" if close else ""
     raise ModelError(
-        f"architecture {names[0]!r} is not supported: it needs {missing(names[0], config)}{nearest}; "
-        "`quire models` lists all that are"
+        f"architecture {names[0]!r} is not supported: it needs {need}{nearest}; `quire models` lists all that are"
     )
+
+
+def _plain(name: str) -> str:
+    """Return an architecture's name without capitals and underscores: old files spell it Ernie4_5_ForCausalLM."""
+    return name.replace("_", "").lower()
 
 
 FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
@@ -80,9 +104,7 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "GemmaForCausalLM": other_norms.gemma,
     "Gemma2ForCausalLM": other_norms.gemma2,
     "Gemma3ForCausalLM": other_norms.gemma3,
-    "Gemma3ForConditionalGeneration": gemma4.gemma3_with_images,
     "Gemma4ForCausalLM": gemma4.gemma4,
-    "Gemma4ForConditionalGeneration": gemma4.gemma4_with_images,
     "Olmo2ForCausalLM": other_norms.olmo2,
     "Olmo3ForCausalLM": other_norms.olmo3,
     "Exaone4ForCausalLM": other_norms.exaone4,
@@ -105,4 +127,15 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "DeepseekV3ForCausalLM": experts.deepseek_v3,
     "MiniMaxM2ForCausalLM": experts.minimax_m2,
     "GptOssForCausalLM": experts.gpt_oss,
+}
+FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
+TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own
+    "qwen2_vl_text": llama_like.qwen2,
+    "qwen2_5_vl_text": llama_like.qwen2,
+    "qwen3_vl_text": llama_like.qwen3,
+    "qwen3_vl_moe_text": experts.qwen3_vl_moe,
+    "glm4v_text": other_norms.glm4,
+    "glm4v_moe_text": experts.glm4_moe,
+    "paddleocr_vl_text": llama_like.llama,
+    "kimi_k2": experts.deepseek_v3,
 }

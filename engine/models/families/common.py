@@ -10,7 +10,7 @@ from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.rope import context_length, read_rope, yarn_magnitude
 from engine.models.generation_config import token_ids
-from engine.models.quantization import read_quantization
+from engine.models.quantization import Renames, read_quantization
 from engine.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec, Norms
 
 Mixer = AttentionSpec | LatentSpec
@@ -142,9 +142,19 @@ def decoder(
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(config, "eos_token_id"),
-        num_draft_layers=integer(config, "num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
+        num_draft_layers=max(
+            integer(config, name, 0, minimum=0, maximum=MAX_LAYERS)
+            for name in ("num_nextn_predict_layers", "num_mtp_modules")
+        ),
         quantization=read_quantization(config.get("quantization_config")),
     )
+
+
+def with_names(spec: ModelSpec, names: Renames, *, unused: Sequence[str] = ()) -> ModelSpec:
+    """Return the specification for a checkpoint with other names: see `ModelSpec.names` and `unused`."""
+    names = (*names, *spec.names)
+    quantization = spec.quantization and replace(spec.quantization, names=names)
+    return replace(spec, names=names, quantization=quantization, unused=(*unused, *spec.unused))
 
 
 def slides(config: Config, pattern: int = 0) -> list[bool]:

@@ -26,6 +26,7 @@ GRANITE = ExpertNames(
     stacked=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
     shared="shared_mlp",
 )
+QWEN3_VL = ExpertNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), suffix="_", transposed=True)
 GPT_OSS = ExpertNames(
     router="mlp.router",
     stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -69,6 +70,18 @@ def qwen3_moe(config: Config) -> ModelSpec:
     mlp = experts(config, renormalise=flag(config, "norm_topk_prob"))
     window = integer(config, "sliding_window") if flag(config, "use_sliding_window") else 0
     return decoder(config, replace(mixer, window=window), _every(config, mlp))
+
+
+def qwen3_vl_moe(config: Config) -> ModelSpec:
+    """Qwen3-VL with experts: Qwen3's, transposed in stacked tensors; quantised ones are separate."""
+    spec = qwen3_moe(config | {"norm_topk_prob": True})
+    if spec.quantization is not None:
+        return spec
+    layers = (
+        replace(layer, mlp=replace(layer.mlp, names=QWEN3_VL)) if isinstance(layer.mlp, MoESpec) else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _every(config: Config, mlp: MoESpec) -> list[DenseSpec | MoESpec]:

@@ -1,16 +1,15 @@
-"""Gemma 4: two kinds of attention, experts, layers that share a KV cache; and the text models of multimodal Gemma."""
+"""Gemma 4: two kinds of attention, experts, layers that share a KV cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from engine.models.errors import ModelError
 from engine.models.families.common import attention, decoder, dense, num_layers, slides, windows_of
 from engine.models.families.experts import experts
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.families.other_norms import GELU, GEMMA, gemma3
+from engine.models.families.other_norms import GELU, GEMMA
 from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec, ParallelNorms, PerLayerSpec
 
 KINDS = ("full_attention", "sliding_attention")
@@ -26,20 +25,6 @@ PARALLEL_NORMS = ParallelNorms(
     before_experts="pre_feedforward_layernorm_2",
     after_experts="post_feedforward_layernorm_2",
 )
-# Names of the text model in multimodal Gemma checkpoints, and tensors that are not loaded.
-TEXT_NAMES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-OTHER_THAN_TEXT = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.")
-GEMMA3_SIZES = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-}
 
 
 def gemma4(config: Config) -> ModelSpec:
@@ -124,24 +109,3 @@ def _per_layer(config: Config) -> PerLayerSpec | None:
     if vocab_size < integer(config, "vocab_size"):
         raise ModelError(f"'vocab_size_per_layer_input' ({vocab_size}) must not be below 'vocab_size'")
     return PerLayerSpec(size=size, vocab_size=vocab_size)
-
-
-def gemma3_with_images(config: Config) -> ModelSpec:
-    """Gemma 3 from 4B: only the text model; images are refused."""
-    return _text_of(gemma3, GEMMA3_SIZES | config)
-
-
-def gemma4_with_images(config: Config) -> ModelSpec:
-    """Gemma 4 as published: only the text model; images and audio are refused."""
-    return _text_of(gemma4, config)
-
-
-def _text_of(family: Callable[[Config], ModelSpec], config: Config) -> ModelSpec:
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError(f"'text_config' must be an object, got {text!r}")
-    said = {name: value for name, value in text.items() if value is not None}
-    # Transformers ties the head by the whole model's field. Old releases, which took the text model's, wrote no other.
-    whole = {name: config[name] for name in ("architectures", "tie_word_embeddings") if config.get(name) is not None}
-    spec = family({**config, **said, **whole})
-    return replace(spec, names=TEXT_NAMES, unused=(*OTHER_THAN_TEXT, *spec.unused))

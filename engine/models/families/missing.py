@@ -26,8 +26,9 @@ _NAMES = {
     "T5": _FIELDS["is_encoder_decoder"],
     "Whisper": _FIELDS["audio_config"],
     "Vision": _FIELDS["vision_config"],
-    "VL": _FIELDS["vision_config"],
+    "VLFor": _FIELDS["vision_config"],
 }
+A_FUNCTION = "a function of about ten lines in engine/models/families (CONTRIBUTING.md, Add a model family)"
 
 
 def missing(architecture: str, config: Config) -> str:
@@ -36,6 +37,6 @@ def missing(architecture: str, config: Config) -> str:
         if config.get(field):
             return need
     for part, need in _NAMES.items():
-        if part in architecture:
+        if part.lower() in architecture.lower():
             return need
-    return "a function of about ten lines in engine/models/families (CONTRIBUTING.md, Add a model family)"
+    return A_FUNCTION

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense
+from engine.models.families.common import attention, decoder, dense, with_names
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import ModelSpec
 
@@ -57,7 +57,7 @@ def mpt(config: Config) -> ModelSpec:
     mlp = replace(dense({**usual, "hidden_act": "gelu"}, activations=("gelu",), gated=False), activation="gelu")
     spec = decoder(usual, mixer, mlp, eps_name="layer_norm_epsilon")
     tied = flag(config, "tie_word_embeddings", True)
-    return replace(spec, norm="layer", names=NAMES, tie_word_embeddings=tied)
+    return replace(with_names(spec, NAMES), norm="layer", tie_word_embeddings=tied)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

@@ -1,0 +1,104 @@
+"""The text models of checkpoints that also read images or sound, which are refused.
+
+Positions of text advance all sections of a multimodal RoPE alike, so that it is the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.models.errors import ModelError
+from engine.models.families.common import with_names
+from engine.models.families.fields import Config
+from engine.models.spec import ModelSpec
+
+Family = Callable[[Config], ModelSpec]
+
+# Parts of names before those of the text model, the longest first.
+NAMES = (
+    ("model.language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+)
+OTHER_INPUT = (
+    *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),
+    *("audio_tower.", "audio_model.", "embed_audio.", "multi_modal_projector.", "mm_projector.", "mlp1.", "projector."),
+    "vision_projection.",
+    *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
+)
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+# Architecture → description, and fields that published files leave out.
+GEMMA3_SIZES = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+MISTRAL = {"model_type": "mistral", "sliding_window": None}
+MODELS: dict[str, tuple[str, Config]] = {
+    "Gemma3ForConditionalGeneration": ("Gemma 3 from 4B", {"model_type": "gemma3_text"} | GEMMA3_SIZES),
+    "Gemma4ForConditionalGeneration": ("Gemma 4 as published", {"model_type": "gemma4_text"}),
+    "Qwen2VLForConditionalGeneration": ("Qwen2-VL", {"model_type": "qwen2"}),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2.5-VL", {"model_type": "qwen2"}),
+    "Qwen3VLForConditionalGeneration": ("Qwen3-VL", {"model_type": "qwen3"}),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen3-VL with experts", {"model_type": "qwen3_vl_moe_text"}),
+    "Mistral3ForConditionalGeneration": ("Mistral Small 3.1 and 3.2, Ministral 3, Devstral 2", MISTRAL),
+    "LlavaForConditionalGeneration": ("LLaVA 1.5 and Pixtral", {"model_type": "llama"}),
+    "LlavaNextForConditionalGeneration": ("LLaVA 1.6 and Granite Vision", {"model_type": "llama"}),
+    "LlavaOnevisionForConditionalGeneration": ("LLaVA-OneVision", {"model_type": "qwen2"}),
+    "Idefics3ForConditionalGeneration": ("Idefics 3 and SmolVLM", {"model_type": "llama"}),
+    "SmolVLMForConditionalGeneration": ("SmolVLM 2", {"model_type": "llama"}),
+    "InternVLForConditionalGeneration": ("InternVL 3 and 3.5", {"model_type": "qwen2"}),
+    "InternVLChatModel": ("InternVL as OpenGVLab publishes it", {}),
+    "Glm4vForConditionalGeneration": ("GLM-4.1V", {"model_type": "glm4v_text"}),
+    "Glm4vMoeForConditionalGeneration": ("GLM-4.5V", {"model_type": "glm4v_moe_text"}),
+    "Glm46VForConditionalGeneration": ("GLM-4.6V", {"model_type": "glm4v_moe_text"}),
+    "KimiVLForConditionalGeneration": ("Kimi-VL", {"model_type": "deepseek_v3"}),
+    "KimiK25ForConditionalGeneration": ("Kimi K2.5", {"model_type": "deepseek_v3"}),
+    "AyaVisionForConditionalGeneration": ("Aya Vision", {"model_type": "cohere2"}),
+    "Cohere2VisionForConditionalGeneration": ("Command A Vision", {"model_type": "cohere2"}),
+    "VoxtralForConditionalGeneration": ("Voxtral", {"model_type": "llama"}),
+    "Qwen2AudioForConditionalGeneration": ("Qwen2-Audio", {"model_type": "qwen2"}),
+    "GotOcr2ForConditionalGeneration": ("GOT-OCR 2", {"model_type": "qwen2"}),
+    "LightOnOCRForConditionalGeneration": ("LightOnOCR", {"model_type": "qwen3"}),
+    "PaddleOCRVLForConditionalGeneration": ("PaddleOCR-VL", {"model_type": "ernie4_5"}),
+}
+
+
+def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -> Family:
+    """Return the family of an architecture in `MODELS`. family_of: config.json of a text model → its family."""
+    name, defaults = MODELS[architecture]
+
+    def read(config: Config) -> ModelSpec:
+        text = text_config(config, defaults)
+        spec = family_of(text)(text | {"architectures": [architecture]})
+        return replace(with_names(spec, NAMES), other_input=OTHER_INPUT)
+
+    read.__doc__ = f"{name}: only the text model; images and sound are refused."
+    return read
+
+
+def text_config(config: Config, defaults: Config) -> Config:
+    """Return the text model's configuration: an object of its own, or among the other fields as in old files."""
+    name = next((name for name in TEXT_CONFIGS if config.get(name) is not None), "")
+    text = config[name] if name else config
+    if not isinstance(text, dict):
+        raise ModelError(f"{name!r} must be an object, got {text!r}")
+    if not name and "hidden_size" not in config:
+        raise ModelError(f"{TEXT_CONFIGS[0]!r} must be an object, got None")
+    if not name:
+        text = {key: value for key, value in text.items() if key not in ("model_type", "architectures")}
+    said = {key: value for key, value in text.items() if value is not None}
+    # Transformers ties the head by the whole model's field. Old releases, which took the text model's, wrote no other.
+    whole = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}
+    inherited = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    found = defaults | inherited | said | whole
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = found.get(field)
+        if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
+            found[field] = {**rope, "type": "default", "rope_type": "default"}
+    return found
