@@ -114,7 +114,7 @@ def create_app(
     for api in APIS:
         api.add_routes(app, server)
     add_reference(app, APIS, names[0])
-    add_chat_page(app)
+    add_chat_page(app, settings.page_servers)
     return app
 
 
@@ -137,7 +137,7 @@ def create_starting_app(settings: ServerConfig, readiness: Readiness, server_met
     """Create the app that runs until the engine is ready."""
     app = FastAPI(title="Quire", openapi_url=None)
     _add_middleware(app, settings, server_metrics)
-    add_starting_routes(app, readiness, server_metrics.registry)
+    add_starting_routes(app, readiness, server_metrics.registry, settings.page_servers)
     return app
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from server.http.api_keys import KeyRing
 from server.parsing.formats import PARSER_NAMES
 from server.parsing.reasoning import REASONING_FORMATS
 
+_SERVER_ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?/([\w.~%-]+/)*", re.ASCII)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
@@ -60,6 +62,12 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = flag(
         (), "web origins whose pages may call the API from a browser; *: all", metavar="ORIGIN"
+    )
+    page_servers: tuple[str, ...] = flag(
+        (),
+        "addresses of other servers whose models the chat page offers beside this one's; each must have this page's "
+        "origin in its --allowed-origins",
+        metavar="URL",
     )
     enable_request_id_headers: bool = flag(
         True, "send an X-Request-Id header with each response: the client's own value if the request has one"
@@ -155,6 +163,7 @@ class ServerConfig:
         check(self)
         if len(self.allowed_origins) == 1 and self.allowed_origins[0].startswith("["):  # vLLM takes a JSON list
             object.__setattr__(self, "allowed_origins", _json_list("allowed_origins", self.allowed_origins[0]))
+        object.__setattr__(self, "page_servers", tuple(dict.fromkeys(map(_server_address, self.page_servers))))
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -185,6 +194,14 @@ class ServerConfig:
             raise ConfigError(
                 f"chat_template must be a file or a template, got {self.chat_template!r}: {error}"
             ) from None
+
+
+def _server_address(url: str) -> str:
+    """Return the address of a server with a slash at its end. It becomes part of the chat page and of its policy."""
+    address = url.rstrip("/").removesuffix("/v1") + "/"
+    if not _SERVER_ADDRESS.fullmatch(address):
+        raise ConfigError(f"page_servers must be URLs such as http://host:8000, got {url!r}")
+    return address
 
 
 def _check_traces_endpoint(url: str) -> None:

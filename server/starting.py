@@ -5,6 +5,7 @@ everything else.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -18,15 +19,17 @@ from server.observability.readiness import Readiness
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def add_starting_routes(app: FastAPI, readiness: Readiness, registry: CollectorRegistry) -> None:
-    """Add all routes. `registry`: the metrics that exist so far."""
+def add_starting_routes(
+    app: FastAPI, readiness: Readiness, registry: CollectorRegistry, page_servers: Sequence[str] = ()
+) -> None:
+    """Add all routes. `registry`: the metrics that exist so far. `page_servers`: see `add_chat_page`."""
     add_probes(app, readiness)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    add_chat_page(app, starting=readiness)
+    add_chat_page(app, page_servers, starting=readiness)
 
     @app.api_route("/{path:path}", methods=_METHODS, response_model=None)
     async def anything(request: Request) -> Response:

@@ -140,7 +140,9 @@ def test_messages_to_look_up_are_written_somewhere() -> None:
     )
     messages = re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in rows if row.startswith("| `")))
     source = "".join(
-        path.read_text() for folder in ("engine", "kernels", "server") for path in (ROOT / folder).rglob("*.py")
+        path.read_text()
+        for folder, files in (("engine", "*.py"), ("kernels", "*.py"), ("server", "*.py"), ("server/static/js", "*.js"))
+        for path in (ROOT / folder).rglob(files)
     )
     plain = re.sub(r"[\"']\s+f?[\"']", "", re.sub(r"\{[^{}]*\}", "{}", source))  # texts that go on in the next line
     parts = {part.strip(" :{}") for message in messages for part in re.split("…|[0-9]+|SIGKILL", message)}

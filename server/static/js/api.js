@@ -3,6 +3,7 @@ import { readEvents } from "./sse.js";
 import { load, save } from "./dom.js";
 
 const KEY = "quire.key";
+const POLICY = document.querySelector("meta[http-equiv]").content;
 const PATIENCE = 5_000; // milliseconds for the response to a probe
 
 /** An error with a message for the user. status: the HTTP status, or 0 if there was no response. */
@@ -13,15 +14,18 @@ export class ApiError extends Error {
   }
 }
 
-// The API key is stored until the tab is closed.
+/** Addresses of the other servers that this page may use (--page-servers), each with a slash at its end. "" is its own server. */
+export const SERVERS = POLICY.match(/connect-src 'self'([^;]*)/)[1].split(" ").filter(Boolean);
+
+// API keys are stored until the tab is closed, one for each server.
 export const apiKey = {
-  get: () => load(KEY, "", "sessionStorage"),
-  set: (value) => save(KEY, value || undefined, "sessionStorage"),
+  get: (server = "") => load(KEY + server, "", "sessionStorage"),
+  set: (value, server = "") => save(KEY + server, value || undefined, "sessionStorage"),
 };
 
 /** Return the model cards of /v1/models. */
-export async function listModels() {
-  return (await (await request("v1/models")).json()).data;
+export async function listModels(server = "") {
+  return (await (await request("v1/models", {}, server)).json()).data;
 }
 
 /** Return the schema of a chat completion's parameters, with types, ranges and descriptions. */
@@ -53,9 +57,9 @@ export async function countTokens(body) {
  * Stream a chat completion. Yields { text, reasoning, calls, logprobs, finish, usage, metrics }, each empty or null if
  * the server did not send it. Throws ApiError; an abort through `signal` throws the browser's AbortError.
  */
-export async function* streamChat(body, signal) {
+export async function* streamChat(body, signal, server = "") {
   const streaming = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streaming), signal });
+  const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streaming), signal }, server);
   try {
     for await (const data of readEvents(response.body)) {
       if (data === "[DONE]") return;
@@ -79,25 +83,32 @@ export async function* streamChat(body, signal) {
   throw new ApiError("The connection closed before the answer was complete.", 0);
 }
 
-function authorization() {
-  return apiKey.get() ? { Authorization: `Bearer ${apiKey.get()}` } : {};
+function authorization(server) {
+  const key = apiKey.get(server);
+  return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-async function request(path, options = {}) {
-  const headers = { ...authorization(), ...(options.body ? { "Content-Type": "application/json" } : {}) };
+async function request(path, options = {}, server = "") {
+  const headers = { ...authorization(server), ...(options.body ? { "Content-Type": "application/json" } : {}) };
   let response;
   try {
-    response = await fetch(path, { headers, ...options });
+    response = await fetch(server + path, { headers, ...options });
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError("The server cannot be reached. Is it still running?", 0);
+    throw new ApiError(server ? unreachable(server) : "The server cannot be reached. Is it still running?", 0);
   }
   if (response.ok) return response;
   if (response.status === 401) {
-    throw new ApiError(apiKey.get() ? "The server rejected this API key." : "The server requires an API key.", 401);
+    throw new ApiError(apiKey.get(server) ? "The server rejected this API key." : "The server requires an API key.", 401);
   }
   const told = errorText(await response.json().catch(() => null));
   throw new ApiError(told ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".", response.status);
+}
+
+// Browsers do not tell a page which it is.
+function unreachable(server) {
+  if (!SERVERS.includes(server)) return `This page may not use ${server}: see --page-servers.`;
+  return `${server} cannot be reached, or does not allow this page: start it with --allowed-origins ${location.origin}`;
 }
 
 function errorText(body) {

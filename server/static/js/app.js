@@ -2,7 +2,8 @@
 import { countTokens } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation, isBusy, newId, ROOT } from "./conversation.js";
-import { $, announce, copy, download, toast } from "./dom.js";
+import { $, announce, copy, download, nameOf, toast } from "./dom.js";
+import { Others } from "./others.js";
 import { messagesFor, requestFor } from "./request.js";
 import { Run } from "./run.js";
 import { defaultSettings, Settings } from "./settings.js";
@@ -18,8 +19,9 @@ const MOST_TOOL_ROUNDS = 8;
 const STALE = 10_000; // milliseconds without an update by the tab that writes an answer
 
 let conversation = Conversation.create(defaultSettings());
-let model = ""; // chosen in the header; default: the server's first model
-let models = [];
+let model = ""; // key of the one chosen in the header; default: the server's first model
+let own = []; // this server's models
+let models = []; // those of other servers, too: { key, id, server }
 const runs = new Map(); // message id → Run, for all conversations
 const gone = new Set(); // ids of conversations deleted while an answer was being written
 const live = new Map(); // conversation id → the Conversation that answers are being written into
@@ -113,14 +115,16 @@ async function begin(within, question) {
 
 /** Generate the answer to the message `parent`, or one answer from each compared model. */
 async function answer(within, parent, round = 0) {
-  const chosen = (within.settings.models ?? []).filter((id) => models.includes(id));
-  const names = chosen.length > 1 ? chosen : [chosen[0] ?? model];
-  const group = names.length > 1 ? newId() : "";
-  const answers = names.map((name) => within.add({ role: "assistant", parent, model: name, group, ...EMPTY }));
+  const chosen = (within.settings.models ?? []).map(modelOf).filter(Boolean);
+  const asked = chosen.length > 1 ? chosen : [chosen[0] ?? modelOf(model) ?? { id: "", server: "" }];
+  const group = asked.length > 1 ? newId() : "";
+  const answers = asked.map(({ id, server }) => within.add({ role: "assistant", parent, model: id, server, group, ...EMPTY }));
   within.select(answers[0]);
   announce("Answering");
   await Promise.all(answers.map((message) => write(within, message, { round })));
 }
+
+const modelOf = (key) => models.find((each) => each.key === key);
 
 const EMPTY = { content: "", reasoning: "", calls: [], tokens: [], state: "waiting", error: null, finish: null, stats: null };
 
@@ -128,20 +132,21 @@ async function write(within, message, { resume = false, round = 0 } = {}) {
   const run = new Run(message, {
     changed: () => thread.changed(message),
     save: () => gone.has(within.id) || store.saveConversation(within, [message]),
-    explain: () => status.explain(),
+    explain: () => (message.server ? others.look(message.server) : status.explain()),
   });
   runs.set(message.id, run);
   live.set(within.id, within);
   message.state = "waiting";
   if (within === conversation) showConversation();
   const body = async () => {
-    await status.started(run.signal);
+    if (!message.server) await status.started(run.signal);
     return requestFor(within, message, resume);
   };
   const error = await run.write(body, resume);
   runs.delete(message.id);
   if (!within.busy) live.delete(within.id);
-  if (error?.status === 401) settings.askForKey(error.message);
+  if (error?.status === 401 && message.server) settings.open(others.keyField(message.server));
+  else if (error?.status === 401) settings.askForKey(error.message);
   if (within === conversation) {
     thread.finished(message);
     showConversation();
@@ -195,7 +200,7 @@ const actions = {
       begin(conversation, conversation.add({ role, parent, attachments, content }));
       return;
     }
-    const edited = conversation.add({ role, parent, model: message.model, ...EMPTY, content, state: "done", finish: "stop" });
+    const edited = conversation.add({ role, parent, model: message.model, server: message.server, ...EMPTY, content, state: "done", finish: "stop" });
     store.saveConversation(conversation, [edited]);
     showConversation();
   },
@@ -235,24 +240,36 @@ const settings = new Settings({
     if (within === conversation) thread.show(conversation);
   },
   keyChanged: () => status.doubt(),
+  opened: () => others.look(),
 });
+const others = new Others(showModels);
 const status = new Status({
   connected(cards) {
     settings.keyAccepted();
-    models = cards.map(({ id }) => id);
-    if (!models.includes(model)) model = models[0] ?? "";
-    const options = models.map((id) => new Option(id, id, false, id === model));
-    $("model-select").replaceChildren(...options);
-    settings.showModels(cards);
+    own = cards.map(({ id }) => ({ key: id, id, server: "" }));
+    settings.showContext(cards[0]?.max_model_len);
+    showModels();
     showConversation();
+    others.look();
   },
   changed: () => runs.forEach((run) => thread.changed(run.message)),
   locked: (reason) => settings.askForKey(reason),
   async context() {
     const messages = messagesFor(conversation.path(), conversation.settings);
-    return messages.length ? countTokens({ messages, ...(model ? { model } : {}) }).catch(() => null) : 0;
+    const { id, server } = modelOf(model) ?? {};
+    return messages.length ? countTokens({ messages, ...(id && !server ? { model: id } : {}) }).catch(() => null) : 0;
   },
 });
+
+/** Offer the models of all servers. */
+function showModels() {
+  models = [...own, ...others.models];
+  const chosen = modelOf(model) ? model : models[0]?.key;
+  $("model-select").replaceChildren(...models.map((each) => new Option(nameOf(each), each.key, false, each.key === chosen)));
+  if (own.length) model = chosen;
+  settings.showModels(models);
+  status.showChoice();
+}
 
 $("model-select").addEventListener("change", () => (model = $("model-select").value));
 $("stop").addEventListener("click", stop);

@@ -2,7 +2,7 @@
 //
 // A message: { conversation, id, index, parent, role: "user" | "assistant", content, created }, and
 //   for a user: attachments: [{ name, text }];
-//   for an assistant: model, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
+//   for an assistant: model, server: its address or "" for this page's own, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
 //   calls: [{ id, name, arguments, result }], tokens: [[text, logprob, [[text, logprob], …]], …], finish, stats, and
 //   group: the same for answers of several models shown side by side.
 

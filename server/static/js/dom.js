@@ -100,6 +100,11 @@ export function shortName(id) {
   return id.startsWith("/") || id.startsWith(".") ? id.replace(/\/+$/, "").split("/").pop() : id;
 }
 
+export const hostOf = (server) => server.replace(/^https?:\/\/|\/$/g, "");
+
+/** Return the name of a model { id, server } for people. */
+export const nameOf = ({ id, server }) => shortName(id) + (server ? ` · ${hostOf(server)}` : "");
+
 export function load(name, fallback, storage = "localStorage") {
   try {
     return JSON.parse(window[storage].getItem(name)) ?? fallback;

@@ -1,6 +1,6 @@
 // One message on the page: its elements and actions.
 import { isBusy } from "./conversation.js";
-import { $, copy, element, iconButton, place, shortName } from "./dom.js";
+import { $, copy, element, iconButton, nameOf, place } from "./dom.js";
 import { fenced, indented, isJSON, MarkdownView } from "./markdown.js";
 import { splitThoughts } from "./run.js";
 import { tokensView } from "./tokens.js";
@@ -131,7 +131,7 @@ class AnswerView extends MessageView {
     const shown = this.conversation.path().includes(message);
     root.classList.toggle("other", group.length > 1 && !shown);
     this.part("model-label").hidden = !message.model || !(group.length > 1 || this.actions.manyModels());
-    this.part("model-label").textContent = shortName(message.model ?? "");
+    this.part("model-label").textContent = nameOf({ id: message.model ?? "", server: message.server });
     this.part("choose").hidden = shown;
     this.showAlternatives();
   }

@@ -40,7 +40,7 @@ export class Run {
     let failure = null;
     try {
       this.save();
-      for await (const piece of streamChat(await body(), this.signal)) this.#add(piece);
+      for await (const piece of streamChat(await body(), this.signal, message.server)) this.#add(piece);
       this.#checkEnd();
       message.state = "done";
     } catch (error) {

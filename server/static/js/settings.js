@@ -1,6 +1,6 @@
 // Conversation settings (system prompt, sampling, answer format, tools, models), the API key and the theme.
-import { apiKey } from "./api.js";
-import { $, element, load, save, shortName, toast } from "./dom.js";
+import { apiKey, SERVERS } from "./api.js";
+import { $, element, load, nameOf, save, toast } from "./dom.js";
 import { Parameters } from "./parameters.js";
 import { Presets } from "./presets.js";
 import { checkSchema, parseJSON } from "./schemas.js";
@@ -18,9 +18,9 @@ export class Settings {
   #parameters = new Parameters((name, value) => this.#set(name, value));
   #presets = new Presets({ current: () => this.#conversation, use: (...all) => this.#replace(...all) });
 
-  /** Callbacks: `changed(conversation)` for its settings, `keyChanged()` for the API key. */
-  constructor({ changed, keyChanged }) {
-    this.changed = changed;
+  /** Callbacks: `changed(conversation)` for its settings, `keyChanged()` for the API key, `opened()`. */
+  constructor({ changed, keyChanged, opened }) {
+    Object.assign(this, { changed, opened });
     const dialog = $("settings");
     dialog.addEventListener("input", (event) => this.#read(event.target));
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close()); // the backdrop
@@ -53,7 +53,10 @@ export class Settings {
     this.keyAtOpening = apiKey.get();
     $("key-row").hidden &&= apiKey.get() === "";
     this.#draw();
-    if (!$("settings").open) $("settings").showModal();
+    if (!$("settings").open) {
+      $("settings").showModal();
+      this.opened();
+    }
     if (focus) $(focus).focus();
   }
 
@@ -69,16 +72,19 @@ export class Settings {
     $("api-key").setAttribute("aria-invalid", "false");
   }
 
-  showModels(cards) {
-    const chosen = () => this.#conversation.settings.models ?? [];
-    const boxes = cards.map(({ id }) => {
-      const box = element("input", { type: "checkbox", name: "compare", value: id });
-      box.checked = chosen().includes(id);
-      return element("label", { class: "check" }, box, ` ${shortName(id)}`);
+  /** `models`: { key, id, server }. */
+  showModels(models) {
+    const chosen = this.#conversation.settings.models ?? [];
+    const boxes = models.map((model) => {
+      const box = element("input", { type: "checkbox", name: "compare", value: model.key });
+      box.checked = chosen.includes(model.key);
+      return element("label", { class: "check" }, box, ` ${nameOf(model)}`);
     });
     $("compare").replaceChildren(...boxes);
-    $("compare-row").hidden = cards.length < 2;
-    const length = cards[0]?.max_model_len;
+    $("compare-row").hidden = models.length < 2 && !SERVERS.length;
+  }
+
+  showContext(length) {
     $("max-tokens-help").textContent = length ? `The context holds ${length.toLocaleString("en")} tokens: the conversation and the answer together.` : "";
   }
 

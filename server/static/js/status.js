@@ -7,7 +7,6 @@ const TOY = /(^|\/)(quire-demo|configs\/demo|quire\/demo)\/?$/; // names of the 
 const SAMPLE = 2_000; // milliseconds between metrics requests while the panel is open
 const SPAN = 240_000; // milliseconds covered by the plot
 
-
 // What the page says for each phase of /readyz, and for what the page itself finds.
 const WORDS = {
   starting: "Starting",
@@ -120,14 +119,19 @@ export class Status {
     $("status-dot").classList.toggle("lost", kind === "waiting" && this.#state.num_restarts > 0);
     $("status-text").textContent = $("phase").textContent = $("start-text").textContent = text;
     $("model-name").textContent = kind === "ready" ? shortName(this.#cards[0]?.id ?? "") : text;
-    const several = kind === "ready" && this.#cards.length > 1;
-    $("model-name").hidden = several;
-    $("model-select").hidden = !several;
+    this.showChoice();
     $("start").hidden = kind !== "waiting";
     if (fraction === null) $("start-progress").removeAttribute("value");
     else $("start-progress").value = fraction;
     $("toy").hidden = kind !== "ready" || !TOY.test(this.#cards[0]?.id ?? "");
     this.changed();
+  }
+
+  /** Show the choice of models instead of the name if there are several. */
+  showChoice() {
+    const several = this.kind === "ready" && $("model-select").length > 1;
+    $("model-name").hidden = several;
+    $("model-select").hidden = !several;
   }
 
   // ---- the panel ----

@@ -71,6 +71,7 @@ function readMessage(message) {
     ...base,
     role: "assistant",
     model: string(message.model),
+    server: string(message.server),
     group: string(message.group),
     state: isBusy(message) ? "stopped" : string(message.state) || "done",
     error: message.error ? string(message.error) : null,

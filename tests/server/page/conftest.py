@@ -33,10 +33,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """Serve an app in a thread. Gives its address."""
+def serving(app: Any, port: int = 0) -> Iterator[str]:
+    """Serve an app in a thread. Gives its address. `port`: 0: any."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio wants to see TCP
-    listener.bind(("127.0.0.1", 0))
+    listener.bind(("127.0.0.1", port))
     uvicorn_server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(uvicorn_server.serve(sockets=[listener])), daemon=True)
     thread.start()
