@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.attack.target import Answer, Target
@@ -121,6 +122,19 @@ async def burst(target: Target) -> Statuses:
     return _statuses(await asyncio.gather(*(target.post(path, body) for _ in range(800))))
 
 
+async def large_bodies(target: Target) -> Statuses:
+    """Forty bodies of 3.9 MB at once, which threads decode and tokenize."""
+    bodies = [BODIES[name]() for name in ("3.9 MB, truncated to 8 tokens", "3.9 MB to tokenize")]
+    return _statuses(await asyncio.gather(*(target.post(*bodies[index % 2]) for index in range(40))))
+
+
+async def invented_users(target: Target) -> Statuses:
+    """Requests of 160 users who are one client, at an address other than that of the client who waits."""
+    elsewhere = replace(target, source="127.0.0.2")
+    bodies = [_completion(max_tokens=60, ignore_eos=True, user=f"user {number}") for number in range(160)]
+    return _statuses(await asyncio.gather(*(elsewhere.post(*body) for body in bodies)))
+
+
 async def hang_ups(target: Target) -> Statuses:
     """Clients that leave at once, or in the middle of a stream."""
 
@@ -139,6 +153,15 @@ async def hang_ups(target: Target) -> Statuses:
 
 
 # ---- connections ----
+
+
+async def pipelining(target: Target) -> Statuses:
+    """Four connections on which 1,000 requests are sent at once."""
+    last = target.request("GET", "/v1/models")
+    requests = last.replace(b"Connection: close\r\n", b"") * 999 + last
+    answers = await asyncio.gather(*(target.send(requests) for _ in range(4)))
+    statuses = [int(status) for answer in answers for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer.received)]
+    return Counter(statuses) + Counter({0: 4000 - len(statuses)})
 
 
 async def _held(target: Target, count: int, first: bytes, drip: bytes, seconds: float) -> Statuses:
@@ -290,6 +313,9 @@ ATTACKS = (
     *(Attack(name, _send(make), refused=name not in SERVED) for name, make in BODIES.items()),
     Attack("29 hostile grammars", hostile_grammars),
     Attack("a burst of 800 requests", burst),
+    Attack("40 large bodies at once", large_bodies),
+    Attack("160 invented users", invented_users, keyless=True),
+    Attack("pipelined requests", pipelining),
     Attack("100 clients that hang up", hang_ups),
     Attack("200 slow headers", slow_headers, refused=True),
     Attack("200 slow bodies", slow_bodies, refused=True),

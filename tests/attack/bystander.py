@@ -2,14 +2,15 @@
 
     python -m tests.attack.bystander PORT [KEY]
 
-Asks for /health and for eight tokens, each in a thread, until its standard input closes; then prints the seconds of
-each as JSON. A request that fails counts as infinitely long.
+Asks for /health and for eight tokens, by turns in a small body and in one of 20 KB, each in a thread, until its
+standard input closes; then prints the seconds of each as JSON. A request that fails counts as infinitely long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import math
 import statistics
@@ -23,7 +24,9 @@ from dataclasses import dataclass, field
 from tests.attack.target import Target
 from tests.support.served import ROOT
 
+# By turns a small body, and one that is too large for the event loop.
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True, "temperature": 0}).encode()
+LARGE_BODY = BODY + b" " * 20_000
 PATIENCE = 120.0
 PAUSE_SECONDS = 0.05
 
@@ -96,12 +99,17 @@ def main(port: int, key: str) -> None:
     done = threading.Event()
     seconds: dict[str, list[float]] = {"health": [], "requests": []}
 
-    def repeat(name: str, method: str, path: str, body: bytes | None) -> None:
-        while not done.is_set():
+    def repeat(name: str, method: str, path: str, *bodies: bytes | None) -> None:
+        for body in itertools.cycle(bodies):
+            if done.is_set():
+                return
             seconds[name].append(_ask(port, key, method, path, body))
             done.wait(PAUSE_SECONDS)
 
-    jobs = [("health", "GET", "/health", None), ("requests", "POST", "/v1/completions", BODY)]
+    jobs: list[tuple[str, str, str, *tuple[bytes | None, ...]]] = [
+        ("health", "GET", "/health", None),
+        ("requests", "POST", "/v1/completions", BODY, LARGE_BODY),
+    ]
     threads = [threading.Thread(target=repeat, args=job) for job in jobs]
     for thread in threads:
         thread.start()

@@ -30,8 +30,13 @@ class Answer:
     """Bytes that came back before the server closed the connection. `status` 0: nothing that is HTTP."""
 
     status: int
-    body: bytes
+    received: bytes
     seconds: float
+
+    @property
+    def body(self) -> bytes:
+        """The part behind the first head."""
+        return self.received.partition(b"\r\n\r\n")[2]
 
 
 def descendants(pid: int) -> list[int]:
@@ -64,6 +69,7 @@ class Target:
     log: Path
     keys: Mapping[str, str] = field(default_factory=dict)  # of each client, by its name; none: the server is open
     start_seconds: float = 0.0  # until it was ready
+    source: str = ""  # address that requests are sent from; empty: any
 
     @property
     def url(self) -> str:
@@ -130,7 +136,8 @@ class Target:
         return total
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        source = (self.source, 0) if self.source else None
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=source)
 
     async def send(self, request: bytes, patience: float = 120.0) -> Answer:
         """Raw bytes, and what comes back until the server closes the connection."""
@@ -147,8 +154,7 @@ class Target:
         except TimeoutError:
             return Answer(-1, received, time.perf_counter() - start)
         match = re.match(rb"HTTP/1\.1 (\d{3})", received)
-        body = received.partition(b"\r\n\r\n")[2]
-        return Answer(int(match[1]) if match else 0, body, time.perf_counter() - start)
+        return Answer(int(match[1]) if match else 0, received, time.perf_counter() - start)
 
     async def post(self, path: str, body: bytes, patience: float = 120.0, **headers: str) -> Answer:
         """A request with a JSON body, on a connection of its own."""
