@@ -45,10 +45,10 @@ def resolve_model(
         if (match := OF_HUB.fullmatch(name_or_path)) is not None:
             repo, kind, file = match.groups()
             folder = download_gguf(repo, kind, file, revision, download_dir, progress)
-            return model_folder(_chosen(folder, folder.rglob("*" + GGUF), kind, file))
+            return model_folder(_chosen(folder, folder.rglob("*" + GGUF), kind, file), folder)
         folder = download(name_or_path, revision, download_dir, weights, progress)
     elif not any(folder.glob(WEIGHT_FILES)) and any(folder.glob("*" + GGUF)):
-        return model_folder(_chosen(folder, folder.glob("*" + GGUF)))
+        return model_folder(_chosen(folder, folder.glob("*" + GGUF)), folder)
     if not (folder / "config.json").is_file():
         advice = "; of a GGUF model of the Hub give the type too, OWNER/NAME:Q4_K_M" if "/" in name_or_path else ""
         raise ModelError(

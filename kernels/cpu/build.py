@@ -124,7 +124,7 @@ def _load_kept(kept: Path) -> ctypes.CDLL | None:
 @contextlib.contextmanager
 def one_process(folder: Path) -> Iterator[None]:
     """Hold the folder's lock: other processes wait for what this one makes."""
-    with open(folder / "lock", "w") as file:
+    with open(folder / "lock", "a") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

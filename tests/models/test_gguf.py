@@ -351,6 +351,28 @@ def test_splits_and_folders(tmp_path: Path) -> None:
     assert "must hold one GGUF model in the folder, it holds m, other.gguf; give the file itself" in refusal(models)
 
 
+def test_a_folder_shows_no_file_from_elsewhere(tmp_path: Path) -> None:
+    """A folder may come from anyone; a file that the user names may be a link."""
+    models, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
+    models.mkdir()
+    elsewhere.mkdir()
+    names = list(TENSORS)
+    count = {"split.tensors.count": len(names)}
+    write(elsewhere / "whole.gguf", LLAMA, TENSORS)
+    write(elsewhere / "part", {}, {name: TENSORS[name] for name in names[4:]})
+    (models / "m.gguf").symlink_to(elsewhere / "whole.gguf")
+    assert "outside the model's folder" in refusal(models)
+    assert resolve_model(str(models / "m.gguf")) == resolve_model(str(elsewhere / "whole.gguf"))
+    (models / "m.gguf").unlink()
+    write(models / "m-00001-of-00002.gguf", LLAMA | count, {name: TENSORS[name] for name in names[:4]})
+    (models / "m-00002-of-00002.gguf").symlink_to(elsewhere / "part")
+    assert "outside the model's folder" in refusal(models)
+    (models / "m-00002-of-00002.gguf").unlink()
+    (models / "m-00001-of-00002.gguf").unlink()
+    os.mkfifo(models / "m.gguf")
+    assert "is no regular file" in refusal(models)
+
+
 @pytest.mark.parametrize(
     ("name", "patterns", "chosen"),
     [
@@ -376,7 +398,7 @@ def test_files_of_the_hub(
         return str(snapshot)
 
     monkeypatch.setattr("engine.models.download.snapshot_download", download)
-    monkeypatch.setattr("engine.models.hub.model_folder", lambda file: file)
+    monkeypatch.setattr("engine.models.hub.model_folder", lambda file, folder: file)
     assert resolve_model(name, revision="r") == snapshot / chosen
     assert (asked["repo"], asked["revision"], asked["allow_patterns"]) == ("o/m", "r", patterns)
     with pytest.raises(ModelError, match="must hold one GGUF model of type Q2_K, it holds none"):

@@ -34,6 +34,7 @@ from engine.models.gguf.architectures import (
 from engine.models.gguf.header import Header, StoredBlocks, read_header, split_files
 from engine.models.gguf.vocabulary import chat_templates, end_token_ids, special_token_id, tokenizer_files
 from engine.models.quantization import GGUF_SCHEMES
+from engine.utils.folder_files import open_file
 
 VERSION = 1  # of the folder's content
 TENSORS = "gguf.json"  # files and tensors, see `derived_tensors`
@@ -63,9 +64,16 @@ def is_derived(folder: Path) -> bool:
     return folder.resolve().parent == cache.resolve() and _is_own(cache) and (folder / TENSORS).is_file()
 
 
-def model_folder(file: Path) -> Path:
-    """Return the folder of a GGUF file, or of one of a split model, made if absent. Raises `ModelError`."""
-    files = [Path(os.path.realpath(each)) for each in split_files(file)]
+def model_folder(file: Path, chosen_from: Path | None = None) -> Path:
+    """Return the folder of a GGUF file, or of one of a split model, made if absent. Raises `ModelError`.
+
+    chosen_from: the folder that the user named, in which the files must lie; None: the user named the file.
+    """
+    found = split_files(file)
+    if chosen_from is not None:
+        for each in found:
+            _check_place(each, chosen_from)
+    files = [Path(os.path.realpath(each)) for each in found]
     stats = [each.stat() for each in files]
     named = [[str(each), found.st_size, found.st_mtime_ns] for each, found in zip(files, stats, strict=True)]
     cache = cache_folder()
@@ -93,6 +101,13 @@ def model_folder(file: Path) -> Path:
     except OSError as error:
         raise ModelError(f"{cache}: cannot be written ({error.strerror}); set QUIRE_CACHE_DIR to a folder") from None
     return folder
+
+
+def _check_place(file: Path, folder: Path) -> None:
+    try:
+        open_file(file, folder).close()
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 def _is_own(path: Path) -> bool:
