@@ -65,6 +65,7 @@ ALLOWED = {
     "engine.text": {"engine.text", "engine.utils.folder_files", "engine.utils.one_line"},
     "engine.structured": {
         "engine.structured",
+        "engine.core.fairness.tenants",
         "engine.core.params.structured",
         "engine.utils.fair_executor",
         "engine.utils.memory",

@@ -17,6 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_SECONDS = 5.0
+NUM_SPARE = 4  # further threads, each for a group of tenants that has no grammar being compiled
 # A low priority, but not the lowest: between library calls these threads hold Python's global lock, and a thread that
 # gets no core meanwhile would block its whole process for up to a second.
 NICENESS = 5
@@ -25,6 +26,8 @@ STACK_BYTES = 64 << 20  # the library recurses as deeply as a grammar is nested
 
 class CompileThreads:
     """Low-priority threads, started with the first grammar, that serve tenants alternately.
+
+    A tenant's first grammar does not wait for another's long one, unless `NUM_SPARE` others' do.
 
     `release` ends idle threads, since deep grammars leave them with large stacks.
     """
@@ -40,8 +43,8 @@ class CompileThreads:
     def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Submit a task, like `FairExecutor.submit`."""
         if self._fair is None:
-            self._executor = make_executor(self._num_threads)
-            self._fair = FairExecutor(self._executor, self._num_threads)
+            self._executor = make_executor(self._num_threads + NUM_SPARE)
+            self._fair = FairExecutor(self._executor, self._num_threads, NUM_SPARE)
         with self._lock:
             self._num_working += 1
         work = self._fair.submit(tenant, function, *args, **kwargs)
@@ -86,4 +89,5 @@ def make_executor(num_threads: int) -> ThreadPoolExecutor:
 def _give_way() -> None:
     """Lower this thread's priority: its tasks are long and run mostly without Python's global lock."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(own + NICENESS, 19))

@@ -17,11 +17,14 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from engine.core.fairness.tenants import group_of
 from engine.structured.compile_threads import CompileThreads
 from engine.structured.grammar import Compiler, explain
 from engine.structured.unique import UniqueItems, of_grammar
 
-MAX_WEIGHT = 16 << 20  # total characters of grammars that are compiled or followed; further requests wait
+# Total characters of grammars that are compiled or followed. Further requests wait; a group of tenants that has no
+# grammar gets one in any case, so that it never waits for others.
+MAX_WEIGHT = 16 << 20
 IDLE_SECONDS = 0.02  # how long to wait for a grammar if there is no other work
 MAX_THREADS = 8
 FEW = 64  # fewer masks are filled in one thread: several are hardly faster, and delay the thread that drives the device
@@ -144,7 +147,7 @@ class GrammarManager(Generic[T]):
         self._compiler = compiler
         self._held: dict[str, _Held[T]] = {}
         self._followed: dict[str, _Followed] = {}
-        self._weights: dict[str, int] = {}  # characters of grammars being compiled or followed
+        self._weights: dict[str, tuple[str, int]] = {}  # group and characters of grammars being compiled or followed
         self._compile_thread = CompileThreads(1)
         self._fill = _Filler()
         self._next = 0  # the first row of the next fill, if the deadline does not allow for all rows
@@ -169,14 +172,18 @@ class GrammarManager(Generic[T]):
         self._start_compiling()
 
     def _start_compiling(self) -> None:
-        weight = sum(self._weights.values())
+        weight = sum(characters for _, characters in self._weights.values())
+        groups, full = {group for group, _ in self._weights.values()}, set[str]()
         for request_id, held in self._held.items():
-            if held.matcher is not None:
+            group = group_of(held.tenant)
+            if held.matcher is not None or group in full:
                 continue
-            if weight and weight + len(held.grammar) > MAX_WEIGHT:
-                break
-            self._weights[request_id] = len(held.grammar)
+            if group in groups and weight + len(held.grammar) > MAX_WEIGHT:
+                full.add(group)
+                continue
+            self._weights[request_id] = group, len(held.grammar)
             weight += len(held.grammar)
+            groups.add(group)
             held.matcher = self._compile(held)
 
     def _compile(self, held: _Held[T]) -> Future[LLMatcher]:

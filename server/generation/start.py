@@ -69,7 +69,8 @@ async def _generate(
     model = server.model
     if request.conversation is not None:
         request.conversation.check()
-        request = with_sound_tools(request, warnings)
+        if request.conversation.tools:  # schemas may be large
+            request = await model.in_thread(with_sound_tools, request, warnings, tenant=request.tenant)
     chat = model.chats.of(request)
     check_tools(server.settings, request, chat, warnings)
     warn_of_unused_variables(request, chat, warnings)

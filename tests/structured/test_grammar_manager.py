@@ -240,3 +240,33 @@ def test_a_grammar_that_panics_at_a_token(compiler: Compiler) -> None:
     assert manager.advance("a", [107]) == ""
     assert manager.advance("b", [108]) == "unreachable"
     assert manager.advance("unknown", [108]) == ""
+
+
+def test_large_grammars_of_one_tenant_hold_no_other(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_manager, "MAX_WEIGHT", 200)
+    followed = GrammarManager[str](compiler)
+    for i in range(4):
+        followed.add(f"a{i}", regex_grammar("[ab]{30}" + "x" * 60), f"a{i}", "key a")
+    for name, tenant in (("b", "key b"), ("c", "address 1/user c"), ("d", "address 1/user d")):
+        followed.add(name, regex_grammar("[ab]{20}" + "y" * 60), name, tenant)
+
+    def compiled() -> list[str]:
+        found: list[str] = []
+        while any(held.matcher is not None for held in followed._held.values()):
+            ready, errors = followed.take_compiled(idle=True)
+            assert not errors
+            found += ready
+        return sorted(found)
+
+    assert compiled() == ["a0", "b", "c"], "one of each group: the user d shares the address of c"
+    followed.remove("b")
+    assert compiled() == [], "the others still fill the room"
+    followed.remove("a0")
+    assert compiled() == ["a1"]
+    for name in ("a1", "c"):
+        followed.remove(name)
+    assert len(compiled()) == 2
+    for name in ("a2", "a3", "d"):
+        followed.remove(name)
+    assert not followed._weights
+    assert not followed.num_held

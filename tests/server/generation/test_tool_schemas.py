@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from server.generation.request import Tool
 from server.generation.tool_schemas import completed_definitions, sound_tool
+from tests.support.live_server import Live
 
 X = {"type": "string"}
 
@@ -86,3 +88,18 @@ def test_optional_fields_for_templates_that_read_them() -> None:
     (found,) = completed_definitions([{"type": "function", "function": {"name": "f", "description": None}}])
     parameters = {"type": "object", "properties": {}, "required": []}
     assert found["function"] == {"name": "f", "description": "", "parameters": parameters}
+
+
+def test_large_schemas_do_not_stop_the_event_loop(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def watched(tool: Tool) -> tuple[Tool, list[str]]:
+        names.append(threading.current_thread().name)
+        return sound_tool(tool)
+
+    monkeypatch.setattr("server.generation.checks.sound_tool", watched)
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": None}}}
+    answer = live.chat(tools=[{"type": "function", "function": function}])
+    assert answer.status_code == 200, answer.text
+    assert "None is no JSON schema" in str(answer.json()["warnings"])
+    assert [name.partition("_")[0] for name in names] == ["worker"]
