@@ -33,6 +33,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
                 640, 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
+_PREFIX_MISSES = ("not_seen", "other_tokens", "evicted", "other_salt", "not_read", "disabled")
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -100,8 +101,15 @@ class Metrics:
         by_source = self._counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source")
         self._computed = by_source.labels(*self._labels, "local_compute")
         self._local_hits = by_source.labels(*self._labels, "local_cache_hit")
+        help = "Requests for whose prompt the prefix cache held no more, by why"
+        self._misses = Counter("quire:prefix_misses", help, (*_LABELS, "reason"), registry=self.registry)
+        for reason in _PREFIX_MISSES:  # so that a rate sees the 0 before the first 1
+            self._misses.labels(*self._labels, reason)
+        help = "Prompt tokens that the prefix cache held once and no longer"
+        evicted = Counter("quire:prefix_evicted_tokens", help, _LABELS, registry=self.registry)
+        self._evicted_tokens = evicted.labels(*self._labels)
         self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
-        for reason in _FINISH_REASONS:  # so that a rate sees the 0 before the first 1
+        for reason in _FINISH_REASONS:
             self._finished.labels(*self._labels, reason)
         self._rejected = Counter(
             "vllm:admission_rejections",
@@ -210,6 +218,9 @@ class SampleWatch:
         metrics._local_hits.inc(num_cached)
         metrics._computed.inc(self.num_prompt_tokens - num_cached)
         metrics._request_computed.observe(self.num_prompt_tokens - num_cached)
+        if update.timings.prefix_miss:
+            metrics._misses.labels(*metrics._labels, update.timings.prefix_miss).inc()
+            metrics._evicted_tokens.inc(max(update.timings.num_known_tokens - num_cached, 0))
 
     def _ended(self, times: RequestMetrics, reason: str) -> None:
         metrics = self.metrics

@@ -85,7 +85,7 @@ class AdmissionControl:
         """Record the first start of a request, with a cached prefix of `num_blocks` blocks."""
         request.scheduled_time = self._clock()
         request.num_cached_tokens = request.num_computed_tokens
-        request.prefix_miss = self._blocks.miss_reason(request, num_blocks)
+        request.prefix_miss, request.num_known_tokens = self._blocks.explain_miss(request, num_blocks)
         if self._blocks.enable_prefix_caching and request.reads_cache:
             self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += request.num_cached_tokens

@@ -142,6 +142,7 @@ class EngineOutput:
     prefix_miss: str = ""  # why no more of the prompt was found in the prefix cache
     error: str = ""  # with "error": the message for the client
     is_refused: bool = False  # with "error": the request is at fault (status 400)
+    num_known_tokens: int = 0  # prompt tokens that the prefix cache holds, or held once
 
 
 @dataclass(slots=True)

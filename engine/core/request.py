@@ -64,7 +64,8 @@ class Request:
         self.num_charged = 0  # tokens that have been charged to the tenant
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
-        self.prefix_miss = ""  # why no more of them were found, see `BlockManager.miss_reason`
+        self.prefix_miss = ""  # why no more of them were found, see `BlockManager.explain_miss`
+        self.num_known_tokens = 0  # prompt tokens that the cache held by then, or had held
         self.num_preemptions = 0
         # From the second prompt token on; None: not requested.
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
@@ -153,6 +154,7 @@ class Request:
             embedding,
             self.prefix_miss,
             self.error,
+            num_known_tokens=self.num_known_tokens,
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:

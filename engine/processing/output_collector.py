@@ -25,7 +25,8 @@ class RequestMetrics:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    prefix_miss: str = ""  # why the prefix cache held no more of the prompt, see `BlockManager.miss_reason`
+    prefix_miss: str = ""  # why the prefix cache held no more of the prompt, see `BlockManager.explain_miss`
+    num_known_tokens: int = 0  # prompt tokens that the prefix cache held, or had held once
 
     @property
     def first_token_latency(self) -> float:
@@ -215,7 +216,7 @@ class OutputCollector:
         if output.queued_time:
             metrics.queued_ts, metrics.scheduled_ts = output.queued_time, output.scheduled_time
             metrics.num_preemptions, metrics.prefix_miss = output.num_preemptions, output.prefix_miss
-            self._num_cached_tokens = output.num_cached_tokens
+            self._num_cached_tokens, metrics.num_known_tokens = output.num_cached_tokens, output.num_known_tokens
 
     def add_token(self, token_id: int, now: float) -> None:
         """Add a token that is not the first and has neither a finish reason nor log-probabilities."""

@@ -65,6 +65,7 @@ class RequestRecord:
             "prompt_tokens": sample.num_prompt_tokens,
             "cached_tokens": sample.num_cached_tokens,
             "prefix_miss": times.prefix_miss or None if times is not None else None,
+            "known_tokens": times.num_known_tokens if times is not None else 0,
             "completion_tokens": sample.num_tokens,
             "num_preemptions": times.num_preemptions if times is not None else 0,
             "seconds": {name: round(seconds, 6) for name, seconds in self.stages(sample).items()},

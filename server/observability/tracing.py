@@ -96,6 +96,7 @@ class RequestSpan:
                 "gen_ai.latency.time_in_model_decode": decode,
                 "gen_ai.latency.time_in_model_inference": prefill + decode,
                 "quire.cached_tokens": first.num_cached_tokens,
+                "quire.prefix_miss": times.prefix_miss,
                 "quire.num_preemptions": times.num_preemptions,
             }
         )

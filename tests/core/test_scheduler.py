@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.engine_request import EngineRequest
-from engine.core.kv import block_pool
+from engine.core.kv import block_pool, prefix_history
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -27,11 +27,13 @@ def make(
     return Scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, enable_prefix_caching)
 
 
-def request(request_id: str, prompt: list[int] | int = 3, salt: str = "", **sampling: object) -> Request:
+def request(
+    request_id: str, prompt: list[int] | int = 3, salt: str = "", tenant: str = "", **sampling: object
+) -> Request:
     """An int makes a prompt of that length which shares no prefix with requests of other ids."""
     tokens = [1000 * ord(request_id[0]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = SamplingParams(**{"max_tokens": 50, **sampling})  # type: ignore[arg-type]
-    return Request(EngineRequest(request_id, tokens, params, cache_salt=salt), frozenset({EOS}), seed=1)
+    return Request(EngineRequest(request_id, tokens, params, cache_salt=salt, tenant=tenant), frozenset({EOS}), seed=1)
 
 
 def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
@@ -365,22 +367,53 @@ def test_why_a_prefix_was_not_cached() -> None:
     def run(request_id: str, prompt: list[int] | int, **more: Any) -> tuple[int, str]:
         add(s, request(request_id, prompt, max_tokens=1, **more))
         _, outputs = step(s)
+        assert outputs[0].num_known_tokens == outputs[0].num_cached_tokens
         return outputs[0].num_cached_tokens, outputs[0].prefix_miss
 
     prompt = [7] * 9
     assert run("a", prompt) == (0, "not_seen")
     assert run("b", prompt) == (8, "")
     assert run("c", prompt[:4]) == (0, ""), "the last token is computed anyway"
-    assert run("d", [*prompt[:4], 1, 2, 3, 4, 5]) == (4, "not_seen")
+    assert run("d", [*prompt[:4], 1, 2, 3, 4, 5]) == (4, "other_tokens")
+    assert run("d2", [*prompt[:4], 1, 2, 3, 4, 5, 6, 7, 8, 9]) == (8, "not_seen"), "a longer one goes on there"
     assert run("e", prompt, prompt_logprobs=0) == (0, "not_read")
     assert run("f", prompt, salt="mine") == (0, "not_seen"), "nothing is told of others' salts"
-    assert run("g", 16) == (0, "not_seen")
-    assert run("h", prompt) == (0, "evicted")
+    assert run("g", 16) == (0, "other_tokens")
+    add(s, request("h", [*prompt[:8], 1, 2, 3, 4, 5], max_tokens=1))
+    (output,) = step(s)[1]
+    assert (output.num_cached_tokens, output.num_known_tokens, output.prefix_miss) == (0, 8, "evicted")
     s.reset_prefix_cache()
     assert run("i", prompt) == (0, "not_seen")
     without = make(enable_prefix_caching=False)
     add(without, request("a", prompt))
     assert step(without)[1][0].prefix_miss == "disabled"
+
+
+def test_the_same_start_with_another_salt() -> None:
+    s = make(num_blocks=16)
+
+    def why(request_id: str, salt: str, tenant: str, num_tokens: int = 9) -> str:
+        add(s, request(request_id, [7] * num_tokens, max_tokens=1, salt=salt, tenant=tenant))
+        return step(s)[1][0].prefix_miss
+
+    assert why("a", "x", "alice") == "not_seen"
+    assert why("b", "y", "alice") == "other_salt"
+    assert why("c", "y", "alice") == ""
+    assert why("d", "z", "bob") == "not_seen", "nothing is told of other tenants"
+    assert why("e", "x", "") == "", "cached for all who know the salt"
+    assert why("f", "z2", "") == "not_seen", "nor of requests without one"
+    assert why("g", "w", "bob", num_tokens=3) == "", "less than a block"
+
+
+def test_no_more_than_so_many_starts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_history, "MAX_STARTS", 2)
+    history = prefix_history.PrefixHistory(1)
+
+    def sent(token_id: int, salt: str) -> bool:
+        return history.record_salt(request("a", [token_id], salt=salt, tenant="alice"))
+
+    assert [sent(1, "x"), sent(1, "y"), sent(2, "x"), sent(3, "x")] == [False, True, False, False]
+    assert [sent(1, "x"), sent(3, "y")] == [False, True], "the oldest was forgotten"
 
 
 def test_no_more_than_so_many_evicted_blocks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,9 @@ vllm:num_requests_waiting{{model_name="m",engine="0"}} 2.0
 vllm:kv_cache_usage_perc{{model_name="m",engine="0"}} 0.25
 vllm:prefix_cache_queries_total{{model_name="m",engine="0"}} 200.0
 vllm:prefix_cache_hits_total{{model_name="m",engine="0"}} 150.0
+quire:prefix_misses_total{{engine="0",model_name="m",reason="not_seen"}} 12.0
+quire:prefix_misses_total{{engine="0",model_name="m",reason="other_tokens"}} 1200.0
+quire:prefix_misses_total{{engine="0",model_name="m",reason="evicted"}} 0.0
 vllm:generation_tokens_total{{model_name="m",engine="0"}} {generated}
 vllm:prompt_tokens_total{{model_name="m",engine="0"}} 500.0
 """

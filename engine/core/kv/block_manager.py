@@ -10,6 +10,7 @@ from struct import pack
 
 from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
+from engine.core.kv.prefix_history import PrefixHistory, salt_hash
 from engine.core.request import Request
 
 HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
@@ -58,6 +59,7 @@ class BlockManager:
         self.pools = BlockPools([num_blocks] if isinstance(num_blocks, int) else num_blocks, self.groups)
         self.num_blocks, self.block_size = sum(self.pools.num_blocks), block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
+        self._history = PrefixHistory(block_size)
         self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
 
     @property
@@ -109,19 +111,31 @@ class BlockManager:
             del table[num_blocks:]
         return tables
 
-    def miss_reason(self, request: Request, num_matched: int) -> str:
-        """Return why `match_prefix` found only the first `num_matched` blocks, or "" if it found the whole prompt.
+    def explain_miss(self, request: Request, num_matched: int) -> tuple[str, int]:
+        """Return why `match_prefix` found only the first `num_matched` blocks of a new request, or "" if it found the
+        whole prompt; and how many tokens of the prompt the cache holds or held: there the prompt parted from what it
+        knew. Call it once per request.
 
         "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
-        "evicted"; "not_seen": no request with this salt has computed these tokens, or one did long ago.
+        "evicted"; "other_salt": the tenant last sent this start with another salt; "other_tokens": requests with this
+        salt went on differently; "not_seen": none went on, or one did long ago.
         """
+        size, num_known = self.block_size, num_matched
         if not self.enable_prefix_caching:
-            return "disabled"
+            return "disabled", 0
         if not request.reads_cache:
-            return "not_read"
-        if num_matched >= (request.num_prompt_tokens - 1) // self.block_size:
-            return ""
-        return "evicted" if self.pools.was_cached(self._hash(request, num_matched)) else "not_seen"
+            return "not_read", 0
+        has_other_salt = self._history.record_salt(request)
+        num_blocks = (request.num_prompt_tokens - 1) // size
+        if num_matched >= num_blocks:
+            return "", num_matched * size
+        while num_known < num_blocks and self.pools.was_cached(self._hash(request, num_known)):
+            num_known += 1
+        if num_known > num_matched:
+            return "evicted", num_known * size
+        if not num_matched and has_other_salt:
+            return "other_salt", 0
+        return "other_tokens" if self._history.went_on(request, num_matched) else "not_seen", num_matched * size
 
     def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
         """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
@@ -223,6 +237,7 @@ class BlockManager:
             for g, table in enumerate(request.block_tables):
                 if index >= request.num_passed[g] and table[index] != UNHELD:
                     self.pools.of_group[g].publish(g, block_hash, table[index])
+            self._history.published(request, index)
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
@@ -246,7 +261,10 @@ class BlockManager:
 
     def reset(self) -> bool:
         """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
-        return self.pools.reset()
+        was_reset = self.pools.reset()
+        if was_reset:
+            self._history.clear()
+        return was_reset
 
     def _hash(self, request: Request, index: int) -> bytes:
         """Return the hash of the request's first `index + 1` blocks, all full. Kept across preemptions."""
@@ -261,7 +279,7 @@ class BlockManager:
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
         data, width = pack(f"<{(end - start) * size}q", *request.name_ids(start * size, end * size)), 8 * size
-        name = hashes[-1] if hashes else sha256(request.engine_request.cache_salt.encode()).digest()
+        name = hashes[-1] if hashes else salt_hash(request)
         for at in range(0, len(data), width):
             name = sha256(name + data[at : at + width]).digest()
             hashes.append(name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from engine.core.kv.prefix_history import RecentHashes
+
 MAX_EVICTED = 1 << 16  # this many evicted hashes, up to twice as many, are kept to explain cache misses
 Name = tuple[int, bytes]  # cache group, and the hash of the prefix that ends with the block
 
@@ -28,8 +30,7 @@ class BlockPool:
         self.version = 0  # changes with every change of the published blocks
         self.num_releases = 0  # calls of `release`
         self._suspect: set[int] = set()  # held blocks that were unpublished
-        # Hashes: the recent ones, and the ones before those.
-        self._evicted: tuple[set[bytes], set[bytes]] = set(), set()
+        self._evicted = RecentHashes(MAX_EVICTED)
 
     @property
     def num_free(self) -> int:
@@ -54,19 +55,17 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Take `count` free blocks. Their cached content is evicted."""
-        taken, evicted = [], self._evicted[0]
+        taken = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
             if (name := self._names[block_id]) is not None:
                 group, block_hash = name
                 del self._published[group][block_hash]
                 self._names[block_id] = None
-                evicted.add(block_hash)
+                self._evicted.add(block_hash)
                 self.version += 1
             self._num_holders[block_id] = 1
             taken.append(block_id)
-        if len(evicted) > MAX_EVICTED:
-            self._evicted = set(), evicted
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -120,7 +119,7 @@ class BlockPool:
         if len(self._free) < self.num_blocks:
             return False
         self._names = [None] * self.num_blocks
-        self._evicted = set(), set()
+        self._evicted.clear()
         for published in self._published:
             published.clear()
         self.version += 1
@@ -128,7 +127,7 @@ class BlockPool:
 
     def was_cached(self, block_hash: bytes) -> bool:
         """Return whether a block for that prefix was evicted recently, or is published in some group."""
-        return any(block_hash in known for known in (*self._evicted, *self._published))
+        return block_hash in self._evicted or any(block_hash in published for published in self._published)
 
     def name_of(self, block_id: int) -> Name | None:
         """Return the name of a block, or None if it is not published."""

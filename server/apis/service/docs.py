@@ -26,9 +26,10 @@ ENDPOINTS = (
         "By the `id` of its answer, or its `X-Request-Id`, while it runs and some time after. `seconds` of a choice "
         "are those of "
         "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: "
-        "`not_seen`, "
-        "`evicted`, `disabled`, or `not_read` where each token of the prompt has a result of its own; null: all of it "
-        "was.",
+        "`other_tokens`: other prompts went on differently after `cached_tokens`; `not_seen`: none went on there; "
+        "`evicted`: it held `known_tokens` of the prompt once; `other_salt`: the same start was last sent with another "
+        "`cache_salt`; `disabled`; or `not_read` where each token of the prompt has a result of its own; null: all of "
+        "it was.",
         answer={
             "id": "chatcmpl-2f1b",
             "x_request_id": "5d0f",
@@ -43,7 +44,8 @@ ENDPOINTS = (
                     "finish_reason": "stop",
                     "prompt_tokens": 812,
                     "cached_tokens": 768,
-                    "prefix_miss": "not_seen",
+                    "prefix_miss": "other_tokens",
+                    "known_tokens": 768,
                     "completion_tokens": 120,
                     "num_preemptions": 0,
                     "seconds": {"preparation": 0.002, "queue": 0.013, "prefill": 0.041, "decode": 1.25},

@@ -175,6 +175,7 @@ export class Status {
       ["Waiting", of(read.waiting)],
       ["KV cache in use", percent(read.kvUse)],
       ["Prefix cache hits", percent(read.hits / read.queries)],
+      ...(read.misses?.length ? [["Prompts not cached", missText(read.misses)]] : []),
       ["Generated", rate(newest.generated)],
       ["Prefilled", rate(newest.prompt)],
       ["Tokens in this chat", context === null ? "–" : `${of(context)}${most ? ` of ${of(most)}` : ""}`],
@@ -211,8 +212,31 @@ export function parseMetrics(text) {
   for (const [key, name] of Object.entries(NAMES)) {
     for (const [, value] of text.matchAll(new RegExp(`^${name}(?:\\{.*\\})? (\\S+)`, "gm"))) read[key] = (read[key] ?? 0) + Number(value);
   }
+  read.misses = parseMisses(text);
   return read;
 }
+
+// Why the prefix cache held no more of a prompt.
+const MISSES = {
+  not_seen: "new text",
+  other_tokens: "changed text",
+  evicted: "evicted",
+  other_salt: "other salt",
+  not_read: "not read",
+  disabled: "no cache",
+};
+
+/** Parse the requests whose prompt was not cached to its end: [reason, count], most frequent first, without zeros. */
+function parseMisses(text) {
+  const counts = {};
+  for (const [, reason, value] of text.matchAll(/^quire:prefix_misses_total\{.*reason="(\w+)".*\} (\S+)/gm)) {
+    counts[reason] = (counts[reason] ?? 0) + Number(value);
+  }
+  return Object.entries(counts).filter(([, count]) => count).sort(([, a], [, b]) => b - a);
+}
+
+const missText = (misses) =>
+  misses.map(([reason, count]) => `${count.toLocaleString("en")} ${MISSES[reason] ?? reason.replaceAll("_", " ")}`).join(", ");
 
 /** Return tokens per second between samples, each { from, at, generated, prompt } in milliseconds and tokens/s. A decreased counter means that the server restarted. */
 export function ratesOf(samples) {

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.processing.output_collector import RequestMetrics
+from engine import SamplingParams
+from engine.processing.output_collector import RequestMetrics, RequestUpdate
 from server.metrics import Metrics, SampleWatch
 from server.observability import requests
 from server.observability.requests import RequestLog, RequestRecord
@@ -39,6 +40,24 @@ def test_a_request_s_stages_add_up() -> None:
     assert r.stages(guided) == {"preparation": 0.5, "grammar": 0.5, "queue": 2.0, "prefill": 4.0, "decode": 8.0}
     assert sum(r.stages(guided).values()) == 25.0 - 10.0
     assert r.stages(sample()) == {}, "nothing is over yet"
+
+
+def test_why_a_prompt_was_not_cached_is_shown_and_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, "toy", (), max_model_len=100, block_size=16)
+    timings = RequestMetrics(1.0, 1.0, 1.0, 1.0, 1.0, prefix_miss="evicted", num_known_tokens=48)
+    watch = metrics.watch(64, SamplingParams())
+    watch.observe(RequestUpdate("", [1], None, None, None, 16, timings))
+    watch.observe(RequestUpdate("", [1], None, None, None, 16, timings))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "toy", "engine": "0", **labels})
+
+    assert value("quire:prefix_misses_total", reason="evicted") == 1
+    assert value("quire:prefix_misses_total", reason="other_tokens") == 0
+    assert value("quire:prefix_evicted_tokens_total") == 32
+    (choice,) = record("a", "", 0.0, watch).as_dict()["choices"]
+    assert (choice["prefix_miss"], choice["cached_tokens"], choice["known_tokens"]) == ("evicted", 16, 48)
 
 
 def test_ended_requests_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

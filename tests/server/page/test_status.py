@@ -69,6 +69,7 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
     figures = dict(zip(shown[::2], shown[1::2], strict=True))
     assert (figures["Running"], figures["Waiting"]) == ("3", "2")
     assert (figures["KV cache in use"], figures["Prefix cache hits"]) == ("25.0 %", "75.0 %")
+    assert figures["Prompts not cached"] == "1,200 changed text, 12 new text"
     assert figures["Generated"] != "0 tokens/s"
     assert figures["Tokens in this chat"].endswith(" of 2,048")
     assert page.run("[...document.querySelectorAll('.links a')].map((each) => each.getAttribute('href'))") == [
@@ -124,11 +125,13 @@ def test_metrics_are_summed_over_engines_and_a_restart_is_no_negative_rate(page:
     script = """async () => {
         const { parseMetrics, ratesOf } = await import("/static/js/status.js");
         const text = 'vllm:num_requests_running{engine="0"} 3.0\\nvllm:num_requests_running{engine="1"} 4.0\\n' +
-          'vllm:num_requests_running_other 9\\n# HELP vllm:prompt_tokens_total x\\nvllm:prompt_tokens_total 1e3\\n';
+              'quire:prefix_misses_total{engine="0",reason="evicted"} 2.0\\n' +
+              'quire:prefix_misses_total{engine="1",reason="evicted"} 1.0\\n' +
+              'vllm:num_requests_running_other 9\\n# HELP vllm:prompt_tokens_total x\\nvllm:prompt_tokens_total 1e3\\n';
         const rates = ratesOf([{ at: 0, generated: 10 }, { at: 2000, generated: 50 }, { at: 4000, generated: 8 }]);
         return [parseMetrics(text), rates.map(({ generated }) => generated)];
       }"""
-    assert page.run(script) == [{"running": 7, "prompt": 1000}, [20, 0]]
+    assert page.run(script) == [{"running": 7, "prompt": 1000, "misses": [["evicted", 3]]}, [20, 0]]
 
 
 def test_the_page_can_be_installed(page: ChatPage) -> None:
