@@ -79,12 +79,17 @@ template <class T, class C> struct Worker {
             const int count = past - key < KEYS ? past - key : KEYS;
             int64_t at[KEYS];
             const int32_t* table = a.tables + a.rows[tile.seq] * a.table_stride;
-            for (int j = 0; j < count; ++j)
-                at[j] = table[(key + j) / a.block_size] * a.block_stride + tile.kv_head * a.head_stride +
-                        (key + j) % a.block_size * d;
+            for (int j = 0, block = key / a.block_size, within = key % a.block_size; j < count; ++block, within = 0)
+                for (; within < a.block_size && j < count; ++within, ++j)
+                    at[j] = table[block] * a.block_stride + tile.kv_head * a.head_stride + within * d;
             read_keys(at, count);
-            by_rows<TALL>(0, rows, [&](auto m, int r) { score<m>(r); });
-            for (int r = 0; r < rows; ++r) soften(r, tile.kv_head * group + r % group, position + r / group, key, count);
+            by_rows<TALL>(0, rows, [&](auto m, int r) { score<m>(r, count); });
+            const bool all_plain = count == KEYS && !a.slopes && !a.soft_cap && !a.window;
+            for (int r = 0; r < rows; ++r) {
+                const int own = position + r / group;
+                if (all_plain && own >= key + KEYS - 1) soften<true>(r, 0, own, key, count);
+                else soften<false>(r, tile.kv_head * group + r % group, own, key, count);
+            }
             by_rows<TALL>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
         }
         for (int r = 0; r < rows; ++r) {
@@ -113,8 +118,8 @@ template <class T, class C> struct Worker {
         }
     }
 
-    template <int M> void score(int r) {
-        for (int from = 0; from < KEYS; from += WIDE * LANES) {
+    template <int M> void score(int r, int count) {
+        for (int from = 0; from < count; from += WIDE * LANES) {
             Floats acc[M][WIDE] = {};
             const float *q = &query[r * a.head_dim], *k = &keys[from];
             for (int i = 0; i < a.head_dim; ++i, k += KEYS) {
@@ -129,26 +134,29 @@ template <class T, class C> struct Worker {
         }
     }
 
-    // Scores to weights; what came before shrinks where a larger score comes.
-    void soften(int r, int head, int position, int key, int count) {
+    // Scores to weights; what came before shrinks where a larger score comes. PLAIN: every key is seen, and nothing else changes.
+    template <bool PLAIN> void soften(int r, int head, int position, int key, int count) {
         Floats s[VECTORS], top = all(-INFINITY);
         Ints lane;
         for (int i = 0; i < LANES; ++i) lane[i] = i;
-        for (int n = 0; n < VECTORS; ++n) {
+        const int used = PLAIN ? VECTORS : (count + LANES - 1) / LANES;
+        for (int n = 0; n < used; ++n) {
             s[n] = load<Floats>(&scores[r * KEYS + n * LANES]);
-            if (a.soft_cap) s[n] = tanh(s[n] / a.soft_cap) * a.soft_cap;
-            Ints distance = position - key - n * LANES - lane;
-            if (a.slopes) s[n] -= __builtin_convertvector(distance, Floats) * a.slopes[head];
-            Ints seen = (distance >= 0) & (lane < count - n * LANES);
-            if (a.window) seen &= distance < a.window;
-            s[n] = seen ? s[n] : all(-INFINITY);
+            if (!PLAIN) {
+                if (a.soft_cap) s[n] = tanh(s[n] / a.soft_cap) * a.soft_cap;
+                Ints distance = position - key - n * LANES - lane;
+                if (a.slopes) s[n] -= __builtin_convertvector(distance, Floats) * a.slopes[head];
+                Ints seen = (distance >= 0) & (lane < count - n * LANES);
+                if (a.window) seen &= distance < a.window;
+                s[n] = seen ? s[n] : all(-INFINITY);
+            }
             top = larger(s[n], top);
         }
         float highest = largest(top);
         highest = highest < most[r] ? most[r] : highest;
-        const float base = highest == -INFINITY ? 0 : highest, shrunk = std::exp(most[r] - base);
+        const float base = highest == -INFINITY ? 0 : highest, shrunk = exp(all(most[r] - base))[0];
         Floats added{};
-        for (int n = 0; n < VECTORS; ++n) {
+        for (int n = 0; n < used; ++n) {
             s[n] = exp(s[n] - base);
             added += s[n];
             store(&scores[r * KEYS + n * LANES], s[n]);

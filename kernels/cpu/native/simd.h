@@ -95,8 +95,7 @@ inline Floats exp(Floats x) {
     p = p * f * f + f + 1.0f;
     Floats power = (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
     Floats result = x < -87.0f ? all(0.0f) : p * power;
-    result = x > 88.0f ? all(INFINITY) : result;
-    return x == x ? result : x;
+    return x > 88.0f ? all(INFINITY) : result;  // NaN: so is the polynomial
 }
 
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
