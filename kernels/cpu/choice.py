@@ -1,7 +1,7 @@
-"""The faster of the C++ kernels and PyTorch, for products and attention by data type and number of tokens.
+"""The faster of the C++ kernels and PyTorch, for products, attention and norms by data type and number of tokens.
 
-Measured at the first start of an instruction set and kept beside its library. `QUIRE_CPU_KERNELS` decides without
-measuring: `native` for the C++ kernels, `pytorch` for PyTorch.
+Measured at the first start of an instruction set and kept beside its library, unless the machine was too busy.
+`QUIRE_CPU_KERNELS` decides without measuring: `native` for the C++ kernels, `pytorch` for PyTorch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Choices:
             if min(ratios) * MARGIN < 1
         }
 
-    def takes_pytorch(self, operation: str, dtype: torch.dtype, num_tokens: int) -> bool:
-        """Return whether PyTorch computes an operation: "products" or "attention"."""
+    def takes_pytorch(self, operation: str, kind: torch.dtype | str, num_tokens: int) -> bool:
+        """Return whether PyTorch computes an operation: "products" of weights of a kind, "attention" or "norms"."""
         if not self._pytorch:
             return False
-        sizes = self._pytorch.get(f"{str(dtype).removeprefix('torch.')} {operation}")
+        sizes = self._pytorch.get(f"{str(kind).removeprefix('torch.')} {operation}")
         return sizes is not None and sizes[max(bisect_right(SIZES, num_tokens) - 1, 0)]
 
     def describe(self) -> str:

@@ -147,7 +147,7 @@ def _product(
     """Compute into `out`, by the faster of the C++ kernels and PyTorch."""
     native = library()
     assert native is not None
-    is_chosen = weight.dtype in FLOATS and native.choices.takes_pytorch("products", weight.dtype, len(x))
+    is_chosen = native.choices.takes_pytorch("products", weight.kind, len(x))
     return (multiply_by_pytorch if is_chosen else multiply)(x, weight, bias, out, then=then, norm=norm, eps=eps)
 
 
@@ -167,7 +167,7 @@ def multiply_by_pytorch(
     torch.set_num_threads(native.num_threads)
     try:
         x = x if norm is None else rms_norm(x, norm, eps)
-        plain = unpacked(weight)
+        plain = unpacked(weight) if weight.dtype in FLOATS else unpacked(weight).to(x.dtype)
         result = F.linear(x.to(plain.dtype), plain, None if bias is None else bias.to(plain.dtype))
         if then == ADD:
             return out.add_(result)

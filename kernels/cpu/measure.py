@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 import torch
 
+from kernels import reference
 from kernels.cpu import attention, build, native_attention
-from kernels.cpu.choice import SIZES, Choices, mode
+from kernels.cpu.choice import MARGIN, SIZES, Choices, mode
 from kernels.cpu.library import library
 from kernels.cpu.matmul import multiply, multiply_by_pytorch
-from kernels.cpu.packed_weight import pack_floats
+from kernels.cpu.packed_weight import pack_codes, pack_floats
+from kernels.cpu.rotary import norm_rows
 from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.quantized_weight import QuantizedWeight
 
-ROUNDS = 5
+ROUNDS, ATTEMPTS = 3, 3
+AGREEMENT = 1.25  # of two measurements, unless both choose the same
+FEW, PER_SECOND = 10, 20  # interruptions by other processes that change no choice
+GROUP = 128  # channels that share a scale
 CONTEXT, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 512, 16, 8, 2, 64
+
+Both = tuple[Callable[[], object], Callable[[], object]]  # an operation by C++ and by PyTorch
 
 logger = logging.getLogger("engine.kernels")
 
 
 def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
-    """Read the choice of this library and CPU, or measure it: about half a second.
+    """Read the choice of this library and CPU, or measure it: about a second.
 
-    `compiling`: see `build.compiling`.
+    What a busy machine makes uncertain is not kept: the next start measures again. `compiling`: see `build.compiling`.
     """
     build.compiling = compiling
     native = library()
@@ -36,43 +47,89 @@ def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
     with build.one_process(kept.parent) if is_kept else contextlib.nullcontext():
         found = Choices.read(kept) if is_kept and build.is_own(kept) else None
         if found is None:
-            found = Choices(_measure())
-            logger.info("C++ kernels: %s", found.describe())
-            if is_kept:
+            times, is_whole = _measure()
+            found = Choices(times)
+            busy = "" if is_whole else "the machine is too busy to measure all: the next start does it again; "
+            logger.info("C++ kernels: %s%s", busy, found.describe())
+            if is_kept and is_whole:
                 with contextlib.suppress(OSError):
                     found.write(kept)
         native.choices = found
 
 
-def _measure() -> dict[str, tuple[float, ...]]:
-    """Return PyTorch's time over that of the C++ kernels for each operation and size."""
-    times = {}
+def _measure() -> tuple[dict[str, tuple[float, ...]], bool]:
+    """Return PyTorch's time over that of the C++ kernels for each operation and size, and whether these are all.
+
+    Measuring ends where the machine is too busy for it.
+    """
+    operations: dict[str, Callable[[int], Both]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        times[f"{name} products"] = tuple(_ratio(*_products(dtype, tokens)) for tokens in SIZES)
-        times[f"{name} attention"] = tuple(_ratio(*_attention(dtype, tokens)) for tokens in SIZES)
-    return times
+        operations |= {
+            f"{name} products": partial(_products, dtype),
+            f"{name} attention": partial(_attention, dtype),
+            f"{name} norms": partial(_norms, dtype),
+        }
+    operations |= {"int8 products": partial(_products, "int8"), "int4 products": partial(_products, "int4")}
+    times: dict[str, tuple[float, ...]] = {}
+    start, interruptions = time.perf_counter(), _interruptions()
+    for name, make in operations.items():
+        ratios = []
+        for tokens in SIZES:
+            ratio = _ratio(*make(tokens))
+            if ratio is None or _interruptions() - interruptions > FEW + (time.perf_counter() - start) * PER_SECOND:
+                return times, False
+            ratios.append(round(ratio, 2))
+        times[name] = tuple(ratios)
+    return times, True
 
 
-def _ratio(native: Callable[[], object], pytorch: Callable[[], object]) -> float:
-    """Time both alternately, each at its best."""
+def _interruptions() -> int:
+    """Return how often other processes have taken a core from this one."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _ratio(native: Callable[[], object], pytorch: Callable[[], object]) -> float | None:
+    """Time both alternately, each at its best, until two measurements agree or choose the same; None: none do."""
+    native(), pytorch()
+    ratio = _once(native, pytorch)
+    for _ in range(ATTEMPTS):
+        last, ratio = ratio, _once(native, pytorch)
+        less, more = min(last, ratio), max(last, ratio)
+        if more <= AGREEMENT * less or (less * MARGIN < 1) == (more * MARGIN < 1):
+            return (last + ratio) / 2
+    return None
+
+
+def _once(native: Callable[[], object], pytorch: Callable[[], object]) -> float:
     best = [float("inf"), float("inf")]
     for _ in range(ROUNDS):
         for i, work in enumerate((native, pytorch)):
             start = time.perf_counter()
             work()
             best[i] = min(best[i], time.perf_counter() - start)
-    return round(best[1] / best[0], 2)
+    return best[1] / best[0]
 
 
-def _products(dtype: torch.dtype, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    weight = pack_floats(torch.ones(2048, 1024, dtype=dtype))
+def _products(kind: torch.dtype | Literal["int8", "int4"], tokens: int) -> Both:
+    n, k = 2048, 1024
+    if isinstance(kind, torch.dtype):
+        dtype, weight = kind, pack_floats(torch.ones(n, k, dtype=kind))
+    else:
+        dtype, bits = torch.bfloat16, 8 if kind == "int8" else 4
+        codes = torch.ones(n, k * bits // 8, dtype=torch.int8 if kind == "int8" else torch.uint8)
+        weight = pack_codes(QuantizedWeight(kind, codes, torch.ones(n, k // GROUP), GROUP))
     assert weight is not None
-    x, out = torch.ones(tokens, 1024, dtype=dtype), torch.empty(tokens, 2048, dtype=dtype)
+    x, out = torch.ones(tokens, k, dtype=dtype), torch.empty(tokens, n, dtype=dtype)
     return lambda: multiply(x, weight, None, out), lambda: multiply_by_pytorch(x, weight, None, out)
 
 
-def _attention(dtype: torch.dtype, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _norms(dtype: torch.dtype, tokens: int) -> Both:
+    x, weight = torch.ones(tokens, 1024, dtype=dtype), torch.ones(1024, dtype=dtype)
+    return lambda: norm_rows(x, weight, 1e-6), lambda: reference.rms_norm(x, weight, 1e-6)
+
+
+def _attention(dtype: torch.dtype, tokens: int) -> Both:
     """Decoding of one token, else `tokens` of a prompt."""
     blocks = CONTEXT // BLOCK
     key, value = torch.ones(2, blocks, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype)

@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.cpu.library import layout, library
 from kernels.data.quantized_weight import QuantizedWeight
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+KINDS: dict[torch.dtype | str, int] = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+INT8, INT4 = KINDS["int8"], KINDS["int4"]
 GROUPS = (128, 64, 32)  # channels of x that share a scale: as many as divide a weight's, or all channels
 
 
@@ -41,6 +42,7 @@ class NativeWeight(Tensor):
     num_rows: int
     num_channels: int
     struct: _Struct
+    kind: torch.dtype | str  # of KINDS
     others: tuple[Tensor | None, ...]  # that `struct` points to, beside the blocks
     stack: tuple[NativeWeight, ...] = ()  # its matrices, in the same memory
 
@@ -134,9 +136,31 @@ def _tiles(matrix: Tensor, step: int) -> Tensor:
 
 
 def unpacked(weight: NativeWeight) -> Tensor:
-    """Return a matrix of floats [N, K] in plain order, as a copy."""
-    data = weight.as_subclass(Tensor)  # [tiles, steps, rows of a tile, step]
-    return data.transpose(1, 2).flatten(2).flatten(0, 1)[: weight.num_rows, : weight.num_channels]
+    """Return a matrix [N, K] in plain order, as a copy: codes are dequantised to float32."""
+    kind, data = weight.struct.kind, weight.as_subclass(Tensor)
+    if kind == INT4:
+        data = torch.stack([data & 15, data >> 4], -2).flatten(-2)
+    if kind < INT8:
+        return _in_order(data)[: weight.num_rows, : weight.num_channels]
+    offset = layout().byte_offset if kind == INT8 else 8
+    matrix = _in_order(data if offset else data.view(torch.int8)).float() - offset
+    own, short, zero = weight.others
+    scale = own if short is None else short.float()
+    assert scale is not None
+    if not weight.struct.grouped:
+        matrix *= scale[:, None]
+    else:
+        scale = _in_order(scale[..., None])
+        matrix = (matrix.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    if zero is not None:
+        zero = _in_order(zero[..., None])
+        matrix = (matrix.unflatten(1, (zero.shape[1], -1)) - zero[..., None]).flatten(1)
+    return matrix[: weight.num_rows, : weight.num_channels]
+
+
+def _in_order(blocks: Tensor) -> Tensor:
+    """[tiles, steps, rows of a tile, step] → [rows, channels]."""
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -162,5 +186,6 @@ def _native(
     struct = _Struct(kind, shape[0], data.shape[1] * _step(kind), group, *pointers, grouped)
     weight = data.as_subclass(NativeWeight)
     weight.num_rows, weight.num_channels, weight.struct = shape[0], shape[1], struct
+    weight.kind = list(KINDS)[kind]
     weight.others = others
     return weight

@@ -45,6 +45,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     native = library()
     if native is None or x.dtype not in FLOATS or weight.dtype not in (x.dtype, torch.float32):
         return reference.rms_norm(x, weight, eps)
+    if native.choices.takes_pytorch("norms", x.dtype, x.numel() // x.shape[-1]):
+        return reference.rms_norm(x, weight, eps)
+    return norm_rows(x, weight, eps)
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Call `quire_rms_norm` in rope.cpp."""
+    native = library()
+    assert native is not None
     x = x.contiguous()
     out, n = torch.empty_like(x), x.shape[-1]
     struct = _Norm(

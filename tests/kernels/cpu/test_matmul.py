@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kernels import QuantizedWeight, pack_nibbles, reference
 from kernels.cpu import matmul
+from kernels.cpu.choice import Choices
+from kernels.cpu.library import library
 from kernels.cpu.packed_weight import NativeWeight
 
 
@@ -109,6 +111,21 @@ def test_products_of_integers(backend: str, name: str, dtype: torch.dtype, num_t
     assert (got.float() - want).norm() <= 0.01 * want.norm()
     error = got.float() - x.float() @ exact.T
     assert error.norm() <= 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_of_integers_by_pytorch(backend: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """x is not rounded then, and the weight is dequantised."""
+    native = library()
+    if native is None:
+        return
+    weight = WEIGHTS[name]
+    x, exact = torch.randn(7, weight.num_channels), reference.dequantize(weight.codes, weight, torch.float32)
+    packed = matmul.pack_weight(weight)
+    assert isinstance(packed, NativeWeight)
+    monkeypatch.setattr(native, "choices", Choices({f"{weight.kind} products": (0.1, 0.1, 0.1)}))
+    monkeypatch.setattr(native, "call", lambda called, *_: pytest.fail(called))
+    torch.testing.assert_close(matmul.linear(x, packed), x @ exact.T, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_finite_stays_so(backend: str) -> None:
