@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.kv.cache_groups import MAX_STATES
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
@@ -140,6 +141,9 @@ class EngineConfig:
     gpu_memory_utilization: float = flag(0.92, "fraction of the GPU's memory to use", above=0, at_most=1, common=True)
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
+    num_states_override: int | None = flag(
+        None, "number of states in the cache, for models with recurrent layers (LFM2, Qwen3.5)", at_least=MAX_STATES
+    )
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
     kv_cache_dtype: str = flag(
         "auto",

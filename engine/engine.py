@@ -97,7 +97,7 @@ class Engine:
         self.options = options = runner_options(config, spec, offline, device)
         self.runner = runner = _build(build, folder, spec, options, progress)
         self.scheduler = Scheduler(
-            runner.num_blocks,
+            [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
             runner.block_size,
             options.max_num_seqs,
             options.max_num_batched_tokens,
@@ -133,10 +133,11 @@ class Engine:
         quantised = "" if options.kv_dtype == options.dtype else ", fp8"
         weights = f" · {spec.quantization.method} weights" if spec.quantization else ""
         own = "" if runner.max_model_len == spec.context_length else f", of the model's own {spec.context_length:,}"
+        states = f" · {runner.num_states:,} states" if runner.num_states else ""
         return (
             f"Quire {__version__} · {self._name} · {str(options.dtype).removeprefix('torch.')}{weights} · "
             f"{runner.device_name} · attention by {runner.attention_backend}\n"
-            f"  KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks, {size:.1f} {unit}{quantised}): "
+            f"  KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks{states}, {size:.1f} {unit}{quantised}): "
             f"{runner.cache_bound}\n"
             f"  context {runner.max_model_len:,}{own} · up to {options.max_num_seqs:,} requests at once"
         )

@@ -68,6 +68,11 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         )
     if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
+    if spec.has_states and config.prefix_cache_file is not None:
+        raise ConfigError(
+            "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
+            "without its state"
+        )
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
@@ -90,6 +95,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
+        num_states_override=config.num_states_override if spec.has_states else None,
         enforce_eager=config.enforce_eager,
         compress_experts=config.compress_experts,
         expert_load_interval=config.expert_load_interval,

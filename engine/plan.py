@@ -21,6 +21,7 @@ from engine.gpu_specs import GPU, GPUS, known_gpu
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
+from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
@@ -32,6 +33,7 @@ from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.cores import num_cores
+from engine.worker.state_cache import STATES_PER_REQUEST
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
 # What a step takes at least, whatever its bytes. All measured steps take twice as much (tests/engine/test_plan.py).
@@ -125,6 +127,7 @@ class Plan:
     buffers: int  # bytes of the runner's buffers
     activations: int  # estimated peak of the largest step, in bytes
     num_blocks: int  # of the KV cache
+    num_states: int = 0  # blocks of states of recurrent layers
 
     @property
     def num_parameters(self) -> int:
@@ -148,7 +151,7 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self.layout.block_bytes + self.num_states * self.layout.state_bytes
 
     @property
     def max_model_len(self) -> int:
@@ -161,11 +164,12 @@ class Plan:
     def num_requests(self, context: int) -> float:
         """Return how many requests of `context` tokens the KV cache holds at once."""
         most = self.layout.most_blocks(context, self.options.max_num_batched_tokens)
-        return self.num_blocks / most
+        by_states = self.num_states / STATES_PER_REQUEST if self.num_states else math.inf
+        return min(self.num_blocks / most, by_states)
 
     def kv_bytes(self, context: int) -> int:
         """Return the bytes that a step reads of the KV cache for a request of `context` tokens."""
-        mixers = [layer.mixer for layer in self.part.layers]
+        mixers = [m for layer in self.part.layers if not isinstance(m := layer.mixer, RecurrentSpec)]
         seen = sum((min(context, m.window) if m.window else context) * math.prod(m.cached) for m in mixers)
         return seen * self.options.kv_dtype.itemsize
 
@@ -186,7 +190,8 @@ class Plan:
         """Return the bytes that a GPU reads in a decode step of such requests."""
         idle = self.weights["experts"] * (1 - self._used_experts(num_requests))
         idle += self.weights["tables"] + (0 if self.spec.tie_word_embeddings else self.weights["embedding"])
-        return self.weight_bytes - idle + self.kv_bytes(context) * num_requests
+        of_request = self.kv_bytes(context) + self.layout.state_bytes
+        return self.weight_bytes - idle + of_request * num_requests
 
     def _gemm_seconds(self, num_tokens: int) -> float:
         schemes = self.spec.quantization.schemes if self.spec.quantization else ()
@@ -230,14 +235,16 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     if gpu.is_cpu:
         gpu = _measured(gpu, sum(weights.values()), options.dtype)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
-        num_blocks, _ = asked_for
+        (num_blocks, num_states), _ = asked_for
     elif gpu.is_cpu:
-        num_blocks = layout.cpu_cache_bytes(options, options.device.memory().free - held)[0] // layout.block_bytes
+        num_bytes, _ = layout.cpu_cache_bytes(options, options.device.memory().free - held)
+        num_blocks, num_states = layout.divided(num_bytes, options)
     else:
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
-        num_blocks = blocks_that_fit(layout, memory, options)
+        num_blocks, num_states = blocks_that_fit(layout, memory, options)
     parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
-    return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, num_blocks)
+    counts = num_blocks, num_states
+    return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, *counts)
 
 
 @functools.lru_cache(maxsize=16)
@@ -301,7 +308,10 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
     scratch = scratch_bytes(upcast_layers(spec, layout, options)) // (size * options.max_num_batched_tokens)
     for layer in spec.layers:
         mixer = layer.mixer
-        heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
+        if isinstance(mixer, RecurrentSpec):
+            heads = mixer.width
+        else:
+            heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
         if isinstance(mixer, LatentSpec) and can_expand(mixer):
             heads = max(heads, MOST_POSITIONS * expanded_width(mixer))
         widest = max(widest, heads + scratch, _mlp_width(layer.mlp, spec.hidden_size))

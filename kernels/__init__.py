@@ -43,6 +43,7 @@ from kernels.data.quantized_weight import by_groups as by_groups
 from kernels.data.sampling import NOT_FINITE as NOT_FINITE
 from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.data.sampling import Part as Part
+from kernels.data.state import StateContext as StateContext
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
 
@@ -95,6 +96,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.scaled": ("quantize_rows",),
         "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
         "kernels.triton.prepare": ("prepare_step",),
+        "kernels.triton.recurrent": ("short_conv",),
         "kernels.triton.rotary": ("rope_and_store",),
         "kernels.triton.sampling": ("best_keys", "best_tokens", "mask_logits", "sample"),
         "kernels.triton.thresholds": ("sampling_thresholds",),
@@ -188,6 +190,7 @@ random_bits = _dispatched(reference.random_bits)
 token_logprobs = _dispatched(reference.token_logprobs)
 prepare_step = _dispatched(reference.prepare_step)
 plan_decode = _dispatched(reference.plan_decode)
+short_conv = _dispatched(reference.short_conv)
 
 
 def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:

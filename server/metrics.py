@@ -33,7 +33,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
                 640, 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
-_PREFIX_MISSES = ("not_seen", "other_tokens", "evicted", "other_salt", "not_read", "disabled")
+_PREFIX_MISSES = ("not_seen", "other_tokens", "evicted", "no_state", "other_salt", "not_read", "disabled")
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -313,6 +313,7 @@ _GAUGES: Sequence[_Row] = [
     ("num_requests_running", "Requests in the engine's batch", lambda stats: stats.num_running),
     ("num_requests_waiting", "Requests that wait for the engine", lambda stats: stats.num_waiting + stats.num_deferred),
     ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", lambda stats: stats.kv_cache_usage),
+    ("state_usage_perc", "Fraction of recurrent layers' states in use, from 0 to 1", lambda stats: stats.state_usage),
 ]
 _COUNTERS: Sequence[_Row] = [
     ("num_preemptions", "Preemptions", lambda stats: stats.num_preemptions),

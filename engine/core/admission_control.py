@@ -51,8 +51,9 @@ class AdmissionControl:
             self._refuse(request)
         return True
 
-    def admit(self, request: Request) -> NewRequest | None:
-        """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
+    def admit(self, request: Request, budget: int) -> NewRequest | None:
+        """Move the first waiting request to `running`, for a step in which it computes up to `budget` tokens. Returns
+        None if it must wait, usually for blocks.
 
         The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a
         long prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead
@@ -63,12 +64,16 @@ class AdmissionControl:
         if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
             return None
         prefix = self._cached(request)
-        if self._blocks.grow(request, request.num_tokens, prefix, self._num_spare(request)) is None:
+        num_blocks = len(prefix[0]) if prefix else 0
+        if prefix and self._blocks.awaits_state(request, num_blocks):
+            return None
+        num_computed = num_blocks * self._blocks.block_size
+        step_end = min(request.num_tokens, num_computed + budget)
+        if self._blocks.grow(request, request.num_tokens, prefix, self._num_spare(request), step_end) is None:
             self._refuse(request)
             return None
         self._requests.queues.start(request)
-        num_blocks = len(prefix[0]) if prefix else 0
-        request.num_computed_tokens = num_blocks * self._blocks.block_size
+        request.num_computed_tokens = num_computed
         request.is_rewound = False  # its new row is right
         request.num_charged = max(request.num_charged, request.num_computed_tokens)
         if not request.scheduled_time:
@@ -106,7 +111,7 @@ class AdmissionControl:
         """Find the request's prefix in the cache, once for all questions on one admission."""
         if not request.reads_cache:
             return ()
-        key = request, len(request.token_ids), self._blocks.pools.version
+        key = request, len(request.token_ids), self._blocks.version
         if key != self._found:
             self._found, self._prefix = key, self._blocks.match_prefix(request)
         return self._prefix

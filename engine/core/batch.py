@@ -182,7 +182,7 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int  # requests that wait for blocks or a row
-    num_blocks: int
+    num_blocks: int  # of the KV cache
     num_free_blocks: int  # free or evictable
     num_preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
@@ -191,10 +191,17 @@ class SchedulerStats:
     generation_tokens: int
     num_deferred: int = 0  # requests whose grammar is being compiled
     num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
+    num_states: int = 0  # blocks of states of recurrent layers
+    num_free_states: int = 0  # free or evictable
 
     @property
     def kv_cache_usage(self) -> float:
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def state_usage(self) -> float:
+        """The part of the states that requests hold."""
+        return 1 - self.num_free_states / self.num_states if self.num_states else 0.0
 
 
 def total(stats: Sequence[SchedulerStats]) -> SchedulerStats | None:

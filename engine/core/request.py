@@ -55,6 +55,8 @@ class Request:
             0  # first blocks of each table that the prefix cache held when the request was admitted
         )
         self.num_admitted_tokens = 0  # tokens known by then
+        # Index of the last block of a cached prefix that no state was kept for: one is kept there now. -1: none.
+        self.branch = -1
 
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves

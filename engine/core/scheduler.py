@@ -211,6 +211,7 @@ class Scheduler:
         """
         assert len(self._steps) < max(self._num_batches, 2), "too many steps are in flight"
         queues, plan = self.queues, _Plan()
+        self.blocks.start_step()
         if self._drafts is not None and not self._choose_drafts(self._drafts, plan):
             return SchedulerOutput(self._step, [], _NOTHING[1], {}, [])
         num_first = queues.sort_running()
@@ -304,7 +305,7 @@ class Scheduler:
                 break
             if self._admission.drop_if_late(request):
                 continue
-            new_request = self._admission.admit(request)
+            new_request = self._admission.admit(request, budget)
             if new_request is None:
                 break
             plan.new_requests.append(new_request)
@@ -329,6 +330,8 @@ class Scheduler:
             num_waiting=self.queues.num_waiting,
             num_blocks=self.blocks.num_blocks,
             num_free_blocks=self.blocks.num_free_blocks,
+            num_states=self.blocks.num_states,
+            num_free_states=self.blocks.num_free_states,
             num_preemptions=self.requests.num_preemptions,
             prefix_queries=self._admission.prefix_queries,
             prefix_hits=self._admission.prefix_hits,

@@ -18,9 +18,9 @@ import kernels
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
-from engine.models.latent import LatentAttention
 from engine.models.layers import Embedding, LMHead
 from engine.models.matrix import Matrix, Scope
+from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.norms import LayerNorm, MakeNorm, Norm, RMSNorm
@@ -28,7 +28,7 @@ from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput
 from engine.models.rope import rope_table
 from engine.models.shard import Span
-from engine.models.spec import LatentSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 
 
 class Decoder(nn.Module):
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        kv_cache: Sequence[Tensor],
+        kv_cache: Sequence[LayerCache],
         attention: Sequence[AttentionMetadata],
         hidden: Tensor | None = None,
         logits_indices: Tensor | None = None,
@@ -117,7 +117,8 @@ class Decoder(nn.Module):
 
         kv_cache: for each layer of this stage [2, num_blocks, Hkv, block_size, D], or for latents
         [1, num_blocks, 1, block_size, L + R], to which the step's keys and values are written (a strided view if the
-        kernels accept one). attention: for each layer its cache group's metadata.
+        kernels accept one); for recurrent layers the parts of their blocks of states. attention: for each layer its
+        cache group's metadata.
         """
         if hidden is None:
             hidden = self.embed_tokens(input_ids)
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP. Each reads the residual stream and adds to it in place."""
+    """Attention or a recurrent layer, then MLP. Each reads the residual stream and adds to it in place."""
 
     def __init__(
         self,
@@ -185,12 +186,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = InputNorm(None if layer.parallel else norm(names.before_mlp))
         self.attention_sum = OutputSum(norm(names.after_mixer), multiplier)
         self.mlp_sum = OutputSum(norm(names.after_mlp), multiplier)
-        self.attention: Attention | LatentAttention
-        if isinstance(layer.mixer, LatentSpec):
-            assert cos_sin is not None
-            self.attention = LatentAttention(layer.mixer, hidden_size, cos_sin, scope / "self_attn")
-        else:
-            self.attention = Attention(layer.mixer, hidden_size, cos_sin, make_norm, scope / "self_attn")
+        self.attention: Mixer = make_mixer(layer.mixer, hidden_size, cos_sin, make_norm, scope)
         self.mlp: MLP | MoE | DenseAndExperts
         if isinstance(layer.mlp, MoESpec) and layer.mlp.parallel_norms:
             self.mlp = DenseAndExperts(layer.mlp, hidden_size, make_norm, scope)
@@ -223,7 +219,7 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         positions: Tensor,
-        kv: Tensor,
+        kv: LayerCache,
         metadata: AttentionMetadata,
         vector: Tensor | None = None,
     ) -> ResidualStream:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from engine.models.quantization import Quantization, Renames
+from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -222,9 +223,9 @@ class Norms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: a mixer (attention), then an MLP."""
+    """One decoder layer: a mixer (attention or a recurrent layer), then an MLP."""
 
-    mixer: AttentionSpec | LatentSpec
+    mixer: AttentionSpec | LatentSpec | RecurrentSpec
     mlp: DenseSpec | MoESpec
     norms: Norms = Norms()
     parallel: bool = False  # mixer and MLP read the same norm and add to the same residual stream
@@ -275,8 +276,13 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def has_states(self) -> bool:
+        """True if there are recurrent layers."""
+        return any(isinstance(layer.mixer, RecurrentSpec) for layer in self.layers)
+
+    @property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer; 0: full attention."""
+        """Attention window of each layer; 0: full attention, or a recurrent layer."""
         return tuple(layer.mixer.window for layer in self.layers)
 
     def for_rank(self, shard: Shard) -> ModelSpec:

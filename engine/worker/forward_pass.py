@@ -12,6 +12,7 @@ from torch import Tensor
 import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
+from engine.models.mixers import LayerCache
 from engine.worker.attention.group_attention import AttentionStep, CapturedPrefills, GroupAttention, Prefills
 from engine.worker.attention.layer_attention import layer_attention
 from engine.worker.executor import Computed, Padding, StepRequest
@@ -44,7 +45,7 @@ class ForwardPass:
     ) -> None:
         """`state`: the device rows. `link`: the connection to the other stages of a pipeline."""
         self.model, self.device = model, options.device
-        self.kv_cache: list[Tensor] = []  # one tensor for each layer of this stage
+        self.kv_cache: list[LayerCache] = []  # of each layer of this stage
         device, max_seqs = options.device.torch_device, options.max_num_seqs
         max_tokens = max(options.max_num_batched_tokens, max_seqs)
         # Two more sequences than there are rows: see `PrefillShape`.

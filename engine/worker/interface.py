@@ -48,6 +48,7 @@ class Runner(Protocol):
     """The engine's view of what executes steps: a model runner, or one with follower ranks."""
 
     num_blocks: int
+    num_states: int  # blocks of states of recurrent layers; 0: the model has none
     block_size: int
     max_model_len: int
     cache_bound: str  # what limits `num_blocks`, for display

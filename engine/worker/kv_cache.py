@@ -6,17 +6,23 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 import kernels
-from engine.core.kv.cache_groups import CacheGroup, longest_sequence, most_blocks
+from engine.core.kv.cache_groups import MAX_STATES, CacheGroup, longest_sequence, most_blocks
+from engine.models.mixers import LayerCache
+from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import WHOLE, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Memory
 from engine.worker.options import RunnerOptions
 from engine.worker.sampling.token_history import history_bytes
+from engine.worker.state_cache import StateLayout
+
+T = TypeVar("T")
 
 
 class KVCacheTooSmallError(ValueError):
@@ -55,6 +61,9 @@ class CachedLayer:
         return self.num_kv_heads * self.head_dim
 
 
+NO_KV, NO_SLOT = CachedLayer(0, 0, 0), -1  # of recurrent layers
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
     """The layout of layers in KV blocks. All blocks have the same size, so that every group can use any block.
@@ -74,6 +83,8 @@ class KVCacheLayout:
     dtype: torch.dtype
     num_parts: int  # 2: K and V; 1: latents
     own_layers: range  # the layers of this stage; groups are those of the whole model
+    # Of recurrent layers: they are in the last group, with blocks of their own, and have no slot. None: there are none.
+    states: StateLayout | None = None
 
     @classmethod
     def of(
@@ -128,11 +139,36 @@ class KVCacheLayout:
         """`spec`: of one rank's part. `stage`: the pipeline stage of the layers to hold."""
         # A window as large as the longest context is full attention.
         windows = [window if window < options.max_model_len else 0 for window in spec.windows]
-        mixers = [layer.mixer for layer in spec.layers]
-        layers = [CachedLayer(window, *mixer.cached[1:]) for window, mixer in zip(windows, mixers, strict=True)]
-        sources = [mixer.kv_of for mixer in mixers]
-        whole = cls.of_layers(layers, sources, options.block_size, options.kv_dtype, mixers[0].cached[0])
-        return replace(whole, own_layers=stage.layers(len(layers)))
+        attending = {i: m for i, layer in enumerate(spec.layers) if not isinstance(m := layer.mixer, RecurrentSpec)}
+        layers = [CachedLayer(windows[i], *mixer.cached[1:]) for i, mixer in attending.items()]
+        at = list(attending)
+        sources = [None if mixer.kv_of is None else at.index(mixer.kv_of) for mixer in attending.values()]
+        num_parts = attending[at[0]].cached[0]
+        whole = cls.of_layers(layers, sources, options.block_size, options.kv_dtype, num_parts)
+        own_layers = stage.layers(len(spec.layers))
+        if not spec.has_states:
+            return replace(whole, own_layers=own_layers)
+        return whole._beside_states(at, StateLayout.of_model(spec, options, own_layers))
+
+    def _beside_states(self, at: Sequence[int], states: StateLayout | None) -> KVCacheLayout:
+        """Return the layout of a model whose layers `at` are those of this one. All others have states."""
+        assert states is not None
+        num_layers, index = len(states.parts), {layer: i for i, layer in enumerate(at)}
+        state_group = len(self.groups)
+
+        def spread(values: Sequence[T], other: T) -> tuple[T, ...]:
+            return tuple(values[index[i]] if i in index else other for i in range(num_layers))
+
+        return replace(
+            self,
+            layers=spread(self.layers, NO_KV),
+            groups=(*self.groups, CacheGroup(pool=1 + max(group.pool for group in self.groups), is_state=True)),
+            group_of=spread(self.group_of, state_group),
+            slot_of=spread(self.slot_of, NO_SLOT),
+            offset_of=spread(self.offset_of, 0),
+            own_layers=states.own_layers,
+            states=states,
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -146,10 +182,11 @@ class KVCacheLayout:
     @property
     def _own_slots(self) -> list[int]:
         """The slots of a block that the layers of this stage use."""
-        return sorted({self.slot_of[layer] for layer in self.own_layers})
+        return sorted({self.slot_of[layer] for layer in self.own_layers} - {NO_SLOT})
 
-    def allocate(self, num_blocks: int, device: Device) -> list[Tensor]:
-        """Allocate [num_parts, num_blocks, num_kv_heads, block_size, head_dim] for each layer, K then V.
+    def allocate(self, num_blocks: int, device: Device, num_states: int = 0) -> list[LayerCache]:
+        """Allocate [num_parts, num_blocks, num_kv_heads, block_size, head_dim] for each layer, K then V. For recurrent
+        layers, allocate the parts of `num_states` blocks.
 
         Blocks of a narrow layer have gaps between them. Layers in the same slot of different groups share memory but
         never use the same block. The memory is zeroed, because an unwritten slot must not read as NaN.
@@ -162,24 +199,54 @@ class KVCacheLayout:
             start, size = offset * self.block_size, num_kv_heads * self.block_size * head_dim
             return slots[slot][:, :, start : start + size].unflatten(2, (num_kv_heads, self.block_size, head_dim))
 
-        own = ((self.slot_of[i], self.offset_of[i], self.layers[i]) for i in self.own_layers)
-        return [view(slot, offset, layer.num_kv_heads, layer.head_dim) for slot, offset, layer in own]
+        def cache_of(layer: int) -> LayerCache:
+            if self.slot_of[layer] == NO_SLOT:
+                assert self.states is not None
+                return self.states.allocate(num_states, layer, device)
+            kind = self.layers[layer]
+            return view(self.slot_of[layer], self.offset_of[layer], kind.num_kv_heads, kind.head_dim)
 
-    def slots(self, kv_cache: Sequence[Tensor]) -> list[Tensor]:
+        return [cache_of(layer) for layer in self.own_layers]
+
+    def slots(self, kv_cache: Sequence[LayerCache]) -> list[Tensor]:
         """Return the memory of each slot that this stage uses, as bytes [num_parts, num_blocks, bytes]."""
+        assert self.states is None
         slot_of = [self.slot_of[layer] for layer in self.own_layers]
-        first = [kv_cache[slot_of.index(slot)] for slot in self._own_slots]
+        first = [cast(Tensor, kv_cache[slot_of.index(slot)]) for slot in self._own_slots]
         shape = self.num_parts, first[0].shape[1], self._slot_size
         return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
 
+    @property
+    def _attention_groups(self) -> list[CacheGroup]:
+        return [group for group in self.groups if not group.is_state]
+
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds at a time, with steps of up to `max_chunk`."""
-        return sum(most_blocks(self.groups, num_tokens, self.block_size, max_chunk))
+        """Return the most KV blocks that a request of `num_tokens` holds at a time, with steps of up to `max_chunk`."""
+        return sum(most_blocks(self._attention_groups, num_tokens, self.block_size, max_chunk))
+
+    def divided(self, num_bytes: int, options: RunnerOptions) -> tuple[int, int]:
+        """Return how many KV blocks and states to allocate in `num_bytes`."""
+        num_states = self.num_states(num_bytes, options)
+        num_bytes -= num_states * self.state_bytes
+        return max(num_bytes // max(self.block_bytes, 1), 0), num_states  # a stage may have no attention
+
+    def num_states(self, num_bytes: int | None, options: RunnerOptions) -> int:
+        """Return how many states a cache of `num_bytes` has; None: of any size."""
+        if self.states is None:
+            return 0
+        if options.num_states_override is not None:
+            return options.num_states_override
+        return self.states.wanted(options) if num_bytes is None else self.states.that_fit(num_bytes, options)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a block of states in this stage."""
+        return 0 if self.states is None else self.states.block_bytes
 
     def longest_context(self, num_blocks: int, options: RunnerOptions) -> int:
         """Return the length of the longest sequence in `num_blocks` blocks, at most `options.max_model_len`."""
         max_chunk, most = options.max_num_batched_tokens, options.max_model_len
-        return longest_sequence(self.groups, [num_blocks], self.block_size, max_chunk, most)
+        return longest_sequence(self._attention_groups, [num_blocks], self.block_size, max_chunk, most)
 
     def context_that_fits(self, num_blocks: int, options: RunnerOptions) -> int:
         """Return `options.max_model_len`, reduced if it was not requested and `num_blocks` blocks are too few for it.
@@ -201,6 +268,8 @@ class KVCacheLayout:
         The sampler's token history is not counted as free.
         """
         of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.block_bytes
+        if self.states is not None:
+            of_one += self.state_bytes * MAX_STATES
         bounds = {
             f"room for {options.max_num_seqs:,} full contexts": options.max_num_seqs * of_one,
             "4 GiB, or one full context": max(4 << 30, of_one),
@@ -220,24 +289,26 @@ def _slots_of_a_block(counts: Sequence[int]) -> int:
     return min((n for n in range(1, max(counts) + 1) if cost(n)[1] <= MAX_PADDING * sum(counts)), key=cost)
 
 
-def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[int, str] | None:
-    """Return the requested number of blocks and the flag that requests it. None: as many as fit."""
+def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[tuple[int, int], str] | None:
+    """Return the requested number of blocks, that of states, and the flag that requests them. None: as many as fit."""
     if options.num_gpu_blocks_override is not None:
-        return options.num_gpu_blocks_override, "--num-gpu-blocks-override"
+        counts = options.num_gpu_blocks_override, layout.num_states(None, options)
+        return counts, "--num-gpu-blocks-override"
     if options.kv_cache_memory_bytes is not None:
-        return options.kv_cache_memory_bytes // layout.block_bytes, "--kv-cache-memory-bytes"
+        return layout.divided(options.kv_cache_memory_bytes, options), "--kv-cache-memory-bytes"
     return None
 
 
-def blocks_that_fit(layout: KVCacheLayout, memory: Memory, options: RunnerOptions) -> int:
-    """Return how many blocks fit in `options.gpu_memory_utilization` of a GPU's memory beside this process's peak use.
+def blocks_that_fit(layout: KVCacheLayout, memory: Memory, options: RunnerOptions) -> tuple[int, int]:
+    """Return how many blocks and states fit in `options.gpu_memory_utilization` of a GPU's memory beside this process's
+    peak use.
 
     `memory` is measured after a profiling run, so its peak includes weights and activations. Memory of other processes
     counts against the fraction. `GRAPH_RESERVE` and the token history, allocated when it is first needed, stay free.
     """
     outside, reserve = memory.total - memory.free - memory.used, GRAPH_RESERVE + token_history_bytes(options)
     num_bytes = int(memory.total * options.gpu_memory_utilization) - outside - memory.peak - reserve
-    return max(num_bytes // layout.block_bytes, 0)
+    return layout.divided(max(num_bytes, 0), options)
 
 
 def token_history_bytes(options: RunnerOptions) -> int:

@@ -41,6 +41,7 @@ class ModelRunner:
     """
 
     num_blocks: int = 0
+    num_states: int = 0  # blocks of states of recurrent layers
     cache_bound: str = ""  # what limits `num_blocks`, for display
 
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
@@ -68,7 +69,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.kv_layout.block_bytes
+        return self.num_blocks * self.kv_layout.block_bytes + self.num_states * self.kv_layout.state_bytes
 
     @property
     def device_name(self) -> str:

@@ -28,6 +28,7 @@ class RunnerOptions:
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    num_states_override: int | None = None  # blocks of states of recurrent layers
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
     compress_experts: bool = False  # without loss, where kernels can multiply by them so

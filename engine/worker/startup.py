@@ -94,10 +94,10 @@ def build_runner(
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
-    num_blocks, runner.cache_bound = count_blocks(runner)
-    runner.num_blocks = member.communicator.least(num_blocks)
+    (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
+    runner.num_blocks, runner.num_states = map(member.communicator.least, (num_blocks, num_states))
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
-    runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device)
+    runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device, runner.num_states)
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:
@@ -143,10 +143,14 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
     ids = torch.randint(runner.spec.vocab_size, (num_tokens,), generator=generator).tolist()
     count, num_groups = -(-num_tokens // options.block_size), len(runner.cache_groups)
     blocks = [list(range(group * count, (group + 1) * count)) for group in range(num_groups)]
+    if runner.kv_layout.states is not None:
+        blocks[-1] = list(range(count))  # in a pool of their own
     prompt = NewRequest(EngineRequest(name, ids, SamplingParams(temperature=0)), 0, ids, 0, blocks)
-    with _temporary_cache(runner, num_groups * count, options.dtype), torch.inference_mode():
+    with _temporary_cache(runner, num_groups * count, options.dtype, num_states=count), torch.inference_mode():
         _run(runner, [prompt], ScheduledBatch([name], [num_tokens], num_tokens, 0, []))
         for layer, kv in zip(runner.model.own_layers, runner.forward.kv_cache, strict=True):
+            if not isinstance(kv, Tensor):  # a recurrent layer
+                continue
             group = runner.kv_layout.group_of[layer]
             own = kv[:, group * count : (group + 1) * count]
             attention = cast(DecoderLayer, runner.model.layers[layer]).attention
@@ -155,21 +159,23 @@ def calibrate_kv_scales(runner: ModelRunner) -> None:
     _remove(runner, [name])
 
 
-def count_blocks(runner: ModelRunner) -> tuple[int, str]:
-    """Return the number of KV blocks, as requested or as fits beside a full step, and what limits it, for display."""
+def count_blocks(runner: ModelRunner) -> tuple[tuple[int, int], str]:
+    """Return the numbers of KV blocks and states, as requested or as fit beside a full step, and what limits them, for
+    display.
+    """
     options, layout = runner.options, runner.kv_layout
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         return asked_for
     if not runner.device.is_accelerator:
         num_bytes, bound = layout.cpu_cache_bytes(options, runner.device.memory().free)
-        return num_bytes // layout.block_bytes, bound
+        return layout.divided(num_bytes, options), bound
     runner.device.reset_peak_memory()
     with _temporary_cache(runner, 1):
         _fullest_steps(runner)
         runner.device.synchronize()
-        num_blocks = blocks_that_fit(layout, runner.device.memory(), options)
+        counts = blocks_that_fit(layout, runner.device.memory(), options)
     runner.device.reset_peak_memory()
-    return num_blocks, f"what is left of {options.gpu_memory_utilization:.0%} of the memory"
+    return counts, f"what is left of {options.gpu_memory_utilization:.0%} of the memory"
 
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
@@ -255,10 +261,12 @@ def _remove(runner: ModelRunner, request_ids: list[str]) -> None:
 
 
 @contextmanager
-def _temporary_cache(runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Provide a KV cache of `num_blocks` within the context. `dtype`: overrides the cache's dtype."""
+def _temporary_cache(
+    runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None, num_states: int = 1
+) -> Iterator[None]:
+    """Provide a KV cache of `num_blocks` and `num_states` within the context. `dtype`: overrides the cache's dtype."""
     layout = runner.kv_layout if dtype is None else replace(runner.kv_layout, dtype=dtype)
-    runner.forward.kv_cache = layout.allocate(num_blocks, runner.device)
+    runner.forward.kv_cache = layout.allocate(num_blocks, runner.device, num_states)
     try:
         yield
     finally:

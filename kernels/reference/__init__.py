@@ -43,6 +43,7 @@ from kernels.reference.moe import (
 )
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
 from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
+from kernels.reference.recurrent import short_conv
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
     best_keys,
@@ -108,6 +109,7 @@ __all__ = [
     "sample",
     "sampling_thresholds",
     "scale",
+    "short_conv",
     "sigmoid",
     "silu_and_mul",
     "store_kv",

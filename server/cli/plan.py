@@ -89,6 +89,8 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
         "activation_bytes": plan.activations,
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_blocks": plan.num_blocks,
+        "states": plan.num_states,  # of recurrent layers
+        "state_bytes": plan.layout.state_bytes,  # of each
         "max_model_len": plan.max_model_len,  # 0: the engine would not start
         "requests_at_once": {context: int(plan.num_requests(context)) for context in _contexts(plan)},
         "tokens_per_second_at_most": {
@@ -145,11 +147,20 @@ def _memory(plan: Plan) -> str:
         ("memory", _gib(plan.gpu.memory), f"{_devices(plan)}: {used} is {'free' if plan.gpu.is_cpu else 'used'}"),
         ("weights", _gib(plan.weight_bytes), parts),
         ("largest step", _gib(plan.activations + plan.buffers), f"{step_tokens:,} tokens; an estimate"),
-        ("KV cache", _gib(plan.kv_cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
+        ("KV cache", _gib(plan.num_blocks * plan.layout.block_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
+        *_states(plan),
         ("context", f"{context:,}" if context else "none", fits),
         ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
     return "\n".join(f"  {name:<13}{value:>11}   {about}" for name, value, about in rows)
+
+
+def _states(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the row of the states of recurrent layers, if there are any."""
+    num_bytes = plan.layout.state_bytes
+    if not plan.num_states:
+        return []
+    return [("states", _gib(plan.num_states * num_bytes), f"{plan.num_states:,} × {num_bytes / 2**20:,.1f} MiB")]
 
 
 def _speed(plan: Plan) -> str:

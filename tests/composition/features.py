@@ -31,6 +31,7 @@ FEATURES = (
     Feature("sliding windows", "model"),
     Feature("experts", "model"),
     Feature("latent attention", "model"),
+    Feature("recurrent layers", "model"),
     Feature("fp8 weights", "weights", {"quantization": "fp8"}),
     Feature("int8 weights", "weights", {"quantization": "int8"}),
     Feature("int4 weights", "weights", {"quantization": "int4"}),
@@ -93,11 +94,16 @@ CHECKPOINTS = {
             "qk_rope_head_dim": 16, "v_head_dim": 32,
         },
     ),
+    "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"intermediate_size": 256}),
+    "lfm2_moe": Checkpoint(
+        frozenset({"recurrent layers", "experts"}), {"moe_intermediate_size": 128, "intermediate_size": 256}
+    ),
 }  # fmt: skip
 
 # Pairs that are refused at start → a part of the error.
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
+    frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
@@ -106,6 +112,8 @@ REFUSED: dict[frozenset[str], str] = {
 _ONE_FORMAT = "a checkpoint has one weight format"
 NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "latent attention"}): "no family has both",
+    frozenset({"sliding windows", "recurrent layers"}): "no family has both",
+    frozenset({"latent attention", "recurrent layers"}): "no family has both",
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
     frozenset({"data parallel", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",

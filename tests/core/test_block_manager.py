@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from hashlib import sha256
 
 import pytest
@@ -415,3 +416,70 @@ def test_a_pool_is_not_reset_while_a_block_is_held() -> None:
     assert pool.reset()
     assert pool.name_of(0) is None
     assert pool.version != version
+
+
+STATES = (FULL, CacheGroup(pool=1, is_state=True))
+
+
+def with_states(num_states: int = 20, **options: bool) -> BlockManager:
+    return BlockManager([40, num_states], SIZE, groups=STATES, max_chunk=100, **options)
+
+
+def test_a_state_group_holds_the_ends_of_prompt_and_step() -> None:
+    blocks, r = with_states(), request(30)  # the prompt's last full block before its last token is the seventh
+    assert blocks.grow(r, 30, step_end=18) is not None
+    assert [i for i, block_id in enumerate(r.block_tables[1]) if block_id != UNHELD] == [3, 4]
+    assert r.num_slots == 20
+    r.num_computed_tokens = 18
+    assert blocks.grow(r, 30) is not None
+    assert [i for i, block_id in enumerate(r.block_tables[1]) if block_id != UNHELD] == [3, 4, 6, 7]
+    blocks.check([r])
+
+
+def test_without_a_prefix_cache_a_state_group_holds_the_newest_states() -> None:
+    blocks, r = with_states(enable_prefix_caching=False), request(33)
+    assert blocks.grow(r, 33) is not None
+    assert [i for i, block_id in enumerate(r.block_tables[1]) if block_id != UNHELD] == [7, 8]
+    r.num_computed_tokens = 33
+    r.num_tokens += 1
+    r.token_ids.append(1)
+    assert blocks.grow(r, 37) is not None
+    assert r.num_passed == [0, 8]
+    blocks.release(r)
+    assert blocks.num_free_states == blocks.num_states == 20
+
+
+def test_passed_states_of_an_output_are_emptied() -> None:
+    blocks, r = with_states(), request(9)
+    compute(blocks, r)
+    for token in range(40):
+        r.token_ids.append(token)
+        r.num_tokens += 1
+        if r.num_tokens > r.num_slots:
+            assert blocks.grow(r, r.num_tokens) is not None
+        r.num_computed_tokens = r.num_tokens
+        blocks.commit(r)
+        blocks.check([r])
+    pool = blocks.pools.of_group[1]
+    published = [block_id for block_id in range(20) if pool.name_of(block_id) is not None]
+    assert len(published) == 2, "the end of the prompt, and the last full block"
+    blocks.release(r)
+    blocks.start_step()
+    assert len(blocks.match_prefix(request(r.token_ids))[0]) == 12
+
+
+def test_states_of_nan_are_forgotten_though_they_were_passed() -> None:
+    blocks, r = with_states(), request(40)
+    assert blocks.grow(r, 40, step_end=16) is not None
+    r.num_computed_tokens = 16
+    blocks.commit(r)
+    assert blocks.grow(r, 40) is not None
+    r.num_computed_tokens = 40
+    blocks.commit(r)
+    assert blocks.grow(r, 41) is not None
+    assert r.num_passed[1] > 3
+    blocks.unpublish(r)
+    blocks.release(r)
+    pool = blocks.pools.of_group[1]
+    assert len(pool.free_and_empty()) == pool.num_blocks
+    pool.check(Counter())

@@ -21,7 +21,9 @@ from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
 from engine.core.engine_request import EngineRequest
 from engine.core.fairness import deadlines, request_queues, step_budget, step_time
+from engine.core.kv import state_blocks
 from engine.core.kv.block_pool import Name
+from engine.core.kv.block_pools import UNHELD
 from engine.core.kv.cache_groups import FULL, CacheGroup, most_blocks
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
@@ -31,6 +33,7 @@ from tests.support.toy import Launched, ToyRunner, single_answer, single_embeddi
 
 NUM_WORKLOADS = 1400
 NUM_TESTS = 4
+MAX_DRAFTS = 7  # of a request
 # Each of these happens among the workloads of each test, or the workloads are no test.
 EXPECTED_EVENTS = [
     "preemptions",
@@ -79,6 +82,10 @@ EXPECTED_EVENTS = [
     "a step held back for drafts",
     "preempted while drafts were in flight",
     "steps with drafts and chunks",
+    "prefix-cache hits on states",
+    "states are kept where a prompt leaves a cached one",
+    "waits for the state of a prompt that is computed",
+    "states between the two ends of a prompt",
 ]
 
 
@@ -157,6 +164,9 @@ class Workload:
         if self.groups != (FULL,):
             needed = most_blocks(self.groups, self.max_model_len, self.block_size, budget)
             wanted = [max(int(count * Random(seed).choice([0.8, 1, 1.3, 2])), 1) for count in needed]
+            if self.groups[-1].is_state:
+                wanted[-1] = max(int(needed[-1] * Random(seed).choice([0.8, 1])), 1)
+                wanted[-1] += Random(seed).randint(0, 3 * max_num_seqs)
             self.num_blocks, num_blocks = sum(wanted), wanted
         self.num_batches = Random(seed).choice([1, 1, 1, 2, 4])
         self.scheduler = Scheduler(
@@ -194,7 +204,7 @@ class Workload:
     def _drafts(self) -> DraftPolicy | None:
         """Drafts that are all true, all wrong or guessed; verified at random, or when they pay."""
         self.drafter = rng = Random(self.seed)
-        limit = rng.choice([0, 0, 1, 3, 7])
+        limit = rng.choice([0, 0, 1, 3, MAX_DRAFTS])
         self.truth = rng.choice([0.0, 0.5, 0.9, 1.0])
         limits = DraftLimits(limit, rng.choice([1, 4, 100]), max_seqs=rng.choice([2, 100]))
         return DraftPolicy(Drafter(self), limits, adaptive=rng.random() < 0.3) if limit else None
@@ -207,6 +217,8 @@ class Workload:
         groups = rng.choice(kinds)
         if len(groups) > 1 and rng.random() < 0.4:  # one group has blocks of another size
             groups = (*groups[:-1], replace(groups[-1], pool=1))
+        if rng.random() < 0.4:
+            groups = (*groups, CacheGroup(pool=groups[-1].pool + 1, is_state=True, max_retracted=1 + MAX_DRAFTS))
         return groups
 
     def run(self) -> Counter[str]:
@@ -214,6 +226,7 @@ class Workload:
             patch.object(deadlines, "MIN_MEASURED", 1),
             patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
+            patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
             patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
@@ -255,6 +268,7 @@ class Workload:
         self.events["a step held back for drafts"] += held and self.num_batches == 1
         self.events["steps with drafts and chunks"] += bool(output.drafts and output.batch.partial)
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
+        self._observe_states()
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         self.now += 1 + self.token_time * output.batch.total_num_tokens
@@ -287,6 +301,23 @@ class Workload:
             self.in_flight.append(launched)
         for index, pool in enumerate(scheduler.blocks.pools.pools):
             self.runner.poison(pool.free_and_empty(), index)
+
+    def _observe_states(self) -> None:
+        if not self.groups[-1].is_state:
+            return
+        running, waiting = self.scheduler.queues.running, self.scheduler.queues.waiting
+        self.events["states are kept where a prompt leaves a cached one"] += any(r.branch >= 0 for r in running)
+        self.events["waits for the state of a prompt that is computed"] += any(
+            self.scheduler.blocks.awaits_state(r, len(self.scheduler.blocks.match_prefix(r)[0]))
+            for r in waiting
+            if r.reads_cache
+        )
+        held = ([i for i, block_id in enumerate(r.block_tables[-1]) if block_id != UNHELD] for r in running)
+        self.events["states between the two ends of a prompt"] += any(
+            index + 2 < len(r.block_tables[-1])
+            for r, indices in zip(running, held, strict=True)
+            for index in indices[:-1]
+        )
 
     def _corrupted(self, output: SchedulerOutput, result: StepResult) -> tuple[SchedulerOutput, StepResult]:
         """The result, in which some requests got NaN instead of a token or an embedding."""
@@ -503,6 +534,7 @@ class Workload:
         assert not self.clients, "a request got no end"
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks, "blocks are lost"
+        assert stats.num_free_states == stats.num_states, "states are lost"
         assert stats.kv_cache_usage == 0
         assert sorted(self.runner.rows) == sorted(scheduler.requests.removed), "rows are lost"
         assert stats.generation_tokens >= sum(len(client.received) for client in self.finished)

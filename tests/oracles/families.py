@@ -524,6 +524,39 @@ MISNAMED = {
     "qwen2_audio": (".model.model.", ".model."),
     "voxtral": (".model.model.", ".model."),
 }
+CASES |= {
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "lfm2-bias": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+            "eos_token_id": None,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "eos_token_id": None,
+        },
+    ),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40
@@ -558,7 +591,7 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
             else:
                 parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
         for buffer_name, buffer in model.named_buffers():
-            if "correction" in buffer_name:
+            if "correction" in buffer_name or "expert_bias" in buffer_name:
                 buffer.normal_(0.0, 0.2)
             if "layer_scalar" in buffer_name:
                 buffer.normal_(0.8, 0.2)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.core.kv.cache_groups import kept_blocks
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.expansion import LatentExpansion
+from engine.models.recurrent import StateMetadata
+from engine.models.recurrent_spec import RecurrentSpec, StateTensor
 from engine.models.spec import LatentSpec
+from kernels import StateContext
 
 
 @dataclass
@@ -39,16 +44,24 @@ class PagedRunner:
         self.expands = expands and isinstance(spec.layers[0].mixer, LatentSpec)
         max_blocks = -(-max_len // block_size)
         num_blocks = num_sequences * max_blocks + 1
-        cached = [layer.mixer.cached for layer in spec.layers]
-        shapes = [(parts, num_blocks, num_heads, block_size, size) for parts, num_heads, size in cached]
-        self.kv_cache = [torch.full(s, torch.nan, dtype=weight.dtype, device=self.device) for s in shapes]
+        self.kv_cache: list[Any] = []
+        for layer in spec.layers:
+            if isinstance(layer.mixer, RecurrentSpec):
+                parts = layer.mixer.state(block_size)
+                self.kv_cache.append([self._unwritten(_dtype(part, weight), num_blocks, *part.shape) for part in parts])
+            else:
+                num_parts, num_heads, size = layer.mixer.cached
+                self.kv_cache.append(self._unwritten(weight.dtype, num_parts, num_blocks, num_heads, block_size, size))
         for i, layer in enumerate(spec.layers):
             if (source := layer.mixer.kv_of) is not None:
                 self.kv_cache[i] = self.kv_cache[source]
         shuffle = random.Random(0)
         self.free = shuffle.sample(range(num_blocks), num_blocks)
-        self.rows = shuffle.sample(range(num_sequences + 2), num_sequences)
+        self.rows = shuffle.sample(range(num_sequences + 1), num_sequences)  # the last row is for padding
         self.block_tables = torch.full((num_sequences + 2, max_blocks), self.free.pop(), dtype=torch.int32)
+
+    def _unwritten(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
 
     def start(self, token_ids: list[int]) -> _Sequence:
         return _Sequence(self.rows.pop(), list(token_ids))
@@ -87,16 +100,43 @@ class PagedRunner:
             )
             metadata = replace(metadata, prefill_kv=expansion)
         with torch.inference_mode():
-            attention = [metadata] * len(self.kv_cache)
+            attention = self._of_layers(metadata, len(tokens))
             hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, attention)
             logits = self.model.logits(hidden).split([scheduled[i][1] for i in order])
         return [logits[order.index(i)] for i in range(len(scheduled))]
+
+    def _of_layers(self, metadata: AttentionMetadata, num_tokens: int) -> list[AttentionMetadata]:
+        """Each layer's metadata. A state is stored in the blocks that a scheduler would hold, and in no other."""
+        m, size = metadata, self.block_size
+        if not self.model.spec.has_states:
+            return [metadata] * len(self.kv_cache)
+        tables = torch.full_like(m.block_tables, -1)
+        queries = m.query_start.diff().tolist()
+        for row, context_len, count in zip(m.rows.tolist(), m.context_lens.tolist(), queries, strict=True):
+            kept = kept_blocks(context_len - count, context_len, size, caches=True) | {
+                (context_len - count - 1) // size
+            }
+            for index in kept:
+                if index >= 0:
+                    tables[row, index] = m.block_tables[row, index]
+        states = StateContext.of_step(
+            tables, m.rows, m.query_start, m.context_lens, num_tokens, size, only_decodes=num_tokens == len(m.rows)
+        )
+        of_states = StateMetadata(
+            m.num_decodes, m.rows, tables, m.query_start, m.context_lens, m.slot_mapping, states=states
+        )
+        recurrent = [isinstance(layer.mixer, RecurrentSpec) for layer in self.model.spec.layers]
+        return [of_states if each else metadata for each in recurrent]
 
     def _upload(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _dtype(part: StateTensor, weight: Tensor) -> torch.dtype:
+    return weight.dtype if part.dtype == "model" else torch.float32
 
 
 @dataclass

@@ -265,12 +265,18 @@ def make_quantised(
     plain_config = json.loads(path.read_text())
     tensors = load_file(folder / "model.safetensors")
     stored, rounded = dict(tensors), dict(tensors)
+    is_excluding, excluded = excludes(config), EXCLUDED
+    if any("feed_forward" in full for full in tensors):  # that family's name of an MLP
+        excluded, config = (
+            EXCLUDED.replace("mlp", "feed_forward"),
+            json.loads(json.dumps(config).replace("mlp", "feed_forward")),
+        )
     for full, weight in tensors.items():
         prefix = full.removesuffix(".weight")
         if (
-            not prefix.endswith(("_proj", "_mqa"))
+            not prefix.endswith(("_proj", "_mqa", ".w1", ".w2", ".w3"))
             or (weight.dim() == 3) != stacked
-            or (excludes(config) and EXCLUDED in prefix)
+            or (is_excluding and excluded in prefix)
         ):
             continue
         del stored[full]

@@ -36,6 +36,7 @@ class FakeHandle:
 @dataclass
 class FakeRunner:
     num_blocks: int
+    num_states = 0
     block_size: int
     max_model_len: int
     options: RunnerOptions

@@ -3,7 +3,8 @@
 Its model: the state after a token is a hash of all tokens up to it, by their names in the prefix cache (and of the
 request's seed, so that requests of different seeds must not share blocks), and the next token follows from the state. A
 step writes states through the slot mapping and reads the whole context back through the block table, so a slot that
-holds anything but the right prefix is found at once. Whatever the contract between policy and mechanism promises is
+holds anything but the right prefix is found at once. A recurrent layer reads only the block of the token before a
+step's first one, and before the step writes. Whatever the contract between policy and mechanism promises is
 asserted on the way.
 """
 
@@ -126,6 +127,7 @@ class ToyRunner:
     def launch(self, output: SchedulerOutput) -> Launched:
         self._check(output)
         self._update_rows(output)
+        self._read_states(output)
         self._write(output)
         self._read(output)
         return Launched(output, self._sample(output))
@@ -228,6 +230,9 @@ class ToyRunner:
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
                     block_id = table[position // size]
+                    if group.is_state and block_id == UNHELD:
+                        assert position < row.num_computed + num_tokens - 1, "the newest state has no block"
+                        continue
                     assert block_id != UNHELD, "a token without a block"
                     assert written.setdefault((group.pool, block_id), row) is row, "two writers of one block"
                     self.kv[group.pool][block_id * size + position % size] = row.states[position] ^ g
@@ -241,11 +246,28 @@ class ToyRunner:
                     (group.pool, block_id) in written for block_id in cached
                 )
                 self.events["prefix-cache hits in a window group"] += bool(group.window and cached)
+                self.events["prefix-cache hits on states"] += bool(group.is_state and cached)
+
+    def _read_states(self, output: SchedulerOutput) -> None:
+        """Read the states from which the step continues. No layer does so later, when others have written theirs."""
+        size = self.block_size
+        for row, _ in self._scheduled(output):
+            for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+                if not group.is_state or not row.num_computed:
+                    continue
+                index = (row.num_computed - 1) // size
+                assert table[index] != UNHELD, "a state that is read is not held"
+                found = self.read_block(table[index], group.pool)[: row.num_computed - index * size]
+                assert found == [state ^ g for state in row.states[index * size : row.num_computed]], (
+                    f"step {output.step}: a request continues from a state that is not its own prefix's"
+                )
 
     def _read(self, output: SchedulerOutput) -> None:
         size = self.block_size
         for row, num_tokens in self._scheduled(output):
             for g, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
+                if group.is_state:
+                    continue
                 first = group.first_needed(row.num_computed - num_tokens)
                 for position in range(first, row.num_computed):
                     assert table[position // size] != UNHELD, "a block that is read is not held"

@@ -136,7 +136,7 @@ def test_what_bounds_the_cache_on_a_cpu_is_said() -> None:
 def test_a_token_history_fits_beside_the_cache_on_a_gpu() -> None:
     layout, options = layout_of([0]), options_of(1 << 16, max_num_seqs=32)
     memory = Memory(total=1 << 30, free=1023 << 20, used=1 << 20, peak=1 << 20)
-    held = blocks_that_fit(layout, memory, options) * layout.block_bytes + memory.peak + GRAPH_RESERVE
+    held = blocks_that_fit(layout, memory, options)[0] * layout.block_bytes + memory.peak + GRAPH_RESERVE
     history = TokenHistory(options.max_num_seqs, options.max_model_len, CPU)
     slots = [history.take(np.array([i, 5], np.int32)) for i in range(options.max_num_seqs)]
     assert len(set(slots)) == options.max_num_seqs

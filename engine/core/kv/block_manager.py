@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from struct import pack
 
 from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.kv.prefix_history import PrefixHistory, salt_hash
+from engine.core.kv.state_blocks import StateBlocks
 from engine.core.request import Request
 
 HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
+
+
+@dataclass(slots=True)
+class _Growth:
+    """The blocks that a request gets in each cache group."""
+
+    tables: list[list[int]]
+    num_passed: list[int]
+    held: list[Sequence[int]]  # cached blocks to hold
+    counts: list[int]  # new blocks
+    wanted: dict[int, list[bool]]  # state group → for each new entry of the table, whether it is one of these blocks
 
 
 class BlockManager:
@@ -21,7 +34,8 @@ class BlockManager:
 
     Entry i of a table is the block of tokens `i * block_size` to `(i + 1) * block_size - 1`, or `UNHELD`. A group with
     a sliding window releases blocks that no later query reads; their entries stay in the table, below
-    `Request.num_passed`. Groups with blocks of one size in bytes share a pool, which is not divided among them.
+    `Request.num_passed`. Groups with blocks of one size in bytes share a pool, which is not divided among them. Groups
+    of recurrent layers hold few blocks, see `StateBlocks`.
 
     **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
     chain starts at `sha256(salt)`. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
@@ -57,15 +71,33 @@ class BlockManager:
         assert groups
         self.groups = tuple(groups)
         self.pools = BlockPools([num_blocks] if isinstance(num_blocks, int) else num_blocks, self.groups)
-        self.num_blocks, self.block_size = sum(self.pools.num_blocks), block_size
+        self.block_size = block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._history = PrefixHistory(block_size)
-        self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window]
+        self._passing = [(index, group) for index, group in enumerate(self.groups) if group.passes]
+        self._states = StateBlocks(self.groups, self.pools, block_size, enable_prefix_caching)
+        self._state_pools = [self.pools.of_group[g] for g in self._states.groups]
+        self.num_states = sum(pool.num_blocks for pool in self._state_pools)
+        self.num_blocks = sum(self.pools.num_blocks) - self.num_states  # of the KV cache
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that no request holds: empty or evictable."""
-        return self.pools.num_free
+        """Number of KV blocks that no request holds: empty or evictable."""
+        return self.pools.num_free - self.num_free_states
+
+    @property
+    def num_free_states(self) -> int:
+        """Number of states that no request holds: empty or evictable."""
+        return sum(pool.num_free for pool in self._state_pools)
+
+    @property
+    def version(self) -> int:
+        """A number that changes with what `match_prefix` may find."""
+        return self.pools.version + self._states.version
+
+    def start_step(self) -> None:
+        """Begin to plan a step."""
+        self._states.start_step()
 
     def most_held(self, num_tokens: int) -> list[int]:
         """Return the maximum number of blocks of each pool that a request of `num_tokens` tokens holds at a time."""
@@ -81,16 +113,18 @@ class BlockManager:
         return longest_sequence(self.groups, self.pools.num_blocks, self.block_size, self.max_chunk, max_tokens)
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many tokens fit in the cache as sequences of `num_tokens` tokens, rounded up to whole blocks."""
+        """Return how many tokens fit in the KV cache as sequences of `num_tokens`, rounded up to whole blocks."""
         num_tokens = -(-num_tokens // self.block_size) * self.block_size
-        most_held = zip(self.pools.num_blocks, self.most_held(num_tokens), strict=True)
-        return min(num_blocks * num_tokens // most for num_blocks, most in most_held)
+        most_held = zip(self.pools.pools, self.most_held(num_tokens), strict=True)
+        of_kv = ((pool.num_blocks, most) for pool, most in most_held if pool not in self._state_pools)
+        return min(num_blocks * num_tokens // most for num_blocks, most in of_kv)
 
-    def match_prefix(self, request: Request) -> list[list[int]]:
+    def match_prefix(self, request: Request, with_new: bool = False) -> list[list[int]]:
         """Find the longest cached prefix. Returns the first block table entries of each group.
 
-        The prefix never includes the last token, since at least one token must be computed. In a group with a window,
-        only the blocks that the next query reads need to be cached.
+        The prefix never includes the last token, since at least one token must be computed. In a group with a window or
+        states, only the blocks that the next query reads need to be cached. `with_new`: as if the states that the
+        planned step computes were there.
         """
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
@@ -98,18 +132,26 @@ class BlockManager:
         size = self.block_size
         num_blocks = (len(request.token_ids) - 1) // size
         for g, group in enumerate(self.groups):
-            if not group.window:
+            if not group.passes:
                 find = self.pools.finder(g)
                 for index in range(num_blocks):
                     if (block_id := find(self._hash(request, index))) is None:
                         break
                     tables[g].append(block_id)
                 num_blocks = len(tables[g])
-        if self._windowed:
-            num_blocks = self._match_windows(request, num_blocks, tables)
+        if self._passing:
+            num_attended, num_blocks = num_blocks, self._match_passing(request, num_blocks, tables, with_new)
+            if self._states.groups and not with_new:
+                request.branch = num_attended - 1 if num_attended > num_blocks else -1
         for table in tables:
             del table[num_blocks:]
         return tables
+
+    def awaits_state(self, request: Request, num_matched: int) -> bool:
+        """Return whether the planned step computes a state from which more than `num_matched` blocks of the request's
+        prefix would be found in the next step.
+        """
+        return self._states.has_new and len(self.match_prefix(request, with_new=True)[0]) > num_matched
 
     def explain_miss(self, request: Request, num_matched: int) -> tuple[str, int]:
         """Return why `match_prefix` found only the first `num_matched` blocks of a new request, or "" if it found the
@@ -117,8 +159,9 @@ class BlockManager:
         knew. Call it once per request.
 
         "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
-        "evicted"; "other_salt": the tenant last sent this start with another salt; "other_tokens": requests with this
-        salt went on differently; "not_seen": none went on, or one did long ago.
+        "evicted"; "no_state": KV blocks were found, but no state of recurrent layers; "other_salt": the tenant last
+        sent this start with another salt; "other_tokens": requests with this salt went on differently; "not_seen": none
+        went on, or one did long ago.
         """
         size, num_known = self.block_size, num_matched
         if not self.enable_prefix_caching:
@@ -132,19 +175,19 @@ class BlockManager:
         while num_known < num_blocks and self.pools.was_cached(self._hash(request, num_known)):
             num_known += 1
         if num_known > num_matched:
-            return "evicted", num_known * size
+            return "no_state" if request.branch >= num_matched else "evicted", num_known * size
         if not num_matched and has_other_salt:
             return "other_salt", 0
         return "other_tokens" if self._history.went_on(request, num_matched) else "not_seen", num_matched * size
 
-    def _match_windows(self, request: Request, num_blocks: int, tables: list[list[int]]) -> int:
+    def _match_passing(self, request: Request, num_blocks: int, tables: list[list[int]], with_new: bool) -> int:
         """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
-        every group with a window.
+        every group with a window or states.
 
         Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
         size, longest = self.block_size, 0
-        finders = [(self.pools.finder(g), group, tables[g]) for g, group in self._windowed]
+        finders = [(self._finder(g, with_new), group, tables[g]) for g, group in self._passing]
         runs = [0] * len(finders)  # consecutive published blocks, up to the current one
         for index in range(num_blocks):
             block_hash, is_end = self._hash(request, index), True
@@ -160,26 +203,41 @@ class BlockManager:
             table[:num_passed] = [UNHELD] * num_passed
         return longest
 
+    def _finder(self, group: int, with_new: bool) -> Callable[[bytes], int | None]:
+        if self.groups[group].is_state:
+            return self._states.finder(group, with_new)
+        return self.pools.finder(group)
+
     def grow(
-        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]] = (), num_spare: int = 0
+        self,
+        request: Request,
+        num_tokens: int,
+        cached: Sequence[Sequence[int]] = (),
+        num_spare: int = 0,
+        step_end: int = 0,
     ) -> list[list[int]] | None:
         """Append blocks to the request's tables until `num_tokens` tokens fit: first `cached`, from `match_prefix`,
         then new ones.
 
-        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. Returns
-        the new blocks of each group, or None, without any change, unless `num_spare` blocks for each group remain free.
+        A group with a window releases blocks that no later query reads, and gets blocks for one step at most. A state
+        group does so, too, and gets entries for the tokens before `step_end` alone (0: `num_tokens`), where the step
+        ends. Returns the new entries of each group, or None, without any change, unless `num_spare` blocks for each
+        group remain free.
         """
         size, of_group = self.block_size, self.pools.of_group
-        if request.block_tables and self._windowed:
+        if request.block_tables and self._passing:
             self._give_back_passed(request)
-        tables, num_passed, held, counts = self._growth(request, num_tokens, cached)
-        if not self.pools.has_room(counts, held, num_spare):
+        growth = self._growth(request, num_tokens, cached, num_spare, step_end or num_tokens)
+        if not self.pools.has_room(growth.counts, growth.held, num_spare):
             return None
-        num_cached = len(cached[0]) if cached else 0
+        tables, num_cached = growth.tables, len(cached[0]) if cached else 0
         if num_cached:
-            for pool, block_ids in zip(of_group, held, strict=True):
+            for pool, block_ids in zip(of_group, growth.held, strict=True):
                 pool.hold(block_ids)
-        new_ids = [pool.take(count) for pool, count in zip(of_group, counts, strict=True)]
+        new_ids = [pool.take(count) for pool, count in zip(of_group, growth.counts, strict=True)]
+        for g, wanted in growth.wanted.items():
+            taken = iter(new_ids[g])
+            new_ids[g] = [next(taken) if is_wanted else UNHELD for is_wanted in wanted]
         if not request.block_tables:
             request.num_cached_blocks, request.num_admitted_tokens = num_cached, len(request.token_ids)
             if self.enable_prefix_caching:
@@ -187,21 +245,19 @@ class BlockManager:
         for g, table in enumerate(tables):
             table += cached[g] if num_cached else ()
             table += new_ids[g]
-        request.block_tables, request.num_passed = tables, num_passed
+        request.block_tables, request.num_passed = tables, growth.num_passed
         request.num_slots = min(map(len, tables)) * size
         return new_ids
 
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
         """Return whether `grow` would succeed for a request that holds no block."""
-        *_, held, counts = self._growth(request, num_tokens, cached)
-        return self.pools.has_room(counts, held, num_spare)
+        growth = self._growth(request, num_tokens, cached, num_spare, num_tokens)
+        return self.pools.has_room(growth.counts, growth.held, num_spare)
 
     def _growth(
-        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]]
-    ) -> tuple[list[list[int]], list[int], list[Sequence[int]], list[int]]:
-        """Return for each group what `grow` needs: its table, the number of passed entries, the cached blocks to hold,
-        and the number of new blocks.
-        """
+        self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int, step_end: int
+    ) -> _Growth:
+        """Return what `grow` needs."""
         size, num_cached = self.block_size, len(cached[0]) if cached else 0
         computed = max(num_cached * size, request.num_computed_tokens)
         tables, num_passed = request.block_tables, request.num_passed
@@ -211,21 +267,31 @@ class BlockManager:
         held: list[Sequence[int]] = [()] * len(self.groups)
         if cached:
             held = [block_ids[first:] for block_ids, first in zip(cached, num_passed, strict=True)]
-        counts = []
-        for group, table in zip(self.groups, tables, strict=True):
+        counts: list[int] = []
+        wanted: dict[int, list[bool]] = {}
+        for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            first = len(table) + num_cached
+            if group.is_state:
+                wanted[g] = self._states.wanted(request, g, first, computed, step_end, num_spare)
+                counts.append(sum(wanted[g]))
+                continue
             end = min(num_tokens, computed + self.max_chunk) if group.window else num_tokens
-            counts.append(max(-(-end // size) - len(table) - num_cached, 0))
-        return tables, num_passed, held, counts
+            counts.append(max(-(-end // size) - first, 0))
+        return _Growth(tables, num_passed, held, counts, wanted)
 
     def _give_back_passed(self, request: Request) -> None:
-        """Release the blocks before the window of every later query.
+        """Release the blocks before the window of every later query, and states that are passed.
 
         The next query may be the one of the newest token that the CPU knows: that is how far a retraction goes back.
         """
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
-        for g, group in self._windowed:
-            first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
-            self.pools.release(g, request.block_tables[g][request.num_passed[g] : first])
+        for g, group in self._passing:
+            needed = group.first_needed(position) // self.block_size
+            first = min(self._states.first_held(position) if group.is_state else needed, len(request.block_tables[g]))
+            if group.is_state:
+                self._states.pass_by(request, g, first)
+            else:
+                self.pools.release(g, request.block_tables[g][request.num_passed[g] : first])
             request.num_passed[g] = max(request.num_passed[g], first)
 
     def commit(self, request: Request) -> None:
@@ -235,7 +301,11 @@ class BlockManager:
             index = end // size - 1
             block_hash = self._hash(request, index)
             for g, table in enumerate(request.block_tables):
-                if index >= request.num_passed[g] and table[index] != UNHELD:
+                if index < request.num_passed[g] or table[index] == UNHELD:
+                    continue
+                if self.groups[g].is_state:
+                    self._states.publish(g, block_hash, table[index])
+                else:
                     self.pools.of_group[g].publish(g, block_hash, table[index])
             self._history.published(request, index)
             request.next_commit = end + size
@@ -250,6 +320,10 @@ class BlockManager:
         num_sound = request.num_cached_blocks if has_sampled else 0
         for g, (table, num_passed) in enumerate(zip(request.block_tables, request.num_passed, strict=True)):
             self.pools.unpublish(g, table[max(num_passed, num_sound) :])
+            if self.groups[g].is_state:  # passed ones may be found, too
+                find = self.pools.finder(g)
+                passed = (find(self._hash(request, index)) for index in range(num_sound, num_passed))
+                self.pools.unpublish(g, [block_id for block_id in passed if block_id is not None])
 
     def release(self, request: Request) -> None:
         """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""

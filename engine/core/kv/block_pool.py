@@ -37,6 +37,11 @@ class BlockPool:
         """Number of blocks that no request holds: empty or evictable."""
         return len(self._free)
 
+    @property
+    def num_empty(self) -> int:
+        """Number of free blocks that hold no cached content for certain: held blocks may be published, too."""
+        return max(len(self._free) - sum(map(len, self._published)), 0)
+
     def finder(self, group: int) -> Callable[[bytes], int | None]:
         """Return a function that finds a group's published block by the hash of the prefix that ends with it."""
         return self._published[group].get
@@ -89,14 +94,28 @@ class BlockPool:
             self.version += 1
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Forget the names of these held blocks. They are suspect until their last holder releases them."""
+        """Forget the names of these blocks. Held ones are suspect until their last holder releases them."""
         for block_id in block_ids:
-            if (name := self._names[block_id]) is not None:
-                group, block_hash = name
-                del self._published[group][block_hash]
-                self._names[block_id] = None
+            if self._forget(block_id) and self._num_holders[block_id]:
                 self._suspect.add(block_id)
-                self.version += 1
+
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Empty those of these blocks that no request holds."""
+        for block_id in block_ids:
+            if not self._num_holders[block_id]:
+                self._forget(block_id)
+
+    def _forget(self, block_id: int) -> bool:
+        """Forget the name of a block. Returns False if it has none."""
+        if (name := self._names[block_id]) is None:
+            return False
+        group, block_hash = name
+        del self._published[group][block_hash]
+        self._names[block_id] = None
+        if not self._num_holders[block_id]:
+            self._free.move_to_end(block_id, last=False)
+        self.version += 1
+        return True
 
     def published(self) -> Iterator[tuple[int, Name]]:
         """Yield the published blocks and their names as of the first call, the one to be evicted last first."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.models import classifier
 from engine.models.errors import ModelError
-from engine.models.families import experts, gemma4, llama_like, mpt, multimodal, other_norms
+from engine.models.families import experts, gemma4, hybrid, llama_like, mpt, multimodal, other_norms
 from engine.models.families.fields import Config
 from engine.models.families.missing import A_FUNCTION, missing
 from engine.models.files import read_config
@@ -127,6 +127,8 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "DeepseekV3ForCausalLM": experts.deepseek_v3,
     "MiniMaxM2ForCausalLM": experts.minimax_m2,
     "GptOssForCausalLM": experts.gpt_oss,
+    "Lfm2ForCausalLM": hybrid.lfm2,
+    "Lfm2MoeForCausalLM": hybrid.lfm2_moe,
 }
 FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
 TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own

@@ -11,9 +11,10 @@ from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.rope import context_length, read_rope, yarn_magnitude
 from engine.models.generation_config import token_ids
 from engine.models.quantization import Renames, read_quantization
+from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec, Norms
 
-Mixer = AttentionSpec | LatentSpec
+Mixer = AttentionSpec | LatentSpec | RecurrentSpec
 MAX_LAYERS = 1024  # their specifications are created before the weights are checked
 MAX_HEAD_DIM = 1024
 
@@ -118,7 +119,7 @@ def decoder(
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
     """Create a decoder whose layers differ only in mixers, windows or MLPs, if these are given per layer."""
-    mixers = [mixer] * num_layers(config) if isinstance(mixer, AttentionSpec | LatentSpec) else list(mixer)
+    mixers = [mixer] * num_layers(config) if isinstance(mixer, Mixer) else list(mixer)
     mlps = [mlp] * len(mixers) if isinstance(mlp, DenseSpec | MoESpec) else mlp
     if windows is not None:
         mixers = [
@@ -137,7 +138,7 @@ def decoder(
             LayerSpec(mixer=each, mlp=its, norms=norms or Norms()) for each, its in zip(mixers, mlps, strict=True)
         ),
         norm_eps=number(config, eps_name, 1e-6),
-        context_length=context_length(config, mixers[-1].rope or mixers[0].rope),
+        context_length=context_length(config, mixers[-1].rope or next((m.rope for m in mixers if m.rope), None)),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,

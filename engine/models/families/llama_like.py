@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.models.errors import ModelError
 from engine.models.families.common import attention, decoder, dense, num_layers, slides, windows_of
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.spec import ModelSpec
+from engine.models.spec import AttentionSpec, ModelSpec
 
 
 def llama(config: Config) -> ModelSpec:
@@ -68,7 +68,9 @@ def granite(config: Config) -> ModelSpec:
     spec = llama(config)
     scale, residual = (number(config, name, 1.0) for name in ("attention_multiplier", "residual_multiplier"))
     layers = (
-        replace(layer, mixer=replace(layer.mixer, scale=scale), residual_multiplier=residual) for layer in spec.layers
+        replace(layer, mixer=replace(layer.mixer, scale=scale), residual_multiplier=residual)
+        for layer in spec.layers
+        if isinstance(layer.mixer, AttentionSpec)
     )
     return replace(
         spec,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.models.mixers import LayerCache
 from engine.worker.device import Device, Event
 from engine.worker.kv_cache import KVCacheLayout
 
@@ -14,7 +15,7 @@ from engine.worker.kv_cache import KVCacheLayout
 class BlockCopier:
     """Copies are queued like steps: they see what was launched before them, and nothing that is launched later."""
 
-    def __init__(self, kv_cache: Sequence[Tensor], layout: KVCacheLayout, device: Device, max_blocks: int) -> None:
+    def __init__(self, kv_cache: Sequence[LayerCache], layout: KVCacheLayout, device: Device, max_blocks: int) -> None:
         """`kv_cache`: of each layer, as `layout` allocates it. At most `max_blocks` are copied at a time."""
         self.layout, self.block_bytes, self.max_blocks = layout, layout.block_bytes, max_blocks
         self._device = device

@@ -220,11 +220,8 @@ class RankedRunner:
         self._build, self._runner, self._launcher = build, runner, launcher
         self.followers, self._watch = followers, watch
         self._connections, self._lost = connections, lost
-        self.num_blocks, self.block_size, self.max_model_len = (
-            runner.num_blocks,
-            runner.block_size,
-            runner.max_model_len,
-        )
+        self.num_blocks, self.num_states = runner.num_blocks, runner.num_states
+        self.block_size, self.max_model_len = runner.block_size, runner.max_model_len
         self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
         self._batch = NO_BATCH  # the last step's
         self._is_pipelined = runner.options.num_stages > 1

@@ -220,6 +220,7 @@ export function parseMetrics(text) {
 const MISSES = {
   not_seen: "new text",
   other_tokens: "changed text",
+  no_state: "no state kept",
   evicted: "evicted",
   other_salt: "other salt",
   not_read: "not read",

@@ -1,0 +1,59 @@
+"""Memory of recurrent layers: the layout of a block of states, and the number of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.core.kv.cache_groups import MAX_STATES
+from engine.models.recurrent_spec import RecurrentSpec, StateTensor
+from engine.models.spec import ModelSpec
+from engine.worker.device import Device
+from engine.worker.options import RunnerOptions
+
+STATES_PER_REQUEST = 2  # that a running request holds: the newest, and the last full block
+CHECKPOINTS = 64  # states for prefixes that no running request has, and as many as there may be requests
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The parts of a block of states. A block holds those of all recurrent layers."""
+
+    parts: tuple[tuple[StateTensor, ...], ...]  # of each layer of the model; (): it attends
+    own_layers: range  # the layers of this stage
+    dtype: torch.dtype  # of the model
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, options: RunnerOptions, own_layers: range) -> StateLayout | None:
+        """Return the layout of a model, None if it has no recurrent layers. `spec`: of one rank's part."""
+        if not spec.has_states:
+            return None
+        mixers = [layer.mixer for layer in spec.layers]
+        parts = (m.state(options.block_size) if isinstance(m, RecurrentSpec) else () for m in mixers)
+        return cls(tuple(parts), own_layers, options.dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in this stage."""
+        own = (part for layer in self.own_layers for part in self.parts[layer])
+        return sum(math.prod(part.shape) * self._dtype(part).itemsize for part in own)
+
+    def wanted(self, options: RunnerOptions) -> int:
+        """Return the number of blocks for as many requests as may run at once, and for checkpoints."""
+        return (STATES_PER_REQUEST + 1) * options.max_num_seqs + CHECKPOINTS
+
+    def that_fit(self, num_bytes: int, options: RunnerOptions) -> int:
+        """Return the number of blocks in a cache of `num_bytes`: at most half of it is for states."""
+        most = num_bytes // 2 // max(self.block_bytes, 1)
+        return max(min(self.wanted(options), most), MAX_STATES)
+
+    def allocate(self, num_states: int, layer: int, device: Device) -> Sequence[Tensor]:
+        """Allocate the parts of a layer's blocks, [num_states, ...] each."""
+        return [device.zeros(num_states, *part.shape, dtype=self._dtype(part)) for part in self.parts[layer]]
+
+    def _dtype(self, part: StateTensor) -> torch.dtype:
+        return self.dtype if part.dtype == "model" else torch.float32

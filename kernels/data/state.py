@@ -1,0 +1,46 @@
+"""The states of a step's sequences, as recurrent layers find them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateContext:
+    """A step of recurrent layers: B sequences, T tokens.
+
+    A sequence's tokens continue from the state in the block of the token before them. Entry i of a block table is the
+    block of the tokens from i · block_size on: it holds the state before the first of these, and what each of them has
+    changed. Tokens with an entry below 0 are not stored. All states are read before any is written, and the block that
+    a sequence continues from is written only by this sequence.
+    """
+
+    block_tables: Tensor  # [R, max_blocks] int32: of each device row; the last row is for padding
+    rows: Tensor  # [B] int32
+    query_start: Tensor  # [B + 1] int32: sequence i has the tokens [query_start[i], query_start[i + 1])
+    context_lens: Tensor  # [B] int32: number of tokens including the step's; arbitrary in padding rows
+    sequence_of: Tensor  # [T] int32: the sequence of each token
+    block_size: int
+    only_decodes: bool = False  # each sequence has exactly one token
+
+    @classmethod
+    def of_step(
+        cls,
+        block_tables: Tensor,
+        rows: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        num_tokens: int,
+        block_size: int,
+        *,
+        only_decodes: bool = False,
+    ) -> StateContext:
+        """Create the context of a step with T = `num_tokens`, on the device of its tensors, without waiting for it."""
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+        sequence_of = tokens
+        if not only_decodes:
+            sequence_of = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True, out_int32=True)
+        return cls(block_tables, rows, query_start, context_lens, sequence_of, block_size, only_decodes)

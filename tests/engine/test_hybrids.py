@@ -1,0 +1,138 @@
+"""Models with recurrent layers through the whole engine: the texts of transformers, from states in blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.engine import Engine
+from engine.errors import ConfigError
+from tests.oracles.hybrids import NUM_TOKENS, fill_unwritten, make_hybrid
+from tests.support.answers import greedy_answers
+
+CASES = ["lfm2"]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    folder = tmp_path_factory.mktemp("hybrid")
+    prompts, answers = make_hybrid(request.param, folder)
+    return folder, prompts, answers
+
+
+def start(folder: Path, **settings: Any) -> Engine:
+    """An engine whose states are NaN until they are written."""
+    settings = {"max_model_len": 256, "dtype": "float32", **settings}
+    engine = Engine(
+        EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings)
+    )
+    fill_unwritten(engine.runner)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 50, "num_gpu_blocks_override": 30},
+        {"max_num_batched_tokens": 50, "num_states_override": 8},
+        {"enable_prefix_caching": False, "block_size": 4, "max_num_batched_tokens": 19},
+        {"enforce_eager": True, "block_size": 32},
+    ],
+    ids=["plain", "chunked", "few blocks", "few states", "small blocks, no prefix cache", "eager, large blocks"],
+)
+def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
+    folder, prompts, answers = model
+    engine = start(folder, **settings)
+    for _ in range(2):
+        assert greedy_answers(engine, prompts, NUM_TOKENS) == answers
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    if "num_gpu_blocks_override" in settings:
+        assert stats.num_preemptions > 0
+    elif "num_states_override" not in settings and settings.get("enable_prefix_caching", True):
+        assert stats.prefix_hits >= 300, "prompts asked again are found"
+    engine.close()
+
+
+def ask(engine: Engine, prompt: list[int], num_tokens: int = 1) -> tuple[list[int], int]:
+    """Return the greedy tokens, and how many of the prompt's were found in the prefix cache."""
+    engine.add_request(
+        EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
+    )
+    tokens, num_cached = [], 0
+    while engine.has_work():
+        for output in engine.step():
+            tokens += output.new_token_ids
+            num_cached = output.num_cached_tokens or num_cached
+    return tokens, num_cached
+
+
+def test_the_second_sighting_of_a_prompt_is_found_up_to_its_last_block(model: Any) -> None:
+    folder, prompts, _ = model
+    engine, longest = start(folder), prompts[6]
+    for length in [32, 33, 47, 48, 49, 64, 65, 131]:
+        assert engine.reset_prefix_cache()
+        fill_unwritten(engine.runner)
+        first = ask(engine, longest[:length], 8)
+        assert first[1] == 0
+        assert ask(engine, longest[:length], 8) == (first[0], (length - 1) // 16 * 16)
+    engine.close()
+
+
+def test_the_next_turn_computes_its_own_tokens_and_a_block(model: Any) -> None:
+    folder, prompts, answers = model
+    engine = start(folder)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert engine.reset_prefix_cache()
+        for length in (14, 15, 16, 17, 31):
+            tokens, _ = ask(engine, prompt, length)
+            assert tokens == answer[:length]
+            turn = [*prompt, *tokens, 7, 8, 9]
+            _, num_cached = ask(engine, turn)
+            assert num_cached == (len(turn) - 4) // 16 * 16, "all full blocks of what is computed"
+    engine.close()
+
+
+def test_a_prefix_that_others_leave_is_found_the_third_time(model: Any) -> None:
+    folder, prompts, _ = model
+    engine, prefix = start(folder), prompts[5]
+    found = [ask(engine, [*prefix, *tail]) for tail in ([1] * 40, [2] * 40, [4] * 40, [5] * 40)]
+    assert [num_cached for _, num_cached in found] == [0, 0, 80, 80]
+    engine.close()
+
+
+def test_completions_of_one_prompt_wait_for_its_state(model: Any) -> None:
+    folder, prompts, answers = model
+    engine = start(folder, max_num_seqs=4)
+    again = [prompts[5]] * 4
+    assert greedy_answers(engine, again, NUM_TOKENS) == [answers[5]] * 4
+    assert engine.stats().prefix_hits == 3 * 80
+    assert engine.stats().prompt_tokens == 90 + 3 * 10
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"])
+def test_several_ranks_answer_as_one(model: Any, ranks: dict[str, int]) -> None:
+    folder, prompts, answers = model
+    llm = LLM(
+        str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=256, num_states_override=30,
+        max_num_batched_tokens=50, num_gpu_blocks_override=40, debug_checks=True, **ranks,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == answers
+    llm.close()
+
+
+def test_a_prefix_cache_file_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefix_cache_file cannot be used with recurrent layers"):
+        start(model[0], prefix_cache_file=str(tmp_path / "cache"))

@@ -1,0 +1,76 @@
+"""Random steps of recurrent layers: sequences in chunks, over states in blocks of which few are held."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+
+from engine.core.kv.cache_groups import kept_blocks
+from kernels import StateContext
+
+
+class StateSteps:
+    """Sequences of random lengths whose tokens are computed in random chunks, several sequences in a step.
+
+    Each step's tokens are those at `indices` of all tokens of all sequences, one sequence after the other. Some newest
+    tokens are computed again, as after a deferral.
+    """
+
+    def __init__(self, seed: int, lengths: list[int], block_size: int, *, only_decodes: bool = False) -> None:
+        self.draw, self.lengths, self.block_size = random.Random(seed), lengths, block_size
+        self.only_decodes = only_decodes
+        self.max_blocks = -(-max(lengths) // block_size)
+        self.num_rows = len(lengths) + 2
+        self.row_of = self.draw.sample(range(self.num_rows - 1), len(lengths))
+        self.num_blocks = 4 * len(lengths) + 1
+        self.free = self.draw.sample(range(self.num_blocks), self.num_blocks)
+        self.tables = torch.full((self.num_rows, self.max_blocks), -1, dtype=torch.int32)
+        self.num_computed = [0] * len(lengths)
+        self.starts = [sum(lengths[:i]) for i in range(len(lengths))]
+
+    def steps(self, device: str = "cpu") -> Iterator[tuple[torch.Tensor, StateContext]]:
+        """Yield each step's `indices` [T] and context. A padding sequence ends each step, with tokens of index -1."""
+        while any(done < length for done, length in zip(self.num_computed, self.lengths, strict=True)):
+            rows, starts, lens, indices = [], [0], [], []
+            for i, length in enumerate(self.lengths):
+                first = self.num_computed[i]
+                if first and self.draw.random() < 0.2:  # the newest token again
+                    first -= 1
+                most = 1 if self.only_decodes else self.draw.choice([0, 1, 1, 2, 5, 17, 40, 130])
+                end = min(first + most, length)
+                if end == first:
+                    continue
+                self._hold(i, first, end)
+                self.num_computed[i] = end
+                rows.append(self.row_of[i])
+                indices += range(self.starts[i] + first, self.starts[i] + end)
+                starts.append(len(indices))
+                lens.append(end)
+            if not rows:
+                continue
+            padding = 1 if self.only_decodes else self.draw.choice([0, 1, 3])
+            rows.append(self.num_rows - 1)
+            lens.append(1)
+            indices += [-1] * padding
+            starts.append(len(indices))
+            sequences = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, starts, lens))
+            tables = self.tables.to(device)
+            yield (
+                torch.tensor(indices, device=device),
+                StateContext.of_step(tables, *sequences, len(indices), self.block_size, only_decodes=self.only_decodes),
+            )
+
+    def _hold(self, i: int, first: int, end: int) -> None:
+        """Hold the blocks that a scheduler would, and no other."""
+        table, size = self.tables[self.row_of[i]], self.block_size
+        kept = kept_blocks(first, end, size, caches=self.draw.random() < 0.5)
+        needed = {(first - 1) // size} if first else set()
+        for index in range(self.max_blocks):
+            block = int(table[index])
+            if block >= 0 and index not in kept | needed and index < first // size:
+                self.free.insert(0, block)
+                table[index] = -1
+            elif block < 0 and index in kept:
+                table[index] = self.free.pop()
