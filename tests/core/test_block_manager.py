@@ -431,6 +431,7 @@ def test_a_state_group_holds_the_ends_of_prompt_and_step() -> None:
     assert [i for i, block_id in enumerate(r.block_tables[1]) if block_id != UNHELD] == [3, 4]
     assert r.num_slots == 20
     r.num_computed_tokens = 18
+    blocks.commit(r)
     assert blocks.grow(r, 30) is not None
     assert [i for i, block_id in enumerate(r.block_tables[1]) if block_id != UNHELD] == [3, 4, 6, 7]
     blocks.check([r])

@@ -35,7 +35,7 @@ class CacheGroup:
 
 
 FULL = CacheGroup()
-# The most blocks of a state group that a request holds at a time, without drafts: the newest and the one before it, from
+# The most blocks of a state group that a request without drafts holds at a time: the newest and the one before it, from
 # before a step; the same two after it; the end of its prompt, and where its prompt leaves a cached one.
 MAX_STATES = 6
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, num_layers
+from engine.models.families.common import attention, decoder, dense, num_layers, with_names
 from engine.models.families.experts import experts
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.quantization import Quantization
 from engine.models.recurrent_spec import ShortConvSpec
 from engine.models.spec import DenseSpec, ModelSpec, MoESpec, Norms
 
 MAX_KERNEL = 32  # inputs of a convolution that a token sees
 
-# Liquid's names of modules and tensors, and ours.
-LFM2_MODULES = {"feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Liquid's names of tensors, and ours.
 LFM2_NAMES = (
-    *((f".{theirs}.", f".{ours}.") for theirs, ours in LFM2_MODULES.items()),
     ("embedding_norm", "norm"),
+    (".feed_forward.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
     (".expert_bias", ".gate.e_score_correction_bias"),
     (".self_attn.out_proj.", ".self_attn.o_proj."),
     (".q_layernorm.", ".q_norm."),
@@ -59,17 +59,7 @@ def _lfm2(config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpe
     mixers = [mixer if attends else conv for attends in _attends(config, "conv", _attention_layers(config))]
     norms = Norms(before_mixer="operator_norm", before_mlp="ffn_norm")
     spec = decoder(config, mixers, mlp, norms=norms, eps_name="norm_eps")
-    return replace(spec, names=LFM2_NAMES, quantization=spec.quantization and _renamed(spec.quantization))
-
-
-def _renamed(quantization: Quantization) -> Quantization:
-    """Return the quantisation by our names of modules, which may be parts of regular expressions."""
-
-    def renamed(pattern: str) -> str:
-        return re.sub(r"\b(?:feed_forward|w[123])\b", lambda match: LFM2_MODULES[match[0]], pattern)
-
-    schemes = tuple((tuple(map(renamed, targets)), scheme) for targets, scheme in quantization.schemes)
-    return replace(quantization, schemes=schemes, ignored=tuple(map(renamed, quantization.ignored)))
+    return with_names(spec, LFM2_NAMES)
 
 
 def _attention_layers(config: Config) -> list[bool]:
