@@ -27,7 +27,8 @@ ENDPOINTS = (
         "are those of "
         "each stage that is over. `prefix_miss` says why no more of the prompt was taken from the prefix cache: "
         "`other_tokens`: other prompts went on differently after `cached_tokens`; `not_seen`: none went on there; "
-        "`evicted`: it held `known_tokens` of the prompt once; `no_state`: of recurrent layers; `other_salt`: the same start was last sent with another "
+        "`evicted`: it held `known_tokens` of the prompt once; `no_state`: of recurrent layers; "
+        "`other_salt`: the same start was last sent with another "
         "`cache_salt`; `disabled`; or `not_read` where each token of the prompt has a result of its own; null: all of "
         "it was.",
         answer={
