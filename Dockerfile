@@ -4,7 +4,7 @@
 # docker run --gpus all -p 8000:8000 -v quire:/home/quire/.cache quire Qwen/Qwen3-0.6B
 FROM python:3.12-slim
 
-# Triton compiles its launchers in C, and the first start on a CPU compiles its kernels in C++.
+# Triton compiles its launchers in C, and on a CPU without kernels below the first start compiles them in C++.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ libc6-dev \
  && rm -rf /var/lib/apt/lists/*
@@ -29,6 +29,8 @@ ARG EXTRA=
 RUN pip install --no-cache-dir -c constraints.txt ".${EXTRA:+[$EXTRA]}"
 # KubeRay's probes use wget.
 RUN [ "$EXTRA" != ray ] || { apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*; }
+# Else the first start on a CPU compiles its kernels. Not in /app, whose copy of the sources nothing runs.
+RUN cd / && python -m kernels.cpu.build
 COPY configs configs
 
 # Downloaded models and compiled kernels go to ~/.cache: mount a volume there to keep them.

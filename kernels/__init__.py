@@ -216,9 +216,10 @@ def cpu_kernels() -> str:
     build, choice = (importlib.import_module(f"kernels.cpu.{name}") for name in ("build", "choice"))
     if choice.mode() == "pytorch":
         return "PyTorch"
-    kept = build.path(build.cache_folder(), cpu_instruction_set())
-    if not kept.exists():
+    name = cpu_instruction_set()
+    if not build.is_built(name):
         return "C++, not compiled yet" if build.find_compiler() else "PyTorch (no C++ compiler is installed)"
+    kept = build.path(build.cache_folder(), name)
     choices = choice.Choices.read(kept.with_suffix(".json"))
     return "C++, not measured yet" if choices is None else f"C++, {choices.describe()}"
 

@@ -1,4 +1,7 @@
-"""Compiling the C++ kernels in `native/`: once for each instruction set, by one process for all."""
+"""Compiling the C++ kernels in `native/`: once for each instruction set, by one process for all.
+
+`python -m kernels.cpu.build` compiles them beforehand for the instruction sets of most CPUs, for an image.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +26,18 @@ from pathlib import Path
 from kernels.cpu.instruction_set import compiler_options
 
 SOURCES = Path(__file__).with_name("native")
+PREBUILT = Path(__file__).with_name("prebuilt")  # libraries that an installation may come with
+# Machine → what `detect` finds: on Haswell to Zen 3, Alder Lake, three kinds of servers with AVX-512; ARM by year.
+COMMON = {
+    "x86_64": (
+        "x86-64-v3",
+        "x86-64-v3+avxvnni",
+        "x86-64-v4",
+        "x86-64-v4+avx512vnni",
+        "x86-64-v4+avx512vnni+avx512bf16",
+    ),
+    "aarch64": ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16"),
+}
 COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
 OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
 TIMEOUT = 300.0  # seconds
@@ -75,6 +92,16 @@ def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
                 made.chmod(0o700)  # whatever this user's files are like otherwise
                 made.replace(kept)  # whole, or not at all
         return compiled
+
+
+def load_prebuilt(name: str) -> ctypes.CDLL | None:
+    """Return the library that this installation came with; None: it has none for the instruction set `name`."""
+    return _load_kept(path(PREBUILT, name))
+
+
+def is_built(name: str) -> bool:
+    """Return whether a library for the instruction set `name` is there."""
+    return any(path(folder, name).exists() for folder in (PREBUILT, cache_folder()))
 
 
 def path(folder: Path, name: str) -> Path:
@@ -133,3 +160,21 @@ def one_process(folder: Path) -> Iterator[None]:
 def _fingerprint(sources: Sequence[Path], name: str) -> str:
     parts = [*OPTIONS, *compiler_options(name), *(source.read_text("utf-8") for source in sources)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def main(names: Sequence[str]) -> None:
+    """Compile for some instruction sets into PREBUILT, by default for the common ones of this machine's kind."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise SystemExit("no C++ compiler is installed")
+    PREBUILT.mkdir(exist_ok=True)
+    for name in names or COMMON.get(platform.machine(), ()):
+        with tempfile.TemporaryDirectory(dir=PREBUILT) as scratch:
+            made = Path(scratch) / path(PREBUILT, name).name
+            build(compiler, sorted(SOURCES.glob("*.cpp")), made, name)
+            made.chmod(0o755)
+            print(made.replace(PREBUILT / made.name))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """The CPU's own kernels, in C++: compiled for this machine's CPU when they are first wanted, and kept for later starts.
 
-They are the sources in `native/`. Without a compiler, or where one does not understand them, there are none, and
-PyTorch computes instead.
+They are the sources in `native/`. An installation may come with them compiled. Without a compiler, or where one does
+not understand them, there are none, and PyTorch computes instead.
 """
 
 from __future__ import annotations
@@ -122,16 +122,17 @@ def library() -> Native | None:
     name, compiler = instruction_set(), build.find_compiler()
     if mode() == "pytorch":
         return None
-    if compiler is None or platform.system() != "Linux":
+    functions = build.load_prebuilt(name)
+    if functions is None and (compiler is None or platform.system() != "Linux"):
         missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux"
         logger.warning("%s: PyTorch computes on the CPU, which is slower", missing)
         return None
     try:
-        native = Native(build.load(compiler, build.cache_folder(), name), name)
+        native = Native(functions or build.load(compiler or (), build.cache_folder(), name), name)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "the CPU's kernels cannot be compiled by %s, PyTorch computes instead, which is slower: %s",
-            " ".join(compiler), _reason(error),
+            " ".join(compiler or ()), _reason(error),
         )  # fmt: skip
         return None
     native.set_threads(torch.get_num_threads())

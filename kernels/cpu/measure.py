@@ -42,8 +42,10 @@ def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
     native = library()
     if native is None or mode() != "auto":
         return
-    library_file = build.path(build.cache_folder(), native.instruction_set)
-    kept, is_kept = library_file.with_suffix(".json"), build.is_own(library_file.parent) and library_file.exists()
+    folder, name = build.cache_folder(), native.instruction_set
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept, is_kept = build.path(folder, name).with_suffix(".json"), build.is_own(folder) and build.is_built(name)
     with build.one_process(kept.parent) if is_kept else contextlib.nullcontext():
         found = Choices.read(kept) if is_kept and build.is_own(kept) else None
         if found is None:

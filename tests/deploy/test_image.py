@@ -105,13 +105,15 @@ def test_its_commands_make_an_environment_that_serves(steps: list[Any], tmp_path
                 else:
                     to.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(ROOT / source, to)
-        elif step.cmd.upper() == "RUN" and "pip install" in step.value[0]:
+        elif step.cmd.upper() == "RUN" and re.search(r"pip install|kernels\.cpu\.build", step.value[0]):
             subprocess.run(["sh", "-c", step.value[0]], cwd=app, env=environment, check=True)
     ((program, *words),), (command,), port = values(steps, "ENTRYPOINT"), values(steps, "CMD"), free_port()
     words = [*words, *(word.replace("/app/", f"{app}/") for word in command)]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     with started([str(venv / "bin" / program), *words], tmp_path) as log:
         assert first_token(port, log)
+    assert list(venv.glob("lib/*/site-packages/kernels/cpu/prebuilt/*.so"))
+    assert "compiling kernels" not in log.read_text()
 
 
 # Compose

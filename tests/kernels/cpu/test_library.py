@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from kernels.cpu import build, instruction_set, library
+
+KEPT = build.cache_folder()  # as it is outside these tests
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +145,47 @@ def test_a_compiler_that_hangs_is_no_error(
 def test_the_compilers_command_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, COPY) + " -m64")
     assert build.find_compiler() == [str(tmp_path / "compiler"), "-m64"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_libraries_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuilt = tmp_path / "prebuilt"
+    monkeypatch.setattr(build, "PREBUILT", prebuilt)
+    assert build.load_prebuilt(NAME) is None
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, COPY))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    build.main([])
+    assert {build.path(prebuilt, name) for name in build.COMMON["x86_64"]} == set(prebuilt.iterdir())
+    assert str(build.load_prebuilt(NAME)) == "made\n"
+    assert build.is_built(NAME)
+    assert not build.is_built("aarch64")
+    prebuilt.chmod(0o777)
+    assert build.load_prebuilt(NAME) is None
+
+
+def test_common_instruction_sets_are_known() -> None:
+    for machine, names in build.COMMON.items():
+        for name in names:
+            level, *additions = name.split("+")
+            assert level.startswith(machine.replace("_", "-"))
+            assert set(additions) <= set(instruction_set.ADDITIONS[level])
+
+
+def test_a_library_compiled_beforehand_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = instruction_set.instruction_set()
+    if build.find_compiler() is None:
+        pytest.skip("no compiler is installed")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(KEPT.parent))
+    library.library()
+    made = build.path(KEPT, name)
+    library.library.cache_clear()
+    monkeypatch.setattr(build, "PREBUILT", made.parent)
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "empty"))
+    native = library.library()
+    assert native is not None
+    assert native.instruction_set == name
+    assert not build.cache_folder().exists()
 
 
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
