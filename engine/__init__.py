@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.models.classifier import Classifier
     from engine.models.errors import ModelError
     from engine.offline.llm import LLM
+    from engine.processing.adapters import LoRARequest
     from engine.processing.beam_search import BeamSearchParams
     from engine.processing.model_info import ModelInfo
     from engine.processing.output_collector import (
@@ -45,6 +46,7 @@ __all__ = [
     "EngineError",
     "EngineRequest",
     "EngineState",
+    "LoRARequest",
     "ModelError",
     "ModelInfo",
     "ParameterError",
@@ -73,6 +75,7 @@ _MODULES = {
     "EngineRequest": "engine.core.engine_request",
     "EngineState": "engine.replicas.state",
     "LLM": "engine.offline.llm",
+    "LoRARequest": "engine.processing.adapters",
     "ModelError": "engine.models.errors",
     "ModelInfo": "engine.processing.model_info",
     "ParameterError": "engine.errors",

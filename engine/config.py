@@ -184,6 +184,16 @@ class EngineConfig:
         "0: never",
         at_least=0,
     )
+    enable_lora: bool = flag(False, "serve LoRA adapters of the model beside it", common=True)
+    max_loras: int = flag(
+        4, "with LoRA: adapters that run at a time, each in device memory of its own", at_least=1, at_most=1024
+    )
+    max_lora_rank: int = flag(16, "with LoRA: maximum rank of an adapter", at_least=1, at_most=512)
+    max_cpu_loras: int | None = flag(
+        None,
+        "with LoRA: adapters kept in host memory; the least recently used ones are dropped (default: 4 × max_loras)",
+        at_least=1,
+    )
     compress_experts: bool = flag(
         False,
         "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
@@ -218,6 +228,12 @@ class EngineConfig:
                 )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
+        if self.enable_lora and self.pipeline_parallel_size > 1:
+            raise ConfigError("enable_lora needs pipeline_parallel_size 1: adapters are not divided among stages")
+        if self.enable_lora and self.distributed_executor_backend == "ray":
+            raise ConfigError("enable_lora needs distributed_executor_backend mp: all ranks read an adapter's folder")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras must be at least max_loras={self.max_loras}, got {self.max_cpu_loras}")
         if self.expert_load_interval and self.pipeline_parallel_size > 1:
             raise ConfigError("expert_load_interval needs pipeline_parallel_size 1: a stage counts only its own layers")
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":

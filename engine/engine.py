@@ -6,6 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from engine.adapted import AdaptedRequests
 from engine.config import EngineConfig
 from engine.core.batch import (
     FAULTS,
@@ -23,11 +25,12 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
 from engine.guided import GuidedRequests
+from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model, short_name
@@ -50,6 +53,7 @@ from engine.worker.parallel.ray_launcher import RayLauncher
 _log = logging.getLogger(__name__)
 
 
+CPU_LORAS = 4  # adapters in host memory for each in a slot, by default
 BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher, lost), as `ranks.build_runner`
 
 
@@ -112,6 +116,10 @@ class Engine:
         self._recovery = Recovery(self.scheduler, runner.reset)
         compiler = Compiler(partial(_load_vocabulary, config, folder, spec))
         self._guided = GuidedRequests(compiler, self.scheduler, self._recovery)
+        self._adapted: AdaptedRequests | None = None
+        if config.enable_lora:
+            max_loaded = config.max_cpu_loras or CPU_LORAS * config.max_loras
+            self._adapted = AdaptedRequests(runner, config.max_loras, max_loaded, self._queue)
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
         self._store: PrefixCacheStore | None = None
         if config.prefix_cache_file is not None:
@@ -145,21 +153,56 @@ class Engine:
     def add_request(self, engine_request: EngineRequest) -> None:
         """Queue a request. Raises `ValueError` if its id is in use or it can never run."""
         request_id, sampling = engine_request.request_id, engine_request.sampling
-        if self._guided.holds(request_id) or self._recovery.holds(request_id):
+        adapted = self._adapted
+        is_held = adapted is not None and adapted.holds(request_id)
+        if is_held or self._guided.holds(request_id) or self._recovery.holds(request_id):
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         request = Request(engine_request, self._eos_token_ids, seed)
-        if sampling.structured_outputs is None:
+        if engine_request.adapter is None:
+            self._queue(request)
+            return
+        if adapted is None:
+            raise ValueError("adapters are not served: start the engine with enable_lora")
+        self.scheduler.check_new(request)
+        adapted.add(request)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request whose adapter, if it has one, is in a slot."""
+        if request.sampling.structured_outputs is None:
             self._recovery.queue(request)
         else:
             self._guided.add(request)
 
+    def load_adapter(self, name: str, path: str, version: str) -> Future[str]:
+        """Begin to read an adapter into host memory. The result says why it cannot be used; empty: it can."""
+        if self._adapted is None:
+            raise ValueError("adapters are not served: start the engine with enable_lora")
+        reason: Future[str] = Future()
+
+        def done(ready: Future[None]) -> None:
+            error = ready.exception()
+            if error is None or isinstance(error, ModelError):
+                reason.set_result("" if error is None else str(error))
+            else:
+                reason.set_exception(error)
+
+        self._adapted.load(Adapter(name, path, version)).add_done_callback(done)
+        return reason
+
     def abort(self, request_id: str) -> bool:
         """Abort a request without further output. Returns False if there is none with this id."""
-        return self._guided.abort(request_id)
+        held = self._adapted is not None and self._adapted.remove(request_id)
+        return self._guided.abort(request_id) or held
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self._guided.num_held > 0 or self._recovery.is_active
+        held = self._num_held > 0
+        return held or self.scheduler.has_work() or self._recovery.is_active
+
+    @property
+    def _num_held(self) -> int:
+        """Requests that wait for their grammar or their adapter."""
+        return self._guided.num_held + (0 if self._adapted is None else self._adapted.num_held)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous one, so that the device never waits for the CPU. In a pipeline,
@@ -170,7 +213,7 @@ class Engine:
         Raises only errors that no single request causes.
         """
         self._in_doubt = True
-        outputs = StepOutputs(outputs=self._guided.queue_compiled())
+        outputs = StepOutputs(outputs=self._queue_ready())
         try:
             scheduled = self.scheduler.schedule()
             launched = self._on_device(self.runner.launch, scheduled) if scheduled else None
@@ -188,8 +231,17 @@ class Engine:
             outputs.outputs += self._recover(failed.error)
         else:
             self._after_step(outputs)
+        if self._adapted is not None:
+            self._adapted.remove_finished(outputs.outputs)
         self._in_doubt = False
         return outputs
+
+    def _queue_ready(self) -> list[EngineOutput]:
+        """Queue held requests that wait no more. Returns the outputs of those that cannot run."""
+        failed = []
+        if self._adapted is not None:
+            failed = self._adapted.queue_ready(idle=not self.scheduler.has_work() and not self._guided.num_held)
+        return failed + self._guided.queue_compiled()
 
     @staticmethod
     def _on_device(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -234,6 +286,8 @@ class Engine:
             self.in_flight.clear()
         if self._debug_checks:
             self.scheduler.check()
+            if self._adapted is not None:
+                self._adapted.check()
 
     def idle(self) -> bool:
         """Do some background work while there is no request. Returns whether there is more to do."""
@@ -241,7 +295,7 @@ class Engine:
         return self._store is not None and self._store.idle()
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats(self._guided.num_held + len(self._recovery))
+        return self.scheduler.stats(self._num_held + len(self._recovery))
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, without any change, while requests are running."""

@@ -10,7 +10,7 @@ from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
 from engine.worker.device import Device, DeviceNotFoundError, find_device
-from engine.worker.options import RunnerOptions
+from engine.worker.options import AdapterOptions, RunnerOptions
 
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
@@ -99,6 +99,9 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         enforce_eager=config.enforce_eager,
         compress_experts=config.compress_experts,
         expert_load_interval=config.expert_load_interval,
+        adapters=AdapterOptions(num_slots=config.max_loras, max_rank=config.max_lora_rank)
+        if config.enable_lora
+        else None,
         num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
     )

@@ -26,6 +26,9 @@ from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
 from kernels.data.kv_cache import KV_SCALES as KV_SCALES
 from kernels.data.kv_cache import WideCopy as WideCopy
+from kernels.data.lora import AdapterTokens as AdapterTokens
+from kernels.data.lora import LoraWeights as LoraWeights
+from kernels.data.lora import RowGroup as RowGroup
 from kernels.data.moe import Experts as Experts
 from kernels.data.moe import Router as Router
 from kernels.data.plan import FEW_SEQS as FEW_SEQS
@@ -80,6 +83,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.latent": ("absorb_and_store", "rotate_and_store"),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
+        "kernels.triton.lora": ("lora_add",),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.cuda.linear": (
@@ -161,6 +165,7 @@ norm_linear = _dispatched(reference.norm_linear)
 norm_gated = _dispatched(reference.norm_gated)
 norms_apart = _dispatched(reference.norms_apart)
 quantized_input = _dispatched(reference.quantized_input)
+lora_add = _dispatched(reference.lora_add)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)

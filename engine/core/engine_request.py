@@ -9,6 +9,15 @@ from engine.core.params.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter in a folder of this machine."""
+
+    name: str
+    path: str
+    version: str  # hexadecimal SHA-256, which changes with the files
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request for one completion of one prompt, or for one embedding.
 
@@ -28,6 +37,12 @@ class EngineRequest:
     # Names of the prompt's tokens in the prefix cache, if tokens alone do not say what is computed: for a placeholder
     # 63 bits of a hash of its content, else the token. None: the prompt's tokens.
     name_ids: list[int] | None = None
+    adapter: Adapter | None = None  # None: the base model alone
+
+    @property
+    def cache_scope(self) -> str:
+        """What requests must have in common to share cached blocks, beside tokens: for choosing a replica."""
+        return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.version}"
 
     @property
     def prompt_name_ids(self) -> list[int]:

@@ -148,7 +148,8 @@ class Attention(CheckpointModule):
             interleaved=spec.rope is not None and spec.rope.interleaved,
             wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
-        out = self._memory(qkv, metadata)
+        adapts = epilogue.stream.context.adapters is not None
+        out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
         args = kernels.AttentionArgs(
             spec.scale, spec.window, spec.soft_cap, self.alibi_slopes, self.sinks, spec.sparse, kv_scale
         )

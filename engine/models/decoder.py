@@ -25,7 +25,7 @@ from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.norms import LayerNorm, MakeNorm, Norm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
-from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput
+from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import rope_table
 from engine.models.shard import Span
 from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
@@ -109,6 +109,7 @@ class Decoder(nn.Module):
         attention: Sequence[AttentionMetadata],
         hidden: Tensor | None = None,
         logits_indices: Tensor | None = None,
+        adapters: kernels.AdapterTokens | None = None,
     ) -> Tensor:
         """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm.
 
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
         kv_cache: for each layer of this stage [2, num_blocks, Hkv, block_size, D], or for latents
         [1, num_blocks, 1, block_size, L + R], to which the step's keys and values are written (a strided view if the
         kernels accept one); for recurrent layers the parts of their blocks of states. attention: for each layer its
-        cache group's metadata.
+        cache group's metadata. adapters: the LoRA adapters of the T tokens; None: no token has one.
         """
         if hidden is None:
             hidden = self.embed_tokens(input_ids)
@@ -127,7 +128,7 @@ class Decoder(nn.Module):
         vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
-        stream = ResidualStream(hidden)
+        stream = ResidualStream(hidden, context=TokenContext(adapters=adapters))
         layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for layer, skips, kv, metadata, vector in layers:
             if skips:

@@ -11,7 +11,14 @@ from torch import Tensor
 import kernels
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope
 from engine.models.norms import RMSNorm
-from engine.models.residual import Epilogue, GateEpilogue, ResidualEpilogue, ResidualStream, SublayerInput
+from engine.models.residual import (
+    Epilogue,
+    GateEpilogue,
+    ResidualEpilogue,
+    ResidualStream,
+    SublayerInput,
+    TokenContext,
+)
 from engine.models.shard import Span
 
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
@@ -26,6 +33,7 @@ class Linear(Matrix):
     """
 
     weight: kernels.Weight
+    adapters: kernels.LoraWeights | None = None  # of all slots; None: this layer has none
 
     def __init__(
         self,
@@ -77,6 +85,8 @@ class Linear(Matrix):
         if isinstance(epilogue, ResidualEpilogue):
             return self._add(x, epilogue)
         if isinstance(x, SublayerInput):
+            if self._adapts(x.context):
+                return self._adapted(x, epilogue)
             if x.normed is None and isinstance(x.norm, RMSNorm):
                 norm = x.norm.weight, x.norm.eps
                 if epilogue is None:
@@ -89,20 +99,38 @@ class Linear(Matrix):
 
     def _add(self, x: Operand, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add x Wᵀ + b, of all ranks, to the residual stream in place."""
-        if not epilogue.is_sum:
+        context = epilogue.stream.context
+        adapts = self._adapts(context)
+        if adapts and not isinstance(x, SublayerInput):
+            assert isinstance(x, Tensor), "activations are not quantised in steps with adapters"
+            x = SublayerInput(x, context=context)
+        if not epilogue.is_sum or (adapts and not self.is_partial):
             output = self.run(x)
             return epilogue.add(self.communicator.all_reduce(output) if self.is_partial else output)
-        assert not isinstance(x, SublayerInput), "no model has such a layer"
         if self.is_partial:
-            assert isinstance(x, Tensor), "see `quantized_input`"
-            context = epilogue.stream.context
+            value = x.value if isinstance(x, SublayerInput) else x
+            assert isinstance(value, Tensor), "see `quantized_input`"
+            inputs: Tensor = value
             return epilogue.add_gemm(
-                self.communicator, lambda rows: self.run(SublayerInput(x[rows], context=context.select(rows)))
+                self.communicator, lambda rows: self.run(SublayerInput(inputs[rows], context=context.select(rows)))
             )
+        assert not isinstance(x, SublayerInput), "no model has such a layer"
         hidden, norm = epilogue.hidden, epilogue.next_norm()
         if norm is None:
             return epilogue.done(kernels.linear_add(hidden, x, self.weight, self.bias))
         return epilogue.done(hidden, kernels.linear_add_norm(hidden, x, self.weight, self.bias, norm))
+
+    def _adapts(self, context: TokenContext) -> bool:
+        """Return True if adapters change this layer's result in this step."""
+        return self.adapters is not None and context.adapters is not None
+
+    def _adapted(self, x: SublayerInput, epilogue: GateEpilogue | None) -> Tensor:
+        """Compute `run` with each token's adapter. No kernel is fused with the GEMM."""
+        value, tokens = x.value, x.context.adapters
+        assert self.adapters is not None
+        assert tokens is not None
+        output = kernels.lora_add(kernels.linear(value, self.weight, self.bias), value, self.adapters, tokens)
+        return output if epilogue is None else kernels.gate_and_mul(output, epilogue.gate)
 
     def quantized_input(self, x: Tensor) -> kernels.QuantizedRows | None:
         """Return memory for x [T, in], quantised as this layer reads it. None: it reads x as it is."""

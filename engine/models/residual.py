@@ -23,10 +23,16 @@ class TokenContext(NamedTuple):
 
     slots: Tensor | None = None  # [T] int64: -1 marks padding, which gets no experts
     vector: Tensor | None = None  # [T, P]: the token's embedding of this layer's own, see `per_layer`
+    adapters: kernels.AdapterTokens | None = None  # which LoRA adapter each token uses; None: no token uses one
 
     def select(self, rows: slice | Tensor) -> TokenContext:
         """Return the context of some of the tokens."""
-        return TokenContext(*(None if each is None else each[rows] for each in self))
+        slots, vector, adapters = self
+        return TokenContext(
+            None if slots is None else slots[rows],
+            None if vector is None else vector[rows],
+            None if adapters is None else adapters[rows],
+        )
 
 
 NO_CONTEXT = TokenContext()
@@ -141,8 +147,10 @@ class ResidualEpilogue:
         return self.after is None and self.multiplier == 1
 
     def next_norm(self) -> kernels.NextNorm | None:
-        """Return the next sublayer's norm, if it is to be computed with the sum."""
-        return None if self.following is None else self.following.fused(self.hidden)
+        """Return the next sublayer's norm, if it is to be computed with the sum; adapters read it themselves."""
+        if self.following is None or self.stream.context.adapters is not None:
+            return None
+        return self.following.fused(self.hidden)
 
     def _unquantised_norm(self) -> WeightAndEps | None:
         """Return `next_norm` for kernels that cannot quantise it: None if it is to be quantised."""

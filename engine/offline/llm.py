@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from engine.config import EngineConfig
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import nearest, settings_of
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
+from engine.processing.adapters import LoRARequest, find_adapter
 from engine.processing.beam_search import Beam, BeamSearch, BeamSearchParams
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import (
@@ -45,6 +46,7 @@ from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.utils.progress import TerminalProgress
 
 Messages: TypeAlias = list[dict[str, Any]]
+LoRARequests: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 _log = logging.getLogger(__name__)
 
 
@@ -82,18 +84,20 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: list[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Generate completions for one prompt or several. Results are in the order of the prompts.
 
         `sampling_params`: one for all prompts, or a list with one for each; None: the model's defaults. `use_tqdm`:
         whether to show a progress bar, or a function that makes one. `priority`: one for each prompt; lower values run
-        first.
+        first. `lora_request`: the LoRA adapter of all prompts, or a list with one for each, None for the base model
+        alone; needs the setting `enable_lora`.
 
         A completion that fails has the `finish_reason` "error" and an `error`; all others are returned as without it.
         Raises `ValueError`, which names the prompt, if one cannot run; then none runs. Ctrl-C aborts all requests; the
         LLM stays usable.
         """
-        return self._generate(prompts, sampling_params, use_tqdm, True, priority)
+        return self._generate(prompts, sampling_params, use_tqdm, True, priority, lora_request)
 
     def chat(
         self,
@@ -106,6 +110,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or several: lists of {"role": …, "content": …}.
 
@@ -135,7 +140,8 @@ class LLM:
         ]
         for change in dict.fromkeys(change for each in rendered for change in each.changes):
             _log.warning("messages: %s", change)
-        return self._generate([each.text for each in rendered], sampling_params, use_tqdm, False, None)
+        texts = [each.text for each in rendered]
+        return self._generate(texts, sampling_params, use_tqdm, False, None, lora_request)
 
     def embed(
         self,
@@ -146,6 +152,7 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: list[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed one prompt or several: pool the model's final hidden states. Results are in the order of the prompts.
 
@@ -158,7 +165,8 @@ class LLM:
             pooling=pooling or self._input_processor.default_pooling, normalize=normalize, dimensions=dimensions
         )
         several = as_list(prompts)
-        jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params)
+        adapters = self._adapters(lora_request, len(several))
+        jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params, adapters)
         self._runner.run(jobs, use_tqdm, "Embedding")
         check_all(jobs)
         return [
@@ -179,13 +187,16 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """Search for the most likely completions: `params.beam_width` for each prompt, the best first.
 
         `use_tqdm`: show a progress bar for each step. Otherwise as `generate`. Raises `EngineError` if a prompt fails.
         """
         first = params.step_sampling()
-        jobs = self._jobs(several := as_list(prompts), [first] * len(several), True, None)
+        several = as_list(prompts)
+        adapters = self._adapters(lora_request, len(several))
+        jobs = self._jobs(several, [first] * len(several), True, None, None, adapters)
         ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
         searches = []
         for job in jobs:
@@ -198,7 +209,8 @@ class LLM:
                 for index in unfinished
                 for beam in searches[index].beams
             ]
-            steps = self._jobs(asked, [first] * len(asked), True, None)
+            own = [adapters[index] for index in unfinished for _ in searches[index].beams]
+            steps = self._jobs(asked, [first] * len(asked), True, None, None, own)
             self._runner.run(steps, use_tqdm, "Beam search")
             check_all(steps)
             found = iter([logprobs for step in steps for logprobs in step.answers[0].logprobs or ()])
@@ -245,6 +257,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         add_special_tokens: bool,
         priority: list[int] | None,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
         several = as_list(prompts)
         if sampling_params is None:
@@ -254,7 +267,8 @@ class LLM:
         )
         if len(each) != len(several):
             raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
-        jobs = self._jobs(several, each, add_special_tokens, priority)
+        adapters = self._adapters(lora_request, len(several))
+        jobs = self._jobs(several, each, add_special_tokens, priority, None, adapters)
         self._runner.run(jobs, use_tqdm, "Generating")
         return [self._result(job) for job in jobs]
 
@@ -264,18 +278,30 @@ class LLM:
         sampling_params: list[SamplingParams],
         add_special_tokens: bool,
         priority: list[int] | None,
-        pooling: PoolingParams | None = None,
+        pooling: PoolingParams | None,
+        adapters: list[Adapter | None],
     ) -> list[Job]:
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"priority must be one for each prompt ({len(prompts)}), got {len(priority)}")
         jobs = []
-        for index, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
+        asked = zip(prompts, sampling_params, adapters, strict=True)
+        for index, (prompt, sampling, adapter) in enumerate(asked):
             try:
                 first = priority[index] if priority is not None else 0
-                jobs.append(self._job(prompt, sampling, add_special_tokens, pooling, first))
+                jobs.append(self._job(prompt, sampling, add_special_tokens, pooling, first, adapter))
             except (ValueError, TokenizerError) as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         return jobs
+
+    def _adapters(self, given: LoRARequests, count: int) -> list[Adapter | None]:
+        """Return the adapter of each of `count` prompts. Raises `ValueError`, or `ModelError` for unusable folders."""
+        each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(each) != count:
+            raise ValueError(f"lora_request must be one, or one for each prompt ({count}), got {len(each)}")
+        if any(each) and not self.config.enable_lora:
+            raise ValueError("lora_request needs LLM(…, enable_lora=True)")
+        found = {one: find_adapter(one.lora_name, one.lora_path) for one in dict.fromkeys(each) if one is not None}
+        return [None if one is None else found[one] for one in each]
 
     def _job(
         self,
@@ -284,6 +310,7 @@ class LLM:
         add_special_tokens: bool,
         pooling: PoolingParams | None,
         priority: int,
+        adapter: Adapter | None,
     ) -> Job:
         text, token_ids, cache_salt = read_prompt(prompt)
         if token_ids is None:
@@ -292,7 +319,7 @@ class LLM:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
             token_ids = self._input_processor.tokenizer.encode(text, add_special_tokens)
         request_id = str(next(self._ids))
-        request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority)
+        request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority, adapter=adapter)
         request = self._input_processor.check(request)
         sampling = request.sampling
         room = 0 if pooling is not None else self._input_processor.max_model_len - len(token_ids)

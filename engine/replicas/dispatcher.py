@@ -33,7 +33,7 @@ class Dispatcher:
             # A replica that stands still finishes nothing, so it soon has the least recent work and would get all
             # requests.
             eligible = [index for index in eligible if not self._replicas[index].stands_still] or eligible
-            chosen = self._router.choose(request.request_id, request.prompt_name_ids, request.cache_salt, eligible)
+            chosen = self._router.choose(request.request_id, request.prompt_name_ids, request.cache_scope, eligible)
             self._replicas[chosen].add(stream)
 
     def remove(self, stream: Stream) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +52,8 @@ from engine.worker.parallel.lifeline import end_with_parent
 _log = logging.getLogger(__name__)
 
 IDLE_MILLISECONDS = 500  # between heartbeats without work
-METHODS = frozenset(["reset_prefix_cache"])  # of the engine, for `Call`; they return at once, since the loop waits
+# Methods of the engine for `Call`. They return at once, since the loop waits: a result that takes time as a `Future`.
+METHODS = frozenset(["reset_prefix_cache", "load_adapter"])
 PROGRESS_SECONDS = 0.1  # least time between progress messages about a phase of the start
 
 
@@ -66,6 +68,7 @@ class Steppable(Protocol):
     def step(self) -> StepOutputs: ...
     def idle(self) -> bool: ...
     def reset_prefix_cache(self) -> bool: ...
+    def load_adapter(self, name: str, path: str, version: str) -> Future[str]: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -78,6 +81,7 @@ class EngineLoop:
         """`beat`: called for each step, and every `IDLE_MILLISECONDS` without work."""
         self._engine, self._commands, self._events, self._beat = engine, commands, events, beat
         self._last_stats: SchedulerStats | None = None
+        self._pending: dict[int, Future[Any]] = {}  # results of calls that are not known yet
 
     def run(self) -> None:
         """Run until `Shutdown`. After an exception the engine is unusable."""
@@ -94,10 +98,12 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         while not self._engine.has_work():
-            wait = 1 if self._engine.idle() else IDLE_MILLISECONDS
+            wait = 1 if self._engine.idle() or self._pending else IDLE_MILLISECONDS
             if self._commands.poll(wait):
                 break
             self._beat()
+            self._reply_to_pending()
+        self._reply_to_pending()
         while True:
             try:
                 message = self._commands.recv(zmq.NOBLOCK)
@@ -110,7 +116,8 @@ class EngineLoop:
                     case Abort(request_id):
                         self._engine.abort(request_id)
                     case Call() as call:
-                        self._events.send(encode(self._called(call)))
+                        if (reply := self._called(call)) is not None:
+                            self._events.send(encode(reply))
                     case Shutdown():
                         return False
                     case unexpected:
@@ -129,12 +136,25 @@ class EngineLoop:
                 output = failed_output(request_id, client_reason(error), exc_info=True)
             self._publish(StepOutputs(outputs=[output]))
 
-    def _called(self, call: Call) -> Reply:
-        """Call a method of the engine between two steps."""
+    def _reply_to_pending(self) -> None:
+        """Send the results of calls that are known by now."""
+        for call_id, result in list(self._pending.items()):
+            if result.done():
+                del self._pending[call_id]
+                error = result.exception()
+                reply = Reply(call_id, result.result()) if error is None else Reply(call_id, error=_described(error))
+                self._events.send(encode(reply))
+
+    def _called(self, call: Call) -> Reply | None:
+        """Call a method of the engine between two steps. Returns None if its result will be known later."""
         try:
             if call.method not in METHODS:
                 raise ValueError(f"the engine has no method {call.method!r}")
-            return Reply(call.id, getattr(self._engine, call.method)(**call.arguments))
+            result = getattr(self._engine, call.method)(**call.arguments)
+            if isinstance(result, Future):
+                self._pending[call.id] = result
+                return None
+            return Reply(call.id, result)
         except Exception as error:
             _log.error("the call of %s failed", call.method, exc_info=True)
             return Reply(call.id, error=_described(error))
@@ -210,7 +230,7 @@ def _start(start: Start, build: Callable[..., Any], progress: Progress = silent)
     return engine, ready
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

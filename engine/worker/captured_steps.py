@@ -35,7 +35,8 @@ class CapturedSteps:
         return len(self._buffer)
 
     def fits(self, step: StepRequest) -> Padding | None:
-        fits = step.only_decodes and not step.needs_every_token and len(step.batch) <= MAX_SEQS
+        is_plain = step.only_decodes and not step.needs_every_token and not step.has_adapters
+        fits = is_plain and len(step.batch) <= MAX_SEQS
         return Padding() if fits else None
 
     def run(self, step: StepRequest, packed: PackedStep) -> Computed:

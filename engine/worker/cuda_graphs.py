@@ -38,7 +38,17 @@ class DecodeGraphs:
     Owns the static buffer from which the graphs read packed steps.
     """
 
-    def __init__(self, device: Device, work: DecodeStep, buffer: Tensor, sizes: list[int], progress: Progress) -> None:
+    def __init__(
+        self,
+        device: Device,
+        work: DecodeStep,
+        buffer: Tensor,
+        sizes: list[int],
+        progress: Progress,
+        has_adapters: bool = False,
+    ) -> None:
+        """`has_adapters`: for steps in which some sequences use LoRA adapters, else for those without."""
+        self._has_adapters = has_adapters
         self._work, self._buffer, self._sizes = work, buffer, sizes
         self._graphs: dict[int, Graph] = {}
         self._filtered: dict[int, Graph] = {}
@@ -46,10 +56,12 @@ class DecodeGraphs:
         shared: Graph | None = None
         for done, size in enumerate(sizes[::-1]):
             progress("capturing", done, len(sizes))
-            outputs = work.run(buffer, size)  # compile and select algorithms before the capture
+            outputs = work.run(buffer, size, has_adapters)  # compile and select algorithms before the capture
             if work.is_last:
                 work.sample_filtered(*outputs)
-            self._graphs[size], self._outputs[size] = device.capture(partial(work.run, buffer, size), shared)
+            self._graphs[size], self._outputs[size] = device.capture(
+                partial(work.run, buffer, size, has_adapters), shared
+            )
             shared = shared or self._graphs[size]
             if work.is_last:
                 filtered = partial(work.sample_filtered, *self._outputs[size])
@@ -62,7 +74,7 @@ class DecodeGraphs:
 
     def fits(self, step: StepRequest) -> Padding | None:
         """Return the captured size for a step that only decodes."""
-        if step.needs_every_token or not step.only_decodes:
+        if step.needs_every_token or not step.only_decodes or step.has_adapters != self._has_adapters:
             return None
         at = bisect.bisect_left(self._sizes, len(step.batch))
         return Padding(self._sizes[at]) if at < len(self._sizes) else None
@@ -137,9 +149,16 @@ class PrefillGraphs:
     """
 
     def __init__(
-        self, device: Device, forward: ForwardPass, buffer: Tensor, shapes: list[PrefillShape], progress: Progress
+        self,
+        device: Device,
+        forward: ForwardPass,
+        buffer: Tensor,
+        shapes: list[PrefillShape],
+        progress: Progress,
+        has_adapters: bool = False,
     ) -> None:
-        """`shapes`: smallest first."""
+        """`shapes`: smallest first. `has_adapters`: as that of `DecodeGraphs`."""
+        self._has_adapters = has_adapters
         self._device, self._forward, self._shapes, self._buffer = device, forward, shapes, buffer
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         largest, shared = shapes[-1], None
@@ -162,7 +181,7 @@ class PrefillGraphs:
     def _run_shape(self, shape: PrefillShape) -> Tensor:
         """Return the hidden states [T, hidden] of the step in the buffer."""
         tiles = {queries: tiles[: shape.num_tiles[queries]] for queries, tiles in self._tiles.items()}
-        size = StepSize(shape.num_seqs, shape.num_tokens, shape.num_decodes, may_decode=True)
+        size = StepSize(shape.num_seqs, shape.num_tokens, shape.num_decodes, True, self._has_adapters)
         return self._forward.run(self._buffer, size, CapturedPrefills(tiles))
 
     @property
@@ -171,7 +190,7 @@ class PrefillGraphs:
 
     def fits(self, step: StepRequest) -> Padding | None:
         """Return the next larger shape's size if it holds the step."""
-        if step.only_decodes or step.counts_experts:
+        if step.only_decodes or step.counts_experts or step.has_adapters != self._has_adapters:
             return None
         shape = self._shape(step.batch.total_num_tokens)
         prefill_lens = step.batch.num_tokens[step.batch.num_decodes :]

@@ -30,21 +30,22 @@ class DecodeStep:
             )  # of this rank's tokens
 
     @torch.inference_mode()
-    def run(self, packed: Tensor, size: int) -> tuple[Tensor, ...]:
+    def run(self, packed: Tensor, size: int, has_adapters: bool = False) -> tuple[Tensor, ...]:
         """Return this rank's logits [size, n] and the tokens [size] of unfiltered sampling. A stage before the last one
-        returns hidden states [size, hidden] alone.
+        returns hidden states [size, hidden] alone. `has_adapters`: see `StepSize`.
         """
         if not self.is_last:
-            return (self._hidden(packed, size),)
-        own_logits, head = self.logits(packed, size, out=self._own_logits[:size]), self._model.lm_head
+            return (self._hidden(packed, size, has_adapters),)
+        head = self._model.lm_head
+        own_logits = self.logits(packed, size, self._own_logits[:size], has_adapters)
         if head.shard.size == 1:
             return own_logits, self._sampler.sample_unfiltered(own_logits)
         return own_logits, self._sampler.sample_own(own_logits, head.first_id, head.gather_keys)
 
     @torch.inference_mode()
-    def logits(self, packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+    def logits(self, packed: Tensor, size: int, out: Tensor | None = None, has_adapters: bool = False) -> Tensor:
         """Return this rank's logits [size, n], in `out` if given. A single rank's are all."""
-        return self._model.own_logits(self._hidden(packed, size), out)
+        return self._model.own_logits(self._hidden(packed, size, has_adapters), out)
 
     @torch.inference_mode()
     def sample_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:
@@ -60,5 +61,5 @@ class DecodeStep:
         """Return the memory of all ranks' logits: [size, V]."""
         return self._logits[:size]
 
-    def _hidden(self, packed: Tensor, size: int) -> Tensor:
-        return self._forward.run(packed, StepSize(size, size, size))
+    def _hidden(self, packed: Tensor, size: int, has_adapters: bool) -> Tensor:
+        return self._forward.run(packed, StepSize(size, size, size, has_adapters=has_adapters))

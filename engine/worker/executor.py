@@ -19,6 +19,7 @@ class StepRequest(NamedTuple):
     scored: Sequence[int] = ()  # indices of requests that get log-probabilities of their prompts
     pooled: Sequence[int] = ()  # indices of pooling requests
     counts_experts: bool = False
+    has_adapters: bool = False  # some requests use LoRA adapters
 
     @property
     def batch(self) -> ScheduledBatch:

@@ -13,6 +13,7 @@ import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.mixers import LayerCache
+from engine.worker.adapter_slots import AdapterSlots
 from engine.worker.attention.group_attention import AttentionStep, CapturedPrefills, GroupAttention, Prefills
 from engine.worker.attention.layer_attention import layer_attention
 from engine.worker.executor import Computed, Padding, StepRequest
@@ -32,6 +33,7 @@ class StepSize:
     num_decodes: int
     # Of the first `num_decodes` sequences, only the leading ones with one token decode: a graph does not know how many.
     may_decode: bool = False
+    has_adapters: bool = False  # some sequences may use LoRA adapters
 
 
 class ForwardPass:
@@ -41,9 +43,16 @@ class ForwardPass:
     """
 
     def __init__(
-        self, model: Decoder, layout: KVCacheLayout, options: RunnerOptions, state: RowState, link: StageLink | None
+        self,
+        model: Decoder,
+        layout: KVCacheLayout,
+        options: RunnerOptions,
+        state: RowState,
+        link: StageLink | None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`state`: the device rows. `link`: the connection to the other stages of a pipeline."""
+        self.adapters = adapters
         self.model, self.device = model, options.device
         self.kv_cache: list[LayerCache] = []  # of each layer of this stage
         device, max_seqs = options.device.torch_device, options.max_num_seqs
@@ -67,7 +76,14 @@ class ForwardPass:
 
         `prefills` None: all sequences decode.
         """
-        return self._layers(size.num_tokens, self._metadata(packed, size, prefills), indices)
+        metadata = self._metadata(packed, size, prefills)
+        adapters = None
+        if size.has_adapters:
+            assert self.adapters is not None
+            adapters = self.adapters.tokens(
+                packed, segment_of(size.num_seqs), size.num_seqs, size.num_tokens, self._state
+            )
+        return self._layers(size.num_tokens, metadata, indices, adapters)
 
     def last_tokens(self, step: StepRequest) -> Tensor | None:
         """Return the indices of the tokens whose hidden states this stage returns; None: all. `run` writes them."""
@@ -100,12 +116,16 @@ class ForwardPass:
         return {each: each.metadata(tensors, prefills) for each in self.attentions}
 
     def _layers(
-        self, num_tokens: int, metadata: dict[GroupAttention, AttentionMetadata], indices: Tensor | None
+        self,
+        num_tokens: int,
+        metadata: dict[GroupAttention, AttentionMetadata],
+        indices: Tensor | None,
+        adapters: kernels.AdapterTokens | None,
     ) -> Tensor:
         hidden = None if self._link is None else self._link.received(num_tokens)
         ids, positions = self.step.input_ids[:num_tokens], self.step.positions[:num_tokens]
         attention = [metadata[each] for each in self._own]
-        return self.model(ids, positions, self.kv_cache, attention, hidden, indices)
+        return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters)
 
 
 class EagerSteps:
@@ -126,5 +146,5 @@ class EagerSteps:
         if not step.only_decodes:
             lens = step.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             prefills = Prefills(*lens, forward.device.upload)
-        size = StepSize(packed.num_seqs, packed.num_tokens, n)
+        size = StepSize(packed.num_seqs, packed.num_tokens, n, has_adapters=step.has_adapters)
         return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
+from engine.core.engine_request import Adapter
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
@@ -26,6 +28,7 @@ class Row:
     num_prompt_tokens: int
     sampling: SamplingParams
     pooling: PoolingParams | None  # the request wants an embedding and no tokens
+    adapter: int = -1  # slot of its LoRA adapter; -1: none
 
 
 class Members:
@@ -41,6 +44,7 @@ class Members:
         np.add.accumulate(self.query_lens, out=self.query_start[1:])
         self.indices = {request_id: i for i, request_id in enumerate(batch.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
+        self.has_adapters = any(row.adapter >= 0 for row in self.rows)
 
 
 class BatchSamples:
@@ -108,6 +112,7 @@ class InputBatch:
         """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`.
         `samples_per_seq`: as that of the step's `kernels.data.layout.Samples`.
         """
+        self.slot_of: Callable[[Adapter | None], int] = lambda adapter: -1  # see `AdapterSlots.slot_of`
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.samples_per_seq = samples_per_seq
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
@@ -142,7 +147,9 @@ class InputBatch:
         for new, record, values in zip(new_requests, records, floats, strict=True):
             sampling, index = new.request.sampling, self._free.pop()
             tokens = np.array(new.token_ids, dtype=np.int32)
-            row = Row(index, tokens, new.num_prompt_tokens, sampling, new.request.pooling)
+            row = Row(
+                index, tokens, new.num_prompt_tokens, sampling, new.request.pooling, self.slot_of(new.request.adapter)
+            )
             rows.append(row)
             self.rows[new.request_id] = row
             self._num_computed[index], self._num_known[index] = new.num_computed_tokens, len(tokens)
@@ -150,7 +157,7 @@ class InputBatch:
             self.num_scored += sampling.prompt_logprobs is not None
             self.num_pooled += new.request.pooling is not None
             record[layout.NUM_COMPUTED], record[layout.SEED] = new.num_computed_tokens, new.seed
-            record[layout.TOP_K] = max(sampling.top_k, 0)
+            record[layout.TOP_K], record[layout.ADAPTER] = max(sampling.top_k, 0), row.adapter + 1
             values[layout.TEMPERATURE], values[layout.TOP_P] = sampling.temperature, sampling.top_p
             values[layout.MIN_P] = sampling.min_p
         at = self.device.upload(torch.tensor([row.index for row in rows]))

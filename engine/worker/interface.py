@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
 
 from engine.core.batch import SchedulerOutput, StepResult
+from engine.core.engine_request import Adapter
 from engine.core.kv.cache_groups import CacheGroup
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
 
@@ -62,6 +64,10 @@ class Runner(Protocol):
     @property
     def kv_cache_bytes(self) -> int: ...
     def launch(self, output: SchedulerOutput) -> Handle: ...
+    # LoRA adapters, see `AdapterSlots`:
+    def load_adapter(self, adapter: Adapter) -> Future[None]: ...
+    def drop_adapter(self, adapter: Adapter) -> None: ...
+    def place_adapter(self, adapter: Adapter, slot: int) -> None: ...
     def reset(self) -> None: ...
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None: ...  # None: it cannot be used
     def close(self) -> None: ...

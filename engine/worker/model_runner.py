@@ -7,14 +7,17 @@ stays on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 import kernels
 from engine.core.batch import SchedulerOutput
+from engine.core.engine_request import Adapter
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.worker.adapter_slots import AdapterSlots
 from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.cuda_graphs import graph_sizes
@@ -52,8 +55,13 @@ class ModelRunner:
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups = len(self.cache_groups)
+        self.adapters: AdapterSlots | None = None
+        if options.adapters is not None:
+            self.adapters = AdapterSlots(model, spec, options.adapters, options.dtype, self.device)
         self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device, options.num_step_buffers)
-        self.forward = ForwardPass(model, self.kv_layout, options, self.batch.state, link)
+        if self.adapters is not None:
+            self.batch.slot_of = self.adapters.slot_of
+        self.forward = ForwardPass(model, self.kv_layout, options, self.batch.state, link, self.adapters)
         step = self.forward.step
         self.sampler = Sampler(
             self.batch, step, spec.eos_token_ids, spec.vocab_size, options.max_model_len, options.num_stages
@@ -92,6 +100,8 @@ class ModelRunner:
         """Release the device's memory."""
         self.executors = []
         self.forward.kv_cache = []
+        if self.adapters is not None:
+            self.adapters.close()
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -101,6 +111,23 @@ class ModelRunner:
         self.sampler.clear()
         self._sampling.clear()
         self.device.reset_peak_memory()
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """See `AdapterSlots.load`."""
+        return self._slots.load(adapter)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """See `AdapterSlots.drop`."""
+        self._slots.drop(adapter)
+
+    def place_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `AdapterSlots.place`."""
+        self._slots.place(adapter, slot)
+
+    @property
+    def _slots(self) -> AdapterSlots:
+        assert self.adapters is not None
+        return self.adapters
 
     def update_rows(self, output: SchedulerOutput) -> None:
         """Free the rows of removed requests and give rows to new ones."""
@@ -113,6 +140,8 @@ class ModelRunner:
         """Queue a step. Does not wait for the device."""
         self.update_rows(output)
         step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
+        if self.adapters is not None and self.batch.members(output.batch).has_adapters:
+            step = step._replace(has_adapters=True)
         if self._expert_load is not None and not step.only_decodes and self._expert_load.begin():
             step = step._replace(counts_experts=True)
         executor, padding = self._executor(step)

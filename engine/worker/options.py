@@ -12,6 +12,14 @@ RING = 3  # minimum number of buffers for data that the CPU and the device excha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """LoRA adapters that a model may have at a time."""
+
+    num_slots: int  # adapters that steps can use
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
     """The options of a model runner. All values are resolved: none is "auto"."""
 
@@ -33,6 +41,7 @@ class RunnerOptions:
     enforce_eager: bool = False
     compress_experts: bool = False  # without loss, where kernels can multiply by them so
     expert_load_interval: int = 0  # count experts' tokens in every n-th step with prompts; 0: never
+    adapters: AdapterOptions | None = None  # None: no LoRA
     num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
     num_stages: int = 1  # pipeline stages, of successive layers
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.models.attention import Attention
@@ -27,6 +27,7 @@ from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, WHOLE, Communicator, Shard, SingleRank, Stage
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
+from engine.worker.adapter_slots import DUMMY
 from engine.worker.attention.group_attention import StepLens
 from engine.worker.captured_steps import MAX_SEQS, CapturedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
@@ -129,7 +130,8 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
         for size in reversed(graph_sizes(max_num_seqs)):
             # Powers of two and the sizes halfway between: other sizes use the same kernels.
             if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
-                outputs = runner.decode_step.run(packed, size)
+                for has_adapters in _kinds(runner):
+                    outputs = runner.decode_step.run(packed, size, has_adapters)
                 if runner.decode_step.is_last:
                     runner.decode_step.sample_filtered(*outputs)
     runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
@@ -182,12 +184,22 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size, and small steps with prefill."""
     sizes, forward = graph_sizes(runner.options.max_num_seqs), runner.forward
     buffer = _packed_steps(runner, sizes[-1])
-    decodes = DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress)
-    executors: list[Executor] = [decodes]
+    executors: list[Executor] = [
+        DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress, has_adapters)
+        for has_adapters in _kinds(runner)
+    ]
     if shapes := prefill_shapes(forward, runner.options):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
-        executors.append(PrefillGraphs(runner.device, forward, buffer, shapes, progress))
+        executors += [
+            PrefillGraphs(runner.device, forward, buffer, shapes, progress, has_adapters)
+            for has_adapters in _kinds(runner)
+        ]
     runner.executors = executors
+
+
+def _kinds(runner: ModelRunner) -> tuple[bool, ...]:
+    """Return the kinds of steps: without LoRA adapters, and with them if there may be some."""
+    return (False,) if runner.adapters is None else (False, True)
 
 
 def _packed_steps(runner: ModelRunner, num_seqs: int) -> Tensor:
@@ -206,6 +218,11 @@ def _fullest_steps(runner: ModelRunner) -> None:
 
 def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     """Run full steps by `launch`, all on block 0, to compile every kernel and reach the peak of memory use."""
+    for has_adapters in _kinds(runner):
+        _dummy_run(runner, tokens_each, DUMMY if has_adapters else None)
+
+
+def _dummy_run(runner: ModelRunner, tokens_each: int, adapter: Adapter | None) -> None:
     options = runner.options
     tokens_each = max(min(tokens_each, options.max_model_len - 1), 2)
     num_seqs = max(min(options.max_num_seqs, options.max_num_batched_tokens // tokens_each), 1)
@@ -218,7 +235,13 @@ def dummy_run(runner: ModelRunner, tokens_each: int) -> None:
     )
     ids = [f"dummy-{i}" for i in range(num_seqs)]
     requests = [
-        NewRequest(EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)]), 0, [0] * tokens_each, 0, blocks)
+        NewRequest(
+            EngineRequest(name, [0] * tokens_each, kinds[i % len(kinds)], adapter=adapter),
+            0,
+            [0] * tokens_each,
+            0,
+            blocks,
+        )
         for i, name in enumerate(ids)
     ]
     _run(runner, requests, ScheduledBatch(ids, [tokens_each] * num_seqs, num_seqs * tokens_each, 0, []))

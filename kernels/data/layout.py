@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 # Columns of a row's record. Floats are stored as the bits of a float32.
-NUM_COMPUTED, LAST_TOKEN, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(7)
+NUM_COMPUTED, LAST_TOKEN, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, ADAPTER = range(8)  # ADAPTER: slot + 1; 0: none
 NUM_COLUMNS = 8  # a record is 64 bytes
 
 

@@ -20,6 +20,7 @@ from kernels.reference.latent import (
     latent_attention_prefill,
     rotate_and_store,
 )
+from kernels.reference.lora import lora_add
 from kernels.reference.matmul import (
     linear,
     linear_add,
@@ -80,6 +81,7 @@ __all__ = [
     "linear_add",
     "linear_add_norm",
     "linear_gated",
+    "lora_add",
     "mark_faults",
     "mask_logits",
     "norm_gated",

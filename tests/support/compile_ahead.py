@@ -314,6 +314,18 @@ def prepare() -> None:
         prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
 
 
+def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
+    from kernels.data.lora import LARGE_TILE, SMALL_TILE, AdapterTokens, LoraWeights, RowGroup
+    from kernels.triton.lora import lora_add
+
+    factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
+    down, up = tensor(4, rank, 4096, dtype=dtype), tensor(4, 6144, rank, dtype=dtype)
+    weights = LoraWeights(down, up, factor, factor, groups, tensor(96, 3, dtype=I32))
+    size = LARGE_TILE if tokens > 1000 else SMALL_TILE
+    step = AdapterTokens(tensor(tokens, dtype=I32), tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), size, 4)
+    lora_add(tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype), weights, step)
+
+
 VARIANTS: list[Callable[[], None]] = [
     *(functools.partial(f, dtype) for f in (norm, activation) for dtype in (F32, F16, BF16)),
     functools.partial(sampling, BF16),
@@ -344,6 +356,9 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(experts, 64, "fp8 blocks"),
     functools.partial(experts, 4096, "float"),
     functools.partial(experts, 4096, "int4"),
+    functools.partial(lora, 1, 16, BF16),
+    functools.partial(lora, 1100, 48, F16),
+    functools.partial(lora, 20, 512, F32),
     prepare,
     parts,
     embedding,

@@ -38,11 +38,11 @@ class BlockManager:
     of recurrent layers hold few blocks, see `StateBlocks`.
 
     **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
-    chain starts at `sha256(salt)`. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
-    stands for a whole prefix, equal prefixes have equal names, and a chain survives the eviction and recomputation of a
-    block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two prefixes with the same
-    name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens to compare
-    would take a kilobyte.
+    chain starts at `sha256(salt)`, or with a LoRA adapter at a hash of that and the adapter's version. Name ids are the
+    token ids, except for placeholders (`Request.name_ids`). So a name stands for a whole prefix, equal prefixes have
+    equal names, and a chain survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof
+    of equal content: no one can construct two prefixes with the same name, as would be possible with Python's `hash()`
+    of token tuples. A name takes 32 bytes; the tokens to compare would take a kilobyte.
 
     If two requests compute the same content at the same time, each keeps its own block. The first block is published;
     the other stays private and is empty once it is released.

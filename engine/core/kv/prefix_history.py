@@ -40,7 +40,7 @@ class PrefixHistory:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._continued = RecentHashes(MAX_CONTINUED)
-        self._salts: OrderedDict[int, int] = OrderedDict()  # hash of tenant and first block → hash of the salt
+        self._salts: OrderedDict[int, int] = OrderedDict()  # hash of tenant and first block → that of salt and adapter
 
     def published(self, request: Request, index: int) -> None:
         """Record that a block of the request, whose hashes up to it are known, was published."""
@@ -57,7 +57,7 @@ class PrefixHistory:
         size, sent = self._block_size, request.engine_request
         if not sent.tenant or request.num_prompt_tokens < size:
             return False
-        start, salt = hash((sent.tenant, *request.name_ids(0, size))), hash(sent.cache_salt)
+        start, salt = hash((sent.tenant, *request.name_ids(0, size))), hash(sent.cache_scope)
         last = self._salts.pop(start, salt)
         self._salts[start] = salt
         if len(self._salts) > MAX_STARTS:
@@ -71,7 +71,12 @@ class PrefixHistory:
 
 def salt_hash(request: Request) -> bytes:
     """Return the hash that precedes the request's first block."""
-    return sha256(request.engine_request.cache_salt.encode()).digest()
+    sent = request.engine_request
+    salted = sha256(sent.cache_salt.encode()).digest()
+    if sent.adapter is None:
+        return salted
+    # A byte that no salt contains, as UTF-8 has none such: a salt cannot be chosen to lead to an adapter's blocks.
+    return sha256(salted + bytes.fromhex(sent.adapter.version) + b"\xff").digest()
 
 
 def _parent(request: Request, index: int) -> bytes:

@@ -15,6 +15,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,6 +28,7 @@ import numpy as np
 import torch.distributed as dist
 
 from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
+from engine.core.engine_request import Adapter
 from engine.core.kv.cache_groups import CacheGroup
 from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
@@ -79,6 +81,14 @@ class Reset:
     """A step has failed: forget all rows and steps, connect anew, and answer []. Ranks that failed wait for this."""
 
     rendezvous: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCall:
+    """Call a method of the runner about a LoRA adapter, as rank 0 does."""
+
+    method: str
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,10 +381,25 @@ class RankedRunner:
         finish(deferred)
         self._check_others(confirm)
 
-    def _tell(self, message: Launch | Sample | Reset | OpenFile | FileCall | Close) -> None:
+    def _tell(self, message: Launch | Sample | Reset | OpenFile | FileCall | AdapterCall | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self.followers:
             follower.send(data)
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """See `AdapterSlots.load`. Each rank reads its part of the files in a thread."""
+        self._tell(AdapterCall("load_adapter", (adapter,)))
+        return self._runner.load_adapter(adapter)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """See `AdapterSlots.drop`."""
+        self._tell(AdapterCall("drop_adapter", (adapter,)))
+        self._runner.drop_adapter(adapter)
+
+    def place_adapter(self, adapter: Adapter, slot: int) -> None:
+        """See `AdapterSlots.place`. A follower that could not read its part, though this rank could, ends."""
+        self._tell(AdapterCall("place_adapter", (adapter, slot)))
+        self._runner.place_adapter(adapter, slot)
 
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
         """Open rank 0's file, which calls the followers' files. Returns None if a rank's file cannot be used."""
@@ -432,6 +457,8 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 file = runner.open_block_file(build.own_file(file_options, folder), leader)
             case FileCall(method, arguments):
                 getattr(file, method)(*arguments)
+            case AdapterCall(method, arguments):
+                getattr(runner, method)(*arguments)
             case Close():
                 break
     _leave(runner)

@@ -1,0 +1,375 @@
+"""LoRA adapters of a decoder: which layers may have them, where they lie in a slot, and how PEFT's tensors fill it.
+
+A slot is one piece of memory for each dtype, so that loading an adapter into it takes two copies.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+import kernels
+from engine.models.attention import Attention
+from engine.models.decoder import Decoder
+from engine.models.errors import ModelError
+from engine.models.formats.floats import FloatFormat
+from engine.models.latent import LatentAttention
+from engine.models.layers import Linear
+from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
+from engine.models.matrix import FLOAT_DTYPES, Part
+from engine.models.mlp import MLP
+from engine.models.shard import Span
+from engine.models.spec import ModelSpec
+from engine.utils.folder_files import open_file
+
+ALIGNMENT = 64  # values: addresses of a matrix in a slot
+RANKS = 16  # a slot's ranks are padded to a multiple
+EYE_ROWS = 256  # rows of the identity that a packed matrix is multiplied by at a time
+PREFIX = "base_model.model."  # of PEFT's names
+# The end of a tensor's name → what it is. PEFT writes an adapter's name only while it has several.
+KINDS = re.compile(
+    r"(?P<module>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.(?:weight|default|default\.weight))?"
+    r"|lora_B\.(?P<lora_bias>bias)|(?:base_layer\.)?(?P<bias>bias))"
+)
+WHOLE_MODULE = re.compile(r"(embed|wte|lm_head|lora_embedding_)")
+
+
+class Target(NamedTuple):
+    """One projection of a linear layer: a matrix of the checkpoint that an adapter may change."""
+
+    layer: int  # index in `AdapterLayout.layers`
+    group: int  # of A
+    part: Part
+    first_row: int  # of the part, in the layer's result
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """A linear layer, and where its adapter lies in a slot."""
+
+    linear: Linear
+    groups: tuple[kernels.RowGroup, ...]
+    num_ranks: int  # rows of A of all groups
+    down: int  # offset in the slot's values: [num_ranks, in]
+    up: int  # [out, R]
+    factor: int  # offset in the slot's floats: [out]
+    shift: int  # [out]
+
+    @property
+    def out(self) -> int:
+        return self.linear.num_rows
+
+    @property
+    def channels(self) -> int:
+        return len(self.linear.columns)
+
+    @property
+    def adds_shift(self) -> bool:
+        """True unless other ranks compute partial sums of the same result, of which one has the bias."""
+        return len(self.linear.columns) == self.linear.columns.total or self.linear.shard.rank == 0
+
+
+@dataclass(slots=True)
+class LoadedAdapter:
+    """One rank's part of an adapter in host memory, as a slot holds it. DoRA's factors need the base weights."""
+
+    values: Tensor  # [V], in the model's dtype
+    floats: Tensor  # [F] float32
+    magnitudes: dict[int, Tensor] = field(default_factory=dict)  # layer → [out] float32; NaN: no DoRA
+    biases: dict[int, Tensor] = field(default_factory=dict)  # layer → [out] float32 instead of the base's; NaN: that
+
+
+class AdapterLayout:
+    """The layers of a decoder that may have adapters: those of attention and of dense MLPs."""
+
+    def __init__(self, model: Decoder, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> None:
+        """`model`: may be on the "meta" device. `max_rank`: the most that an adapter's rank may be."""
+        self.spec, self.max_rank, self.dtype = spec, max_rank, dtype
+        self.rank = -(-max_rank // RANKS) * RANKS
+        self.layers: list[LayerLayout] = []
+        self.targets: dict[str, list[Target]] = {}  # a matrix's name in the checkpoint → where it is computed
+        self.num_values = self.num_floats = 0
+        for linear in _adaptable(model):
+            self._add(linear)
+        self._norms: dict[int, Tensor] = {}  # layer → squared norms of this rank's part of each row [out] float32
+
+    def _add(self, linear: Linear) -> None:
+        names = list(dict.fromkeys(part.name for part in linear.parts))
+        groups, start = [], 0
+        for part in linear.parts:
+            group = names.index(part.name)
+            self.targets.setdefault(part.name, []).append(Target(len(self.layers), group, part, start))
+            groups.append(kernels.RowGroup(start, start + len(part.rows), group))
+            start += len(part.rows)
+        num_ranks, out = len(names) * self.rank, linear.num_rows
+        down = self.num_values
+        up = _aligned(down + num_ranks * len(linear.columns))
+        factor = self.num_floats
+        shift = _aligned(factor + out)
+        self.num_values, self.num_floats = _aligned(up + out * self.rank), _aligned(shift + out)
+        self.layers.append(LayerLayout(linear, tuple(groups), num_ranks, down, up, factor, shift))
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.num_values * self.dtype.itemsize + self.num_floats * 4
+
+    def attach(self, values: Tensor, floats: Tensor) -> None:
+        """Let the layers read adapters from slots: values [S, V], floats [S, F] float32, which become empty slots."""
+        values.zero_()
+        for layer in self.layers:
+            down, up = self._matrices(layer, values)
+            factor, shift = self._vectors(layer, floats)
+            factor.fill_(1.0)
+            shift.zero_()
+            blocks = kernels.LoraWeights.blocks_of(layer.groups, values.device)
+            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, blocks)
+
+    def _matrices(self, layer: LayerLayout, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the views A [..., G · R, in] and B [..., out, R] of values [..., V]."""
+        sizes = layer.num_ranks * layer.channels, layer.out * self.rank
+        down, up = (values.narrow(-1, at, size) for at, size in zip((layer.down, layer.up), sizes, strict=True))
+        return down.unflatten(-1, (layer.num_ranks, layer.channels)), up.unflatten(-1, (layer.out, self.rank))
+
+    @staticmethod
+    def _vectors(layer: LayerLayout, floats: Tensor) -> tuple[Tensor, Tensor]:
+        return floats.narrow(-1, layer.factor, layer.out), floats.narrow(-1, layer.shift, layer.out)
+
+    def read(self, folder: Path, into: LoadedAdapter) -> None:
+        """Read this rank's part of the adapter in `folder`, whose memory may hold an older one.
+
+        Raises `ModelError` with a message of one line for an adapter that does not fit this model or is damaged.
+        """
+        config = read_adapter_config(folder)
+        if config.most_rank > self.max_rank:
+            raise ModelError(
+                f"{config.path}: rank {config.most_rank}, above max_lora_rank={self.max_rank}; start with more"
+            )
+        into.values.zero_()
+        for layer in self.layers:
+            factor, shift = self._vectors(layer, into.floats)
+            factor.fill_(1.0)
+            shift.zero_()
+        into.magnitudes, into.biases = {}, {}
+        path = folder / WEIGHTS
+        try:
+            open_file(path, folder).close()
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                found = self._checked(config, opened)
+                for name, tensor in found.items():
+                    self._fill(config, name, tensor, opened.get_tensor(name), into)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: corrupt or truncated safetensors file ({error}); download it again") from None
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if not (torch.isfinite(into.values).all() and torch.isfinite(into.floats).all()):
+            raise ModelError(f"{path}: holds values beyond the range of {_name(self.dtype)}")
+
+    def _checked(self, config: AdapterConfig, opened: Any) -> dict[str, _PeftTensor]:
+        """Return what each tensor is, before any is read. Raises `ModelError` if one does not fit."""
+        path, found = config.path.parent / WEIGHTS, {}
+        halves: dict[str, set[str]] = {}
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            tensor = self._tensor(config, name)
+            header = opened.get_slice(name)
+            if header.get_dtype() not in FLOAT_DTYPES:
+                raise ModelError(f"{path}: {name!r} is stored as {header.get_dtype()}, adapters are floats")
+            want, has = self._shape(config, tensor), header.get_shape()
+            if has != want:
+                raise ModelError(f"{path}: {name!r} has shape {has}, it must be {want}{_other_base(config)}")
+            found[name] = tensor
+            halves.setdefault(tensor.module, set()).add(tensor.kind)
+        for module, kinds in halves.items():
+            if (lacking := {"lora_A", "lora_B"} - kinds) and kinds != {"bias"}:
+                raise ModelError(f"{path}: lacks {', '.join(sorted(lacking))} of {module!r}; download it again")
+        if not found:
+            raise ModelError(f"{path}: holds no tensors")
+        return found
+
+    def _tensor(self, config: AdapterConfig, name: str) -> _PeftTensor:
+        path = config.path.parent / WEIGHTS
+        match = KINDS.fullmatch(name.removeprefix(PREFIX))
+        if match is None or "lora_embedding" in name:
+            what = "retrained embeddings or an output head" if WHOLE_MODULE.search(name) else "a tensor of another kind"
+            raise ModelError(f"{path}: holds {name!r}, {what}, which is not served; {ADVICE}")
+        module = match["module"]
+        kind = match["kind"] or ("lora_bias" if match["lora_bias"] else "bias")
+        for candidate in (module, "model." + module):
+            ours = _renamed(candidate, self.spec)
+            if ours in self.targets:
+                return _PeftTensor(kind, module, ours)
+        if ".experts" in module:
+            raise ModelError(f"{path}: changes experts ({module}), which is not served; {ADVICE}")
+        if WHOLE_MODULE.search(module):
+            raise ModelError(f"{path}: changes {module}, an embedding or output head, which is not served; {ADVICE}")
+        raise ModelError(
+            f"{path}: changes {module}, which is no linear layer of attention or of a dense MLP here"
+            f"{_other_base(config)}"
+        )
+
+    def _shape(self, config: AdapterConfig, tensor: _PeftTensor) -> list[int]:
+        """Return the shape that a tensor must have: that of the whole matrix, over all ranks."""
+        target = self.targets[tensor.target][0]
+        out, rank = target.part.rows.total, config.rank_of(tensor.module)
+        if tensor.kind == "lora_A":
+            return [rank, self.layers[target.layer].linear.columns.total]
+        return [out, rank] if tensor.kind == "lora_B" else [out]
+
+    def _fill(self, config: AdapterConfig, name: str, tensor: _PeftTensor, value: Tensor, into: LoadedAdapter) -> None:
+        """Write this rank's part of a tensor."""
+        if not torch.isfinite(value).all():
+            raise ModelError(f"{config.path.parent / WEIGHTS}: {name!r} holds NaN or infinity")
+        scale = config.scale_of(tensor.module)
+        for target in self.targets[tensor.target]:
+            layer = self.layers[target.layer]
+            down, up = self._matrices(layer, into.values)
+            _, shift = self._vectors(layer, into.floats)
+            rows = slice(target.first_row, target.first_row + len(target.part.rows))
+            if tensor.kind == "lora_A":
+                first = target.group * self.rank
+                down[first : first + len(value)] = value[:, _index(layer.linear.columns)]
+                continue
+            own = value[_index(target.part.rows)]
+            if tensor.kind == "lora_B":
+                up[rows, : own.shape[1]] = (own.float() * scale).to(self.dtype)
+            elif tensor.kind == "lora_magnitude_vector":
+                _unset(into.magnitudes, target.layer, layer.out)[rows] = own
+            elif tensor.kind == "bias":
+                _unset(into.biases, target.layer, layer.out)[rows] = own
+            elif layer.adds_shift:
+                shift[rows] += own.float() * scale
+
+    def place(self, adapter: LoadedAdapter, slot: int, values: Tensor, floats: Tensor) -> None:
+        """Copy an adapter into a slot of values [S, V] and floats [S, F]. All ranks of a model do so together."""
+        values[slot].copy_(adapter.values, non_blocking=True)
+        floats[slot].copy_(adapter.floats, non_blocking=True)
+        for index, magnitude in adapter.magnitudes.items():
+            self._apply_dora(index, slot, magnitude.to(values.device))
+        for index, layer in enumerate(self.layers):
+            if index not in adapter.magnitudes and index not in adapter.biases:
+                continue
+            weights, bias = layer.linear.adapters, layer.linear.bias
+            assert weights is not None
+            factor, shift = weights.factor[slot], weights.shift[slot]
+            old = torch.zeros_like(factor) if bias is None else bias.float()
+            new = adapter.biases.get(index)
+            new = old if new is None else torch.where(torch.isnan(new), old.cpu(), new).to(values.device)
+            if layer.adds_shift:
+                shift += new - factor * old
+
+    def _apply_dora(self, index: int, slot: int, magnitude: Tensor) -> None:
+        """Scale each row of W + B · A to the length `magnitude` [out]; NaN: leave it."""
+        layer = self.layers[index]
+        weights, linear = layer.linear.adapters, layer.linear
+        assert weights is not None
+        if index not in self._norms:
+            self._norms[index] = _squared_norms(linear)
+        down, up = weights.down[slot], weights.up[slot].float()
+        crossed = _products(linear, down)  # A · Wᵀ [G · R, out]
+        squared = self._norms[index].clone()
+        for start, stop, group in layer.groups:
+            own = slice(group * self.rank, (group + 1) * self.rank)
+            a, b = down[own].float(), up[start:stop]
+            squared[start:stop] += 2 * (crossed[own, start:stop].T * b).sum(1) + (b @ (a @ a.T) * b).sum(1)
+        if len(linear.columns) < linear.columns.total:  # each rank has some channels of all rows
+            squared = linear.communicator.all_reduce(squared.unsqueeze(0)).squeeze(0)
+        factor = torch.where(torch.isnan(magnitude), 1.0, magnitude / squared.clamp(min=1e-30).sqrt())
+        weights.factor[slot] = factor
+        weights.up[slot] = (up * factor.unsqueeze(1)).to(self.dtype)
+
+
+class _PeftTensor(NamedTuple):
+    kind: str  # lora_A, lora_B, lora_bias, lora_magnitude_vector, or bias: the base layer's own, retrained
+    module: str  # its name in the base model, as PEFT knows it
+    target: str  # in `AdapterLayout.targets`
+
+
+def _adaptable(model: Decoder) -> Iterator[Linear]:
+    for owner in model.modules():
+        if isinstance(owner, (Attention, LatentAttention, MLP)):
+            for linear in owner.children():
+                if type(linear) is Linear:
+                    yield linear
+
+
+def _renamed(module: str, spec: ModelSpec) -> str:
+    """Return a module's name in the checkpoint, as layers declare it."""
+    name = module + ".weight"
+    for theirs, ours in spec.names:
+        name = name.replace(theirs, ours)
+    return name.removesuffix(".weight")
+
+
+def _aligned(offset: int) -> int:
+    return math.ceil(offset / ALIGNMENT) * ALIGNMENT
+
+
+def _index(span: Span) -> slice:
+    return slice(span.start, span.stop, span.step)
+
+
+def _unset(of_layers: dict[int, Tensor], index: int, size: int) -> Tensor:
+    if index not in of_layers:
+        of_layers[index] = torch.full((size,), math.nan)
+    return of_layers[index]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _other_base(config: AdapterConfig) -> str:
+    named = f" ({config.path.name} names {config.base})" if config.base else ""
+    return f": the adapter is for another base model{named}"
+
+
+def _squared_norms(linear: Linear) -> Tensor:
+    """Return the squared norm of each row of this rank's part of W: [out] float32."""
+    if (weight := _plain(linear)) is not None:
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
+    norms = torch.zeros(linear.num_rows, device=_device(linear))
+    for rows in _columns_of(linear):
+        norms += rows.float().square().sum(0)
+    return norms
+
+
+def _products(linear: Linear, x: Tensor) -> Tensor:
+    """Return x [n, in] · Wᵀ as [n, out] float32, without rounding x where GEMMs of the weight do so."""
+    if (weight := _plain(linear)) is not None:
+        return nn.functional.linear(x, weight).float()
+    if isinstance(linear.format, FloatFormat):
+        return kernels.linear(x.contiguous(), linear.weight).float()
+    found, at = torch.zeros(len(x), linear.num_rows, device=x.device), 0
+    for rows in _columns_of(linear):
+        found += x[:, at : at + len(rows)].float() @ rows.float()
+        at += len(rows)
+    return found
+
+
+def _plain(linear: Linear) -> Tensor | None:
+    """Return W [out, in] if it is or can be made a plain tensor."""
+    weight = linear.weight
+    if isinstance(weight, kernels.QuantizedWeight):
+        return None if weight.is_cpu else kernels.dequantize(weight.codes, weight, linear.dtype)
+    return weight if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 else None
+
+
+def _columns_of(linear: Linear) -> Iterator[Tensor]:
+    """Yield the columns of W in order, as rows [n, out]: a packed matrix is read by multiplying by it."""
+    channels, device = len(linear.columns), _device(linear)
+    for first in range(0, channels, EYE_ROWS):
+        count = min(EYE_ROWS, channels - first)
+        eye = torch.zeros(count, channels, dtype=linear.dtype, device=device)
+        eye[torch.arange(count), torch.arange(first, first + count)] = 1
+        yield kernels.linear(eye, linear.weight)
+
+
+def _device(linear: Linear) -> torch.device:
+    return linear.weight.device

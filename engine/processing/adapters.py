@@ -1,0 +1,29 @@
+"""LoRA adapters as users name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.core.engine_request import Adapter
+from engine.models.lora import adapter_version, read_adapter_config
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter for requests of `LLM`: its name, a number that has no effect, and its folder, as in vLLM."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+def find_adapter(name: str, path: str) -> Adapter:
+    """Return the adapter in a folder as it is now. Raises `ModelError` if its files are missing or of another kind.
+
+    Reads only the small file. The engine reads and checks the weights.
+    """
+    folder = Path(path).expanduser()
+    version = adapter_version(folder)
+    read_adapter_config(folder)
+    return Adapter(name, str(folder.resolve()), version)

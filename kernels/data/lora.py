@@ -1,0 +1,91 @@
+"""LoRA adapters of one linear layer, and which token of a step uses which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 64  # rows of a layer's result that a program computes
+SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
+LARGE_STEP = 1024  # tokens from which tiles are large
+
+
+class RowGroup(NamedTuple):
+    """Rows [start, stop) of a layer's result that share one A."""
+
+    start: int
+    stop: int
+    number: int  # of their A
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraWeights:
+    """The adapters of a linear layer in S slots: y → factor · y + up · (down · x) + shift.
+
+    In an empty slot, and where an adapter leaves a layer as it is, `down`, `up` and `shift` are 0, `factor` is 1.
+    Stacked projections have an A each: the rows of group g use R rows of `down` from g · R on.
+    """
+
+    down: Tensor  # [S, G · R, in]: A; the slot's stride is free
+    up: Tensor  # [S, out, R]: B, scaled; the slot's stride is free
+    factor: Tensor  # [S, out] float32: 1, except with DoRA; the slot's stride is free
+    shift: Tensor  # [S, out] float32, with the strides of `factor`
+    groups: tuple[RowGroup, ...]  # all rows, in order
+    blocks: Tensor  # [N, 3] int32: first row, end and group of at most `BLOCK_ROWS` rows
+
+    @property
+    def rank(self) -> int:
+        """R: the most that an adapter's rank may be, padded."""
+        return self.up.shape[2]
+
+    @staticmethod
+    def blocks_of(groups: Sequence[RowGroup], device: torch.device) -> Tensor:
+        """Return `blocks` of these groups."""
+        blocks = [
+            (first, min(first + BLOCK_ROWS, stop), number)
+            for start, stop, number in groups
+            for first in range(start, stop, BLOCK_ROWS)
+        ]
+        return torch.tensor(blocks, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterTokens:
+    """The slots of a step's T tokens, and the tokens sorted by slot in tiles that have one slot each.
+
+    All shapes depend on T alone, so that a CUDA graph can compute them.
+    """
+
+    slots: Tensor  # [T] int32: -1: no adapter
+    order: Tensor  # [T] int32: tokens sorted by slot, those without an adapter last
+    tiles: Tensor  # [N, 3] int32: slot, first and end in `order`; slot -1: an unused tile
+    tile_tokens: int  # most tokens of a tile
+    num_slots: int
+
+    def __getitem__(self, tokens: slice | Tensor) -> AdapterTokens:
+        """Return the slots of some of the tokens, sorted anew."""
+        return AdapterTokens.of(self.slots[tokens], self.num_slots)
+
+    @classmethod
+    def of(cls, slots: Tensor, num_slots: int) -> AdapterTokens:
+        """slots [T] int32, each below `num_slots`. Does not wait for the device."""
+        count, device = len(slots), slots.device
+        size = LARGE_TILE if count >= LARGE_STEP else SMALL_TILE
+        keys = torch.where(slots < 0, num_slots, slots).long()
+        order = torch.argsort(keys, stable=True)
+        counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_slots]
+        token_ends, num_tiles = counts.cumsum(0), (counts + size - 1) // size
+        tile_ends = num_tiles.cumsum(0)
+        index = torch.arange(count // size + min(num_slots, count), device=device)
+        found = torch.searchsorted(tile_ends, index, right=True)
+        slot = found.clamp(max=num_slots - 1)
+        first = token_ends[slot] - counts[slot] + (index - tile_ends[slot] + num_tiles[slot]) * size
+        end = torch.minimum(first + size, token_ends[slot])
+        used = found < num_slots
+        tiles = torch.stack([torch.where(used, each, no) for each, no in ((slot, -1), (first, 0), (end, 0))], 1)
+        return cls(slots, order.int(), tiles.int(), size, num_slots)

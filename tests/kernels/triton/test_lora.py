@@ -1,0 +1,46 @@
+"""Adapters of a layer in Triton's interpreter, against merged matrices in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels import AdapterTokens
+from kernels.triton.lora import lora_add
+from tests.oracles.random_adapters import merged, random_slots
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rank", "channels", "group_rows", "dtype"),
+    [
+        (1, 16, 96, (80,), torch.float32),  # fewer channels than a step of the loop
+        (5, 16, 700, (96, 32, 32), torch.float32),  # several parts of the channels
+        (70, 32, 128, (70, 70), torch.float32),  # several tiles of a slot
+        (33, 48, 512, (72, 24, 24), torch.float32),  # no power of two
+        (9, 16, 256, (128,), torch.float16),
+    ],
+)
+def test_adapters_change_their_tokens_as_merged_matrices_do(
+    num_tokens: int, rank: int, channels: int, group_rows: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = random_slots(4, rank, channels, group_rows, dtype=dtype)
+    slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32)
+    slots[0] = 2
+    x = torch.randn(num_tokens, channels + 8).to(dtype)[:, :channels]  # rows that lie apart
+    y = torch.randn(num_tokens, sum(group_rows) + 8).to(dtype)[:, : sum(group_rows)]
+    want = merged(y, x, weights, slots)
+    got = lora_add(y, x, weights, AdapterTokens.of(slots, 4))
+    assert got is y
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+
+
+def test_large_steps_have_large_tiles() -> None:
+    torch.manual_seed(0)
+    slots = torch.full((1030,), -1, dtype=torch.int32)
+    slots[500:600] = 1
+    weights, tokens = random_slots(2, 16, 64, (64,)), AdapterTokens.of(slots, 2)
+    x, y = torch.randn(1030, 64), torch.randn(1030, 64)
+    want = merged(y, x, weights, slots)
+    torch.testing.assert_close(lora_add(y, x, weights, tokens).double(), want, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,79 @@
+"""Random adapters: of one layer in slots, and whole PEFT folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.models.adapters import PREFIX
+from engine.models.lora import WEIGHTS
+from kernels.data.lora import LoraWeights, RowGroup
+
+
+def random_slots(
+    num_slots: int,
+    rank: int,
+    channels: int,
+    group_rows: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LoraWeights:
+    """Return adapters in every slot of a layer with stacked projections of `group_rows` rows each."""
+    out, count = sum(group_rows), len(group_rows)
+    ends = torch.tensor(group_rows).cumsum(0).tolist()
+    groups = tuple(
+        RowGroup(end - rows, end, index) for index, (end, rows) in enumerate(zip(ends, group_rows, strict=True))
+    )
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    # Slots that lie apart, as in a runner.
+    down = (random(num_slots, 2 * count * rank, channels) / channels**0.5).to(dtype)[:, : count * rank]
+    up = (random(num_slots, 2 * out, rank) / rank**0.5).to(dtype)[:, :out]
+    factor, shift = (1 + 0.1 * random(num_slots, 3 * out))[:, :out], random(num_slots, 3 * out)[:, :out]
+    blocks = LoraWeights.blocks_of(groups, torch.device(device))
+    return LoraWeights(down, up, factor, shift, groups, blocks)
+
+
+def merged(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:
+    """Return a layer's result y [T, out] for x [T, in] with each token's adapter, in float64, by merged matrices."""
+    rank, result = weights.rank, y.double().clone()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            matrix = torch.cat(
+                [
+                    weights.up[slot, start:stop].double() @ weights.down[slot, g * rank : (g + 1) * rank].double()
+                    for start, stop, g in weights.groups
+                ]
+            )
+            result[token] = result[token] * weights.factor[slot] + matrix @ x[token].double() + weights.shift[slot]
+    return result
+
+
+def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Write an adapter as PEFT does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8} | config))
+    save_file({PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    return folder
+
+
+def random_adapter(
+    shapes: dict[str, tuple[int, int]], rank: int, generator: torch.Generator, *, dora: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors of an adapter. `shapes`: module → [out, in]."""
+    tensors: dict[str, Tensor] = {}
+    for module, (out, channels) in shapes.items():
+        tensors[module + ".lora_A.weight"] = torch.randn(rank, channels, generator=generator) / channels**0.5
+        tensors[module + ".lora_B.weight"] = torch.randn(out, rank, generator=generator) / rank**0.5
+        if dora:
+            tensors[module + ".lora_magnitude_vector"] = torch.rand(out, generator=generator) * 2 + 1
+    return tensors
