@@ -76,11 +76,11 @@ class AdaptedRequests:
         return found[1]
 
     def _make_room(self) -> bool:
-        """Drop adapters from host memory until there is room for one more; those that are waited for stay. Returns
-        whether there is room.
+        """Drop adapters from host memory until there is room for one more; those that wait for a slot stay.
+        Returns whether there is room.
         """
         done = [version for version, (_, ready) in self._loaded.items() if ready.done()]
-        unwanted = [version for version in done if version not in self._held]
+        unwanted = [version for version in done if version not in self._held or version in self._used]
         for version in unwanted[: max(len(self._loaded) + 1 - self._max_loaded, 0)]:
             self._forget(version)
         return len(self._loaded) < self._max_loaded
@@ -134,9 +134,11 @@ class AdaptedRequests:
         for version, held in list(self._held.items()):
             slot = self._slot_of(version)
             if slot is None:
-                if version not in self._loaded and not self._make_room():
+                if version not in self._loaded:
+                    if self._make_room():
+                        self.load(held.adapter)
                     continue
-                ready = self.load(held.adapter)
+                _, ready = self._loaded[version]
                 if not ready.done():
                     continue
                 if (failed := ready.exception()) is not None:

@@ -41,7 +41,7 @@ class EngineRequest:
 
     @property
     def cache_scope(self) -> str:
-        """What requests must have in common to share cached blocks, beside tokens: for choosing a replica."""
+        """A text that is equal for requests that may use each other's cached blocks: for choosing a replica."""
         return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.version}"
 
     @property

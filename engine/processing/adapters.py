@@ -1,4 +1,4 @@
-"""LoRA adapters as users name them."""
+"""LoRA adapters as callers of Quire name them."""
 
 from __future__ import annotations
 
