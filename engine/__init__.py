@@ -10,7 +10,7 @@ from engine.version import __version__ as __version__
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.config import EngineConfig
-    from engine.core.engine_request import EngineRequest
+    from engine.core.engine_request import Adapter, EngineRequest
     from engine.core.params.pooling import PoolingParams
     from engine.core.params.sampling import SamplingParams
     from engine.core.params.structured import StructuredOutputs
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "Adapter",
     "AsyncEngine",
     "BeamSearchParams",
     "Classifier",
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Adapter": "engine.core.engine_request",
     "AsyncEngine": "engine.async_engine",
     "BeamSearchParams": "engine.processing.beam_search",
     "Classifier": "engine.models.classifier",

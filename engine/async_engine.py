@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats, total
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError, EngineError, ParameterError
+from engine.models.errors import ModelError
 from engine.models.files import Progress
+from engine.processing.adapters import find_adapter
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
 from engine.replicas.deadline_timers import DeadlineTimers
@@ -222,6 +224,23 @@ class AsyncEngine:
         Raises `EngineDeadError` while a replica has no process.
         """
         return all(await asyncio.gather(*(replica.call("reset_prefix_cache") for replica in self._replicas)))
+
+    @property
+    def serves_adapters(self) -> bool:
+        return self._config.enable_lora
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Return the LoRA adapter in a folder for requests, once all replicas have read and checked it.
+
+        A replica that has dropped it from memory since, or has a new process, reads it again for a request. Raises
+        `ModelError` if it cannot be used, and `EngineDeadError` while a replica has no process.
+        """
+        adapter = await asyncio.to_thread(find_adapter, name, path)
+        fields = {"name": adapter.name, "path": adapter.path, "version": adapter.version}
+        reasons = await asyncio.gather(*(replica.call("load_adapter", **fields) for replica in self._replicas))
+        if reason := next(filter(None, reasons), ""):
+            raise ModelError(reason)
+        return adapter
 
     async def restart(self, drain_seconds: float) -> None:
         """Restart the processes, one replica after the other.

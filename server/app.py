@@ -12,6 +12,7 @@ from fastapi import FastAPI
 import engine as quire
 from server.apis import anthropic, ollama, service
 from server.apis.openai import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -56,6 +57,7 @@ APIS = (
     embeddings.api,
     scores.api,
     models.api,
+    adapters.api,
     not_served.api,
     invocations.api,
     service.api,
@@ -96,6 +98,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.model.adapters.load_configured()
         log_interval = settings.log_stats_interval if log_stats else None
         async with _background_tasks(engine, server_metrics, log_interval):
             try:

@@ -17,6 +17,35 @@ from server.http.api_keys import KeyRing
 from server.parsing.formats import PARSER_NAMES
 from server.parsing.reasoning import REASONING_FORMATS
 
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter of `lora_modules`: NAME=PATH, or a JSON object as vLLM takes it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> LoraModule:
+        """Raise `ConfigError` if the text is neither."""
+        name, equals, path = text.partition("=")
+        fields: Any = {"name": name, "path": path} if equals else None
+        if text.lstrip().startswith("{"):
+            try:
+                fields = json.loads(text)
+            except ValueError:
+                fields = None
+        names = {"name", "path", "base_model_name"}
+        if not isinstance(fields, dict) or not fields.keys() <= names:
+            fields = {}
+        base = fields.get("base_model_name")
+        required = (fields.get("name"), fields.get("path"))
+        if not all(isinstance(each, str) and each for each in required) or not isinstance(base, str | None):
+            raise ConfigError(f'lora_modules must be NAME=PATH or {{"name": …, "path": …}}, got {text!r}')
+        return cls(fields["name"], fields["path"], base)
+
+
 _SERVER_ADDRESS = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?/([\w.~%-]+/)*", re.ASCII)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
@@ -71,6 +100,18 @@ class ServerConfig:
     )
     enable_request_id_headers: bool = flag(
         True, "send an X-Request-Id header with each response: the client's own value if the request has one"
+    )
+
+    lora_modules: tuple[str, ...] = flag(
+        (),
+        "LoRA adapters to serve, each NAME=FOLDER or JSON with name, path and base_model_name; needs enable_lora",
+        metavar="NAME=FOLDER",
+    )
+    lora_folder: str | None = flag(
+        None,
+        "folder of LoRA adapters: one whose folder has the name that a request gives as model is loaded then; "
+        "/v1/load_lora_adapter loads from this folder alone",
+        metavar="FOLDER",
     )
 
     chat_template: str | None = flag(
@@ -170,6 +211,10 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a file, got {path!r}")
         if "" in self.api_key:  # an empty key would protect nothing
             raise ConfigError("api_key must not be empty; is the environment variable set that it comes from?")
+        for module in self.lora_modules:
+            LoraModule.read(module)
+        if self.lora_folder is not None and not Path(self.lora_folder).expanduser().is_dir():
+            raise ConfigError(f"lora_folder must be a folder, got {self.lora_folder!r}")
         self.read_keys()  # like the next line, reports a missing file before the model is loaded
         self.read_chat_template()
         if self.ssl_keyfile and not self.ssl_certfile:

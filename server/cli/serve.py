@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; SIGHUP restarts the engine. The socket is bound before the model is loaded."""
     config, settings = load_with_model(args, EngineConfig, ServerConfig)
+    check_adapters(config, settings)
     from server.observability.logs import RequestFields
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process logs in the same format
@@ -82,6 +83,13 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if settings.uds:
                 Path(settings.uds).unlink(missing_ok=True)
+
+
+def check_adapters(config: EngineConfig, settings: ServerConfig) -> None:
+    """Raise `ConfigError` if adapters are given that are not served."""
+    for name in ("lora_modules", "lora_folder"):
+        if getattr(settings, name) and not config.enable_lora:
+            raise ConfigError(f"{name} needs enable_lora")
 
 
 def listen(settings: ServerConfig) -> socket.socket:

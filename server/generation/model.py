@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from engine import ModelInfo, TokenizerError
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer
+from server.generation.adapters import ServedAdapters
 from server.generation.chat_format import ChatFormats
 from server.generation.conversation import ConversationEncoder, FitText, Prompt
 from server.generation.engine_client import EngineClient
@@ -21,6 +22,7 @@ from server.settings import ServerConfig
 _SHORT_TEXT = 2000  # characters, tokenized in less than a millisecond
 _PART_CHARS = 64 << 10  # of a list of texts, tokenized at a time
 _MANY_CHARS = 128  # most characters per token of the context, where the tokenizer has no bound
+_MOST_NAMED = 20  # served names in an error message
 _SPARE_TOKENS = 64  # beyond those that a truncated prompt keeps: where a text is cut, its tokens change
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ class Model:
         """Raises `ConfigError` if the configured chat template does not compile."""
         self.engine, self._settings, self._workers = engine, settings, workers
         self.names = list(served_model_names)
+        self.adapters = ServedAdapters(engine, settings, self.names)
         self.started = int(time.time())
         self.chats = ChatFormats(engine.model.tokenizer, settings, self.names[0])
         # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
@@ -44,10 +47,16 @@ class Model:
         """The model as the engine describes it."""
         return self.engine.model
 
+    def serves(self, name: str) -> bool:
+        """Return whether this is a name of the model or of one of its adapters."""
+        return name in self.names or self.adapters.find(name) is not None
+
     def check_name(self, name: str | None) -> None:
         """Raise `RequestError` if `name` is not a served name. None and "" stand for the served model."""
-        if name and name not in self.names:
-            reason = f"The model `{name}` does not exist. Served here: {', '.join(self.names)}."
+        if name and not self.serves(name):
+            names = [*self.names, *(each.name for each in self.adapters.all)]
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            reason = f"The model `{name}` does not exist. Served here: {', '.join(names[:_MOST_NAMED])}{more}."
             raise NotFoundError(reason, "model", lead=None)
 
     # ---- text ----

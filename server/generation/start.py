@@ -52,6 +52,7 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
     """Check a request and start its samples. Raises `RequestError`, which uses the field names of the request's API."""
     model, warnings = server.model, warnings.named(request.names)
     with spelled(request.names):
+        await model.adapters.resolve(request.model)
         model.check_name(request.model)
         check_priority(request, caller)
         request = request.of(caller, arrival())
@@ -97,6 +98,7 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
     """Check a request and start its embeddings. Each prompt has one sample with one update."""
     model = server.model
     with spelled(request.names):
+        await model.adapters.resolve(request.model)
         model.check_name(request.model)
         check_priority(request, caller)
         request = request.of(caller, arrival())
@@ -156,6 +158,7 @@ async def _begin(
     engine_id = f"{public_id}-{unique}" if request.request_id else public_id
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
+    adapter = model.adapters.find(request.model)
     try:
         for index, (prompt, sampling) in enumerate(asked):
             if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
@@ -168,6 +171,7 @@ async def _begin(
             one = EngineRequest(
                 sample_id, prompt, asked_of_engine, pooling,
                 request.cache_salt, request.priority, request.tenant, request.deadline, request.arrival,
+                adapter=adapter,
             )  # fmt: skip
             updates = begin_one(one)
             if has_stops and reader is not None:

@@ -15,10 +15,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineDeadError
+from engine.processing.adapters import find_adapter
 from engine.processing.input_processor import InputProcessor, vocabulary_of
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
@@ -108,6 +109,8 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self.num_resets = 0  # of the prefix cache
+        self.serves_adapters = False
+        self.adapters: list[str | None] = []  # names, of each request's
         self._generated = 0
 
     @property
@@ -151,6 +154,7 @@ class FakeEngine:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
         self.salts.append(request.cache_salt)
+        self.adapters.append(None if request.adapter is None else request.adapter.name)
         self.owners.append(request.tenant)
         self.deadlines.append(request.deadline)
         if request.pooling is not None:
@@ -193,6 +197,11 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         if request_id in self.active or request_id in self.begun:
             self.aborted.add(request_id)
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        if self.state.phase == "dead":
+            raise EngineDeadError(self.state.reason)
+        return find_adapter(name, path)
 
     async def reset_prefix_cache(self) -> bool:
         if self.state.phase == "dead":

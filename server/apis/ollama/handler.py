@@ -104,12 +104,12 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
-        return {"models": [{**_card(model, name), "modified_at": _time(model.started)} for name in model.names]}
+        return {"models": [{**_card(model, name), "modified_at": _time(model.started)} for name in _names(model)]}
 
     @app.get("/api/ps")
     async def ollama_ps() -> dict[str, Any]:
         more = {"expires_at": _FOREVER, "size_vram": 0, "context_length": model.info.max_model_len}
-        return {"models": [{**_card(model, name), **more} for name in model.names]}
+        return {"models": [{**_card(model, name), **more} for name in _names(model)]}
 
     @app.get("/api/version")
     async def ollama_version() -> dict[str, str]:
@@ -134,7 +134,11 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
 
 def served_name(model: Model, name: str) -> str:
     """Return the served name for a client's model name, which may end with `:latest`."""
-    return name if name in model.names else name.removesuffix(LATEST)
+    return name if model.serves(name) else name.removesuffix(LATEST)
+
+
+def _names(model: Model) -> list[str]:
+    return [*model.names, *(each.name for each in model.adapters.all)]
 
 
 def _tagged(name: str) -> str:

@@ -70,7 +70,9 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
 
 
 def _cards(model: Model) -> list[dict[str, Any]]:
-    """Return one card for each served name. Clients read `max_model_len`."""
+    """Return one card for each served name, also those of adapters. Clients read `max_model_len`."""
+    names: list[tuple[str, str | None]] = [(name, None) for name in model.names]
+    names += [(each.name, each.parent) for each in model.adapters.all]
     return [
         {
             "id": name,
@@ -78,7 +80,7 @@ def _cards(model: Model) -> list[dict[str, Any]]:
             "created": model.started,
             "owned_by": "quire",
             "root": model.names[0],
-            "parent": None,
+            "parent": parent,
             "max_model_len": model.info.max_model_len,
             "permission": [
                 {
@@ -97,14 +99,14 @@ def _cards(model: Model) -> list[dict[str, Any]]:
                 }
             ],
         }
-        for number, name in enumerate(model.names)
+        for number, (name, parent) in enumerate(names)
     ]
 
 
 def _card(model: Model, name: str) -> dict[str, Any]:
     """Return the card of a served name. Raises `APIError` 404 for other names."""
     model.check_name(name)
-    return _cards(model)[model.names.index(name)]
+    return next(card for card in _cards(model) if card["id"] == name)
 
 
 def _tokens(model: Model, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
