@@ -1,7 +1,9 @@
-"""Quire beside llama.cpp on a CPU, format by format, and beside vLLM's CPU build: interleaved, the best of all rounds.
+"""Quire beside llama.cpp on a CPU, format by format, beside vLLM's CPU build and beside itself without C++ kernels:
+interleaved, the best of all rounds.
 
 python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
 QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
+python -m benchmarks.offline.cpu_peers --pytorch
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llam
     "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0"),
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M"),
 }
+PYTORCH = "quire by PyTorch"
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
 EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
 and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the
@@ -46,6 +49,7 @@ class Flags:
         None, "llama.cpp's source, to be built for the instruction set that Quire has, in models_dir", metavar="FOLDER"
     )
     vllm: str | None = flag(None, "Python of an environment that has vLLM's CPU build, for bfloat16", metavar="FILE")
+    pytorch: bool = flag(False, "Quire by PyTorch instead of its C++ kernels, too; llama.cpp may be left out then")
     models: tuple[str, ...] = flag(
         ("llama-100m", "qwen3-0.6b"), "names of benchmarks/model_shapes.py, or folders with a config.json"
     )
@@ -63,7 +67,7 @@ class Flags:
         check(self)
         if unknown := [name for name in self.formats if name not in FORMATS]:
             raise ConfigError(f"formats must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
-        if self.llama_cpp_source is not None:
+        if self.llama_cpp_source is not None or (self.pytorch and not self.llama_cpp):
             return
         for program in ("llama-bench", "llama-batched-bench"):
             if not Path(self.llama_cpp, program).is_file():
@@ -104,7 +108,7 @@ class Comparison:
             self._llm(engine, folder, precision)
 
     def _llm(self, engine: str, folder: Path, precision: str) -> None:
-        """Quire or vLLM: see `one_engine`."""
+        """Quire, by C++ kernels or PyTorch, or vLLM: see `one_engine`."""
         job, events, log = (self.scratch / name for name in ("job.json", "events.jsonl", "log.txt"))
         works = self.works
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": CONTEXT, "max_num_seqs": 16}
@@ -120,20 +124,23 @@ class Comparison:
             }
             for column, (count, prompt, answer) in works.items()
         ]
-        told = {"engine": engine, "model": str(folder), "settings": settings, "works": wanted, "temperature": 0.0}
+        runs, is_quire = ("vllm" if engine == "vllm" else "quire"), engine != "vllm"
+        told = {"engine": runs, "model": str(folder), "settings": settings, "works": wanted, "temperature": 0.0}
         job.write_text(json.dumps({**told, "started": time.time(), "deadline": 1e12}))
         events.write_text("")
         script = str(Path(__file__).with_name("one_engine.py"))
-        python = sys.executable if engine == "quire" else str(self.flags.vllm)
-        threads = {"OMP_NUM_THREADS": str(self.flags.threads)}
-        with process_group([python, "-P", script, str(job), str(events)], engine, log, threads) as process:
+        python = sys.executable if is_quire else str(self.flags.vllm)
+        environment = {"OMP_NUM_THREADS": str(self.flags.threads)}
+        if engine == PYTORCH:
+            environment["QUIRE_CPU_KERNELS"] = "pytorch"
+        with process_group([python, "-P", script, str(job), str(events)], runs, log, environment) as process:
             code = process.wait()
         events_text = events.read_text()
         if code or '"done"' not in events_text:
             self.failures.append(f"{engine} · {folder.name} · {precision}: ended with code {code}: {last_line(log)}")
         for event in map(json.loads, events_text.splitlines()):
             if event["event"] == "ready":
-                self.versions[engine] = event["version"]
+                self.versions[runs] = event["version"]
             elif event["event"] == "run":
                 count, prompt, answer = works[event["work"]]
                 tokens = count * (answer if answer > 1 else prompt)
@@ -209,7 +216,8 @@ def compare(comparison: Comparison) -> None:
                     comparison.failures.append(f"no time was left for round {number + 1}: {folder.name} · {precision}")
                     continue
                 print(f"[{number + 1}] {folder.name} · {precision}", file=sys.stderr, flush=True)
-                engines = ["quire", "llama.cpp", *(["vllm"] if flags.vllm and precision == "bfloat16" else [])]
+                engines = ["quire", *(["llama.cpp"] if flags.llama_cpp else []), *([PYTORCH] if flags.pytorch else [])]
+                engines += ["vllm"] if flags.vllm and precision == "bfloat16" else []
                 for engine in engines[:: -1 if number % 2 else 1]:
                     comparison.measure(engine, folder, precision)
 

@@ -47,11 +47,12 @@ def run(programs: Path, tmp_path: Path, model: Path, *more: str) -> tuple[int, d
 
 @pytest.mark.heavy
 def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
-    code, result, table = run(programs, tmp_path, tiny_model)
+    code, result, table = run(programs, tmp_path, tiny_model, "--pytorch")
     assert code == 0, result["failures"]
     assert result["versions"].keys() == {"quire", "llama.cpp"}
     best = {(row["engine"], row["work"]): row["tokens_per_second"] for row in result["rows"]}
-    assert len(best) == 8
+    assert len(best) == 12
+    assert "| tiny · quire by PyTorch int8 | " in table
     theirs = {work: speed for (engine, work), speed in best.items() if engine == "llama.cpp"}
     assert theirs == {"1": 8, "4": 32, "16": 64, "prefill": 512}
     assert table.startswith(f"{result['cpu_isa']}; tok/s")
@@ -78,6 +79,7 @@ def test_what_fails_is_told(programs: Path, tmp_path: Path, tiny_model: Path, mo
 def test_flags_are_checked(programs: Path) -> None:
     with pytest.raises(ConfigError, match="llama_cpp must be the folder that holds llama-bench"):
         cpu_peers.Flags(llama_cpp="/nowhere")
+    assert cpu_peers.Flags(pytorch=True).llama_cpp == ""
     with pytest.raises(ConfigError, match="formats must be of float32, bfloat16, int8, int4, got 'int3'"):
         cpu_peers.Flags(llama_cpp=str(programs), formats=("int3",))
 
