@@ -26,6 +26,7 @@ from engine.models.layers import Linear
 from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
+from engine.models.quantization import renamed
 from engine.models.shard import Span
 from engine.models.spec import ModelSpec
 from engine.utils.folder_files import open_file
@@ -301,10 +302,7 @@ def _adaptable(model: Decoder) -> Iterator[Linear]:
 
 def _renamed(module: str, spec: ModelSpec) -> str:
     """Return a module's name in the checkpoint, as layers declare it."""
-    name = module + ".weight"
-    for theirs, ours in spec.names:
-        name = name.replace(theirs, ours)
-    return name.removesuffix(".weight")
+    return renamed(module + ".weight", spec.names).removesuffix(".weight")
 
 
 def _aligned(offset: int) -> int:

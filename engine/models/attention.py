@@ -14,7 +14,7 @@ import kernels
 from engine.models.expansion import LatentExpansion
 from engine.models.layers import Linear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope, empty
-from engine.models.norms import MakeNorm, Norm, RMSNorm
+from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
 from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
@@ -70,6 +70,7 @@ class Attention(CheckpointModule):
     sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
     v_norm: Tensor | None
+    unit: Tensor | None
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, cos_sin: Tensor | None, make_norm: MakeNorm, scope: Scope
@@ -83,7 +84,14 @@ class Attention(CheckpointModule):
             parts |= {"k_proj": kv_size} if spec.key_is_value else {"k_proj": kv_size, "v_proj": kv_size}
         fused = "qkv_proj" if spec.fused else ""
         self.qkv = Linear(
-            scope, hidden_size, parts, bias=spec.qkv_bias, shard="column", width=spec.head_dim, fused=fused
+            scope,
+            hidden_size,
+            parts,
+            bias=spec.qkv_bias,
+            shard="column",
+            width=spec.head_dim,
+            fused=fused,
+            grouped=spec.grouped,
         )
         over: tuple[int | Span, int | Span] = spec.head_dim, spec.head_dim
         if spec.qk_norm_over_heads:
@@ -91,8 +99,16 @@ class Attention(CheckpointModule):
                 scope.shard.span("num_attention_heads", spec.num_heads, width=spec.head_dim),
                 scope.shard.span("num_key_value_heads", spec.num_kv_heads, width=spec.head_dim, replicate=True),
             )
+        if not spec.qk_norm_weights:
+            make_norm = unweighted(make_norm)
         self.q_norm = make_norm(scope / "q_norm", over[0]) if spec.qk_norm else None
         self.k_norm = make_norm(scope / "k_norm", over[1]) if spec.qk_norm and spec.kv_of is None else None
+        if spec.qk_norm_of_each:
+            eps, is_separate = make_norm(scope, 1).eps, spec.qk_norm_of_each == "separate"
+            for name, count in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+                counted = "num_attention_heads" if name == "q_norm" else "num_key_value_heads"
+                heads = scope.shard.span(counted, count, replicate=name == "k_norm")
+                setattr(self, name, HeadNorms(scope / name, heads, spec.head_dim, eps, separate=is_separate))
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
         # Divisors of keys and values per head before they are stored as e4m3: [2, Hkv].
@@ -101,6 +117,8 @@ class Attention(CheckpointModule):
         self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
         ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
         self.register_buffer("v_norm", ones, persistent=False)  # [D]
+        unit = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.rotates_first else None
+        self.register_buffer("unit", unit, persistent=False)  # [D]
         slopes = torch.tensor(self.spec.alibi, dtype=torch.float32, device=scope.device) if spec.alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)  # [H]
         self._heads = scope.shard.span("num_attention_heads", spec.num_heads)
@@ -121,8 +139,10 @@ class Attention(CheckpointModule):
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
         qkv, q_norm, k_norm = self.qkv.run(x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
-        if q_norm is not None and k_norm is not None and spec.qk_norm_over_heads:
-            self._norm_over_heads(qkv, q_norm, k_norm)
+        if spec.clip:
+            qkv.clamp_(-spec.clip, spec.clip)
+        if q_norm is not None and k_norm is not None and (spec.qk_norm_over_heads or spec.qk_norm_of_each):
+            (self._norm_each if spec.qk_norm_of_each else self._norm_over_heads)(qkv, q_norm, k_norm)
             q_norm = k_norm = None
         slots = metadata.slot_mapping
         if spec.kv_of is not None:
@@ -141,13 +161,18 @@ class Attention(CheckpointModule):
             slots,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
-            q_norm=q_norm.weight if q_norm else None,
-            k_norm=k_norm.weight if k_norm else None,
+            q_norm=q_norm.weight if q_norm and self.unit is None else self.unit,
+            k_norm=k_norm.weight if k_norm and self.unit is None else self.unit,
             eps=q_norm.eps if q_norm else 0.0,
             kv_scale=kv_scale,
             interleaved=spec.rope is not None and spec.rope.interleaved,
             wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
+        if self.unit is not None and q_norm is not None and k_norm is not None:
+            # Weights after RoPE: those of cached keys act upon the query of a score as well.
+            query.mul_((q_norm.weight.float() * k_norm.weight.float()).to(query.dtype))
+        if spec.scales_queries and (scales := x.context.query_scales) is not None:
+            query.mul_(scales[:, None, None])
         adapts = epilogue.stream.context.adapters is not None
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
         args = kernels.AttentionArgs(
@@ -189,6 +214,13 @@ class Attention(CheckpointModule):
         scales = (communicator.all_reduce(means) / num_ranks).add_(q_norm.eps).rsqrt_()
         query.mul_(scales[:, :1]).mul_(q_norm.weight)
         key.mul_(scales[:, 1:]).mul_(k_norm.weight)
+
+    def _norm_each(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
+        """Normalise each head of queries and keys with its own weights, in place."""
+        heads = qkv.unflatten(1, (-1, self.spec.head_dim))
+        query, key = heads.split((self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads), 1)[:2]
+        query.copy_(q_norm(query))
+        key.copy_(k_norm(key))
 
     def _with_normed_values(self, qkv: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the values. Returns [T, (H + 2 Hkv) D], also from [T, (H + Hkv) D] if values are the keys."""

@@ -18,15 +18,15 @@ import kernels
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
-from engine.models.layers import Embedding, LMHead
+from engine.models.layers import Embedding, LMHead, PositionEmbedding
 from engine.models.matrix import Matrix, Scope
 from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
-from engine.models.norms import LayerNorm, MakeNorm, Norm, RMSNorm
+from engine.models.norms import LayerNorm, MakeNorm, Norm, PlainLayerNorm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
-from engine.models.rope import rope_table
+from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
 from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 
@@ -54,6 +54,12 @@ class Decoder(nn.Module):
         is_first, is_last = self.stage.is_first, self.stage.is_last
         has_embedding = is_first or (is_last and spec.tie_word_embeddings)
         self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", spec.vocab_size, spec.hidden_size)
+        first = body.only_if(is_first)
+        self.positions = self.embedding_norm = None
+        if spec.positions is not None:
+            self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
+        if spec.embedding_norm:
+            self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
         per_layer = spec.per_layer
         if self.stage.count > 1 and (per_layer or any(layer.mixer.kv_of is not None for layer in spec.layers)):
             raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
@@ -66,7 +72,7 @@ class Decoder(nn.Module):
                 spec.hidden_size,
                 tables[layer.mixer.rope],
                 make_norm,
-                body.only_if(i in self.own_layers) / "layers" / i,
+                replace(body.only_if(i in self.own_layers) / "layers" / i, transposed=spec.transposed),
                 per_layer,
             )
             for i, layer in enumerate(spec.layers)
@@ -81,7 +87,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(body / "norm", spec.hidden_size)
         if spec.tie_word_embeddings:
             scope = replace(scope, weight_formats=formats_of_tied_head(scope.weight_formats, scope.name("lm_head")))
-        self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size)
+        self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size, bias=spec.head_bias, normed=spec.head_normed)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self._here = cast(list[DecoderLayer], list(self.layers)[self.own_layers.start : self.own_layers.stop])
@@ -125,10 +131,16 @@ class Decoder(nn.Module):
             hidden = self.embed_tokens(input_ids)
             if self._embedding_multiplier != 1:
                 hidden = kernels.scale(hidden, self._embedding_multiplier)
+            if self.positions is not None:
+                hidden = self.positions(hidden, positions)
+            if self.embedding_norm is not None:
+                hidden = self.embedding_norm(hidden)
         vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
-        stream = ResidualStream(hidden, context=TokenContext(adapters=adapters))
+        scaling = self.spec.query_scaling
+        scales = None if scaling is None else query_scales(scaling, positions).to(hidden.dtype)
+        stream = ResidualStream(hidden, context=TokenContext(adapters=adapters, query_scales=scales))
         layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for layer, skips, kv, metadata, vector in layers:
             if skips:
@@ -182,9 +194,9 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> Norm | None:
             return make_norm(scope / name, hidden_size) if name else None
 
-        self.parallel = layer.parallel  # then both sublayers read the first norm
+        self.parallel = layer.parallel
         self.attention_norm = InputNorm(norm(names.before_mixer))
-        self.mlp_norm = InputNorm(None if layer.parallel else norm(names.before_mlp))
+        self.mlp_norm = InputNorm(norm(names.before_mlp))  # none, if parallel: both sublayers read the first
         self.attention_sum = OutputSum(norm(names.after_mixer), multiplier)
         self.mlp_sum = OutputSum(norm(names.after_mlp), multiplier)
         self.attention: Mixer = make_mixer(layer.mixer, hidden_size, cos_sin, make_norm, scope)
@@ -199,7 +211,8 @@ class DecoderLayer(nn.Module):
         self.output_scale = OutputScale(scope) if layer.output_scale else None
         self.attention_norm.read_by(self._next_norm)
         self.mlp_norm.read_by(self.mlp.next_norm)
-        self.attention_sum.precede(self.mlp_norm)
+        if not self.parallel:
+            self.attention_sum.precede(self.mlp_norm)
 
     def forms_of_weights(self) -> tuple[object, ...]:
         """Return shapes, dtypes and formats of the weights: layers that agree need the same kernels and memory."""
@@ -230,11 +243,13 @@ class DecoderLayer(nn.Module):
         slots = None if isinstance(self.mlp, MLP) else metadata.slot_mapping
         stream = replace(stream, context=stream.context._replace(slots=slots, vector=vector))
         x = self.attention_norm(stream)
+        normed = None
         if self.parallel:
             x = x.with_normed(x.value)
+            normed = x.value if self.mlp_norm.norm is None else self.mlp_norm.norm(stream.hidden)
         stream = self.attention(x, self.attention_sum.into(stream), positions, kv, metadata)
-        if self.parallel:
-            stream = replace(stream, normed=metadata.select(x.value))
+        if normed is not None:
+            stream = replace(stream, normed=metadata.select(normed))
         x = self.mlp_norm(stream)
         stream = self.mlp(x, self.mlp_sum.into(stream))
         if self.per_layer is not None:
@@ -268,6 +283,8 @@ def norm_maker(spec: ModelSpec) -> MakeNorm:
     def make(scope: Scope, size: int | Span) -> Norm:
         if spec.norm == "rms":
             return RMSNorm(scope, size, spec.norm_eps, spec.norm_offset)
+        if spec.norm == "layer_plain":
+            return PlainLayerNorm(scope, size, spec.norm_eps)
         return LayerNorm(scope, size, spec.norm_eps, spec.norm_offset, bias=spec.norm == "layer_bias")
 
     return make

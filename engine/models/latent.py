@@ -62,6 +62,8 @@ class LatentAttention(nn.Module):
             query = self.query.run(x)
         else:
             query = self.query.run(SublayerInput(query_input, self.query_norm, context=x.context))
+        if spec.scales_queries and (scales := x.context.query_scales) is not None:
+            query.mul_(scales[:, None])
         query = query.unflatten(1, (spec.num_heads, -1))
         key_up, value_up = self.up.of_heads(spec)
         stored = (

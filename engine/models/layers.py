@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
+from torch.nn import functional as F
 
 import kernels
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope
@@ -20,6 +22,7 @@ from engine.models.residual import (
     TokenContext,
 )
 from engine.models.shard import Span
+from engine.models.spec import LearntPositions
 
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
 
@@ -45,11 +48,13 @@ class Linear(Matrix):
         shard: Literal["column", "row", "vocab"] | None = None,
         width: int = 1,
         fused: str = "",
+        grouped: bool = False,
         reduce_results: bool = True,
     ) -> None:
         """parts: name of each stacked projection in the checkpoint → its total number of rows, over all ranks.
 
         fused: name of a checkpoint tensor that contains all of them, one after the other.
+        grouped: it contains for each KV head its queries, its key and its value, of `width` rows each.
         reduce_results: add the partial sums of all ranks; else the caller does.
         """
         columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
@@ -60,9 +65,9 @@ class Linear(Matrix):
                 span = scope.shard.span(scope.name(name), rows // width, width=width, replicate=width > 1)
             elif shard == "vocab":
                 span, num_rows = scope.shard.padded_span(rows)
-            own.append(Part(name=scope.name(name), rows=span))
+            own.append(Part(name=scope.name(name), rows=span, transposed=scope.transposed))
         if fused:
-            own = _fused(scope.name(fused), own)
+            own = (_grouped if grouped else _fused)(scope.name(fused), own, width)
         is_partial = shard == "row" and scope.shard.size > 1  # the result is the sum over ranks
         bias_parts = own if bias else []
         if is_partial and scope.shard.rank:  # only rank 0 adds the bias
@@ -148,12 +153,25 @@ class Linear(Matrix):
         return kernels.NextNorm(norm.weight, norm.eps, quantized)
 
 
-def _fused(name: str, parts: Sequence[Part]) -> list[Part]:
+def _fused(name: str, parts: Sequence[Part], width: int) -> list[Part]:
     """Return the parts as rows of one fused matrix."""
     total, first, fused = sum(part.rows.total for part in parts), 0, []
     for part in parts:
-        fused.append(Part(name=name, rows=Span(total, first + part.rows.start, first + part.rows.stop)))
+        fused.append(replace(part, name=name, rows=Span(total, first + part.rows.start, first + part.rows.stop)))
         first += part.rows.total
+    return fused
+
+
+def _grouped(name: str, parts: Sequence[Part], width: int) -> list[Part]:
+    """Return queries, keys and values as rows of one matrix: for each KV head its queries, its key, its value."""
+    queries, keys = parts[0].rows.total, parts[1].rows.total
+    total, each = queries + 2 * keys, queries // keys  # queries of a KV head
+    fused = []
+    for kind, part in enumerate(parts):
+        for head in range(part.rows.start // width, part.rows.stop // width):
+            group, index = divmod(head, each) if kind == 0 else (head, each + kind - 1)
+            row = (group * (each + 2) + index) * width
+            fused.append(replace(part, name=name, rows=Span(total, row, row + width)))
     return fused
 
 
@@ -163,8 +181,12 @@ class LMHead(Linear):
     The last ranks have fewer tokens, or none: their columns beyond the vocabulary are arbitrary, possibly NaN.
     """
 
-    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(scope, hidden_size, {"lm_head": vocab_size}, shard="vocab")
+    def __init__(
+        self, scope: Scope, vocab_size: int, hidden_size: int, *, bias: bool = False, normed: bool = False
+    ) -> None:
+        """normed: divide its rows by their norms when they are loaded."""
+        super().__init__(scope, hidden_size, {"lm_head": vocab_size}, bias=bias, shard="vocab")
+        self._normed = normed
         self.vocab_size, self.first_id = vocab_size, scope.shard.padded_span(vocab_size)[0].start
 
     def own_logits(self, x: SublayerInput, out: Tensor | None = None) -> Tensor:
@@ -175,6 +197,10 @@ class LMHead(Linear):
             return kernels.norm_linear(x.hidden, x.norm.weight, x.norm.eps, self.weight, self.bias, out)
         return out.copy_(self.run(x))
 
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        for tensor in super().tensors():
+            yield replace(tensor, take=partial(_fill_normed, tensor.memory)) if self._normed else tensor
+
     def gather(self, own: Tensor, out: Tensor | None = None) -> Tensor:
         """Gather all logits [N, vocab] from each rank's own [N, n], in `out` if given."""
         if self.shard.size == 1:
@@ -184,6 +210,10 @@ class LMHead(Linear):
     def gather_keys(self, keys: Tensor) -> Tensor:
         """Return the keys [N, size · K] of all ranks from each one's [N, K], see `kernels.best_keys`."""
         return self.communicator.all_gather(keys, keys.new_empty(len(keys), self.shard.size * keys.shape[1]))
+
+
+def _fill_normed(memory: Tensor, rows: Tensor) -> None:
+    memory.copy_(F.normalize(rows.float()))
 
 
 class Embedding(CheckpointModule):
@@ -202,3 +232,17 @@ class Embedding(CheckpointModule):
     def tensors(self) -> Iterator[CheckpointTensor]:
         columns = Span.whole(self.weight.shape[1])
         yield CheckpointTensor(self._name, (self.rows, columns), self.weight[: len(self.rows)])
+
+
+class PositionEmbedding(CheckpointModule):
+    """Learnt vectors of positions, added to embeddings [T, hidden] in place. All ranks hold the whole table."""
+
+    def __init__(self, spec: LearntPositions, hidden_size: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight, self._offset, self._name = scope.empty(spec.count, hidden_size), spec.offset, scope.name("weight")
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        return hidden.add_(self.weight[positions + self._offset])
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)

@@ -166,6 +166,7 @@ class Scope:
     shard: Shard = SINGLE
     communicator: Communicator = field(default_factory=SingleRank)
     prefix: str = ""  # of names in the checkpoint
+    transposed: bool = False  # matrices are stored as [in, out]
     stage: Stage = WHOLE
 
     def __truediv__(self, name: str | int) -> Scope:

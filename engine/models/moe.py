@@ -48,6 +48,8 @@ class MoE(nn.Module):
         gate_up, down = self.gate_up, self.down
         stack = kernels.Experts(gate_up.weight, down.weight, gate_up.bias, down.bias, self.spec.activation, self.first)
         chosen = normed, ids, weights, stack
+        if self.spec.scales_input:
+            chosen = normed * weights.to(normed.dtype), ids, torch.ones_like(weights), stack
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
             return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen))

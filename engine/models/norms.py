@@ -58,4 +58,57 @@ class LayerNorm(Norm):
             yield CheckpointTensor(self._bias_name, (self._span,), self.bias)
 
 
+class UnitRMSNorm(RMSNorm):
+    """x / rms(x): its weights are 1 and not stored."""
+
+    def __init__(self, scope: Scope, size: int | Span, eps: float) -> None:
+        super().__init__(scope, size, eps)
+        with torch.no_grad():
+            self.weight.fill_(1)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        return iter(())
+
+
+class PlainLayerNorm(Norm):
+    """(x - mean(x)) / std(x), without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        return iter(())
+
+
+class HeadNorms(Norm):
+    """A LayerNorm of each head, with weights of its own: x [T, H, D]."""
+
+    def __init__(self, scope: Scope, heads: Span, head_dim: int, eps: float, *, separate: bool) -> None:
+        """heads: this rank's. separate: each has a tensor of its own."""
+        super().__init__(scope, len(heads) * head_dim, eps)
+        self._heads, self._head_dim = heads, head_dim
+        self._separate = [scope.name(f"norms.{head}.weight") for head in range(heads.total)] if separate else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        normed = F.layer_norm(wide, x.shape[-1:], eps=self.eps) * self.weight.view(-1, self._head_dim)
+        return normed.to(x.dtype)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        memory = self.weight.view(-1, self._head_dim)
+        if not self._separate:
+            yield CheckpointTensor(self._name, (self._heads, Span.whole(self._head_dim)), memory)
+        for head, name in enumerate(self._separate):  # a head of another rank fills no memory
+            row, columns = head - self._heads.start, Span.whole(self._head_dim)
+            is_own = 0 <= row < len(self._heads)
+            yield CheckpointTensor(
+                name, (columns if is_own else columns.nothing(),), memory[row] if is_own else memory[0][:0]
+            )
+
+
 MakeNorm: TypeAlias = Callable[[Scope, int | Span], Norm]  # creates a model's norms of a size
+
+
+def unweighted(make_norm: MakeNorm) -> MakeNorm:
+    """Return a function that creates RMSNorms like those of `make_norm`, without weights."""
+    return lambda scope, size: UnitRMSNorm(scope, size, make_norm(scope, 1).eps)

@@ -17,13 +17,17 @@ from engine.models.errors import ModelError
 WHERE = "quantization_config"
 
 
-Renames: TypeAlias = tuple[tuple[str, str], ...]  # parts of names in the checkpoint, and Quire's names for them
+# Parts of names in the checkpoint, and Quire's names for them. "^": only at the beginning of a name.
+Renames: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def renamed(name: str, names: Renames) -> str:
     """Return Quire's name of a tensor."""
     for theirs, ours in names:
-        name = name.replace(theirs, ours)
+        if not theirs.startswith("^"):
+            name = name.replace(theirs, ours)
+        elif name.startswith(theirs[1:]):
+            name = ours + name[len(theirs) - 1 :]
     return name
 
 
@@ -66,7 +70,7 @@ class Quantization:
         if not self.names or pattern == "Linear":
             return _matches(pattern, name)
         if pattern.startswith("re:"):
-            theirs = (f"{name}.".replace(ours, their)[:-1] for their, ours in self.names)
+            theirs = (f"{name}.".replace(ours, their.removeprefix("^"))[:-1] for their, ours in self.names if ours)
             return any(_matches(pattern, each) for each in (name, *theirs))
         return _matches(renamed(f"{pattern}.", self.names)[:-1], name)
 

@@ -24,14 +24,16 @@ class TokenContext(NamedTuple):
     slots: Tensor | None = None  # [T] int64: -1 marks padding, which gets no experts
     vector: Tensor | None = None  # [T, P]: the token's embedding of this layer's own, see `per_layer`
     adapters: kernels.AdapterTokens | None = None  # which LoRA adapter each token uses; None: no token uses one
+    query_scales: Tensor | None = None  # [T]: factors of queries, see `QueryScaling`
 
     def select(self, rows: slice | Tensor) -> TokenContext:
         """Return the context of some of the tokens."""
-        slots, vector, adapters = self
+        slots, vector, adapters, query_scales = self
         return TokenContext(
             None if slots is None else slots[rows],
             None if vector is None else vector[rows],
             None if adapters is None else adapters[rows],
+            None if query_scales is None else query_scales[rows],
         )
 
 

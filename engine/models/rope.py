@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.spec import RopeSpec
+from engine.models.spec import QueryScaling, RopeSpec
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
@@ -24,6 +24,11 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+
+
+def query_scales(scaling: QueryScaling, positions: Tensor) -> Tensor:
+    """Return the factors [T] float32 of queries at positions [T]."""
+    return 1 + scaling.beta * torch.log1p(torch.floor((positions + scaling.offset) / scaling.length))
 
 
 def _frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:

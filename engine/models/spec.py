@@ -37,6 +37,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """Scaling of queries by their positions (Llama 4): 1 + beta · log(1 + ⌊(position + offset) / length⌋)."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention."""
 
@@ -54,7 +63,14 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head
     qk_norm_over_heads: bool = False  # RMSNorm over all query heads together, and over all key heads
+    # The norms of heads have weights of their own for each head: in one tensor, or in one for each.
+    qk_norm_of_each: Literal["", "stacked", "separate"] = ""
+    qk_norm_weights: bool = True  # False: norms of heads have no weights
+    rotates_first: bool = False  # RoPE comes before the norms of heads
+    scales_queries: bool = False  # by their positions, see `ModelSpec.query_scaling`
+    clip: float = 0.0  # limit of projected queries, keys and values; 0: none
     fused: bool = False  # the checkpoint has q, k and v in one tensor, qkv_proj
+    grouped: bool = False  # whose rows are, for each KV head: its queries, its key, its value
     v_norm: bool = False  # RMSNorm of each value head, without a weight
     key_is_value: bool = False  # no v_proj: values are the projected keys before norm and RoPE
     kv_of: int | None = None  # earlier layer whose cached keys and values are read; None: the layer has its own
@@ -94,6 +110,7 @@ class LatentSpec:
     value_dim: int
     scale: float  # of the scores
     rope: RopeSpec
+    scales_queries: bool = False  # by their positions, see `ModelSpec.query_scaling`
     query_rank: int = 0  # queries are projected from a vector of this size; 0: from the hidden state
     bias: bool = False  # of the projections from and to the hidden state
     norm_eps: float = 1e-6  # of the norms of the short vectors
@@ -131,7 +148,7 @@ class DenseSpec:
 
     intermediate_size: int
     bias: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     gated: bool = True
     fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors
     up_name: str = "up_proj"  # in the checkpoint
@@ -202,6 +219,7 @@ class MoESpec:
     correction: bool = False  # a bias of the scores for choosing experts, not for weighting them
     shared: DenseSpec | None = None
     shared_gate: bool = False  # the shared expert is scaled by a sigmoid gate
+    scales_input: bool = False  # the weight of the only chosen expert scales its input instead of its output
     parallel_norms: ParallelNorms | None = None  # norms around the dense MLP and the experts; None: no such norms
     names: ExpertNames = ExpertNames()
 
@@ -228,7 +246,7 @@ class LayerSpec:
     mixer: AttentionSpec | LatentSpec | RecurrentSpec
     mlp: DenseSpec | MoESpec
     norms: Norms = Norms()
-    parallel: bool = False  # mixer and MLP read the same norm and add to the same residual stream
+    parallel: bool = False  # mixer and MLP read the stream before either adds to it, through one norm or two
     residual_multiplier: float = 1.0  # of the outputs added to the residual stream
     output_scale: bool = False  # the layer's output is multiplied by a learnt number
 
@@ -242,6 +260,14 @@ class PerLayerSpec:
 
     size: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntPositions:
+    """A learnt vector for each position, added to the tokens' embeddings."""
+
+    count: int  # rows of the table
+    offset: int = 0  # row of position 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,12 +285,19 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # of the weights; None: float weights
-    norm: Literal["rms", "layer", "layer_bias"] = "rms"  # RMSNorm; LayerNorm without or with a bias
+    # RMSNorm; LayerNorm with weights only, with biases too, or without either
+    norm: Literal["rms", "layer", "layer_bias", "layer_plain"] = "rms"
     norm_offset: float = 0.0  # added to the stored weights of norms
     embedding_multiplier: float = 1.0
+    positions: LearntPositions | None = None
+    query_scaling: QueryScaling | None = None  # of layers with `scales_queries`
+    embedding_norm: bool = False  # embeddings are normalised before the first layer
+    head_bias: bool = False  # of the output head
+    head_normed: bool = False  # the rows of the output head are divided by their norms
+    transposed: bool = False  # the layers' matrices are stored as [in, out]
     logits_multiplier: float = 1.0
     logits_soft_cap: float = 0.0  # 0: none
-    names: Renames = ()  # parts of tensor names in the checkpoint, and Quire's names for them
+    names: Renames = ()  # of the checkpoint's tensors
     unused: tuple[str, ...] = ()  # prefixes of tensor names, in Quire's form, that are not loaded
     other_input: tuple[str, ...] = ()  # the same for parts of the model that read images or sound
     per_layer: PerLayerSpec | None = None

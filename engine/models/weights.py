@@ -120,7 +120,7 @@ def _part_of(name: str, module: CheckpointModule) -> str:
     if isinstance(module, Embedding) and "per_layer" in name:
         return "tables"
     names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention"}
-    names |= {"mlp": "mlp", "per_layer": "mlp"}
+    names |= {"mlp": "mlp", "per_layer": "mlp", "positions": "tables"}
     return next(names[each] for each in name.split(".") if each in names)
 
 

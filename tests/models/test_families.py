@@ -260,6 +260,38 @@ def test_an_architecture_by_its_model_type(read: Any, model_type: str, architect
         read(architectures=..., model_type="odd")
 
 
+def test_an_old_spelling_of_an_architecture(read: Any) -> None:
+    spec = read(architectures=["Ernie4_5_ForCausalLM"])
+    assert (spec.layers, spec.has_head) == (read(**family("Ernie4_5")).layers, True)
+
+
+def test_exaones_pattern_of_layers(read: Any) -> None:
+    """Published files name local and global layers by letters."""
+    exaone = {**family("Exaone4"), "num_hidden_layers": 4, "sliding_window": 32}
+    spec = read(**exaone, sliding_window_pattern="LLG")
+    assert spec.windows == (32, 32, 0, 32)
+    assert [layer.mixer.rope is None for layer in spec.layers] == [False, False, True, False]
+    assert spec == read(**exaone, sliding_window_pattern=3)
+    with pytest.raises(ModelError, match="'sliding_window_pattern' must be an integer of at least 1, got 'GL'"):
+        read(**exaone, sliding_window_pattern="GL")
+
+
+def test_what_opt_may_not_have(read: Any) -> None:
+    """The 350M model has norms after its sums, and embeddings of another size."""
+    opt = {**family("OPT"), "ffn_dim": 96}
+    assert read(**opt).positions.count == 130
+    for changes in ({"do_layer_norm_before": False}, {"_remove_final_layer_norm": True}, {"word_embed_proj_dim": 32}):
+        with pytest.raises(ModelError, match=f"'{next(iter(changes))}' must be"):
+            read(**opt, **changes)
+
+
+def test_llama_4_is_limited_to_one_chunk(read: Any) -> None:
+    llama4 = {**family("Llama4"), "num_local_experts": 4, "intermediate_size_mlp": 64}
+    assert read(**llama4, attention_chunk_size=32).context_length == 32
+    with pytest.raises(ModelError, match="'num_experts_per_tok' must be 1"):
+        read(**llama4, num_experts_per_tok=2)
+
+
 def test_generation_config_eos_names_the_file(read: Any) -> None:
     with pytest.raises(ModelError, match=r"generation_config.json: 'eos_token_id' must be a token id"):
         read({"eos_token_id": "</s>"})

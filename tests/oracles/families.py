@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -557,6 +558,115 @@ CASES |= {
         },
     ),
 }
+NONE = {"bos_token_id": None, "eos_token_id": None}
+GPT = {"n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": 192, **NONE}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+SCALED_YARN = YARN | {"llama_4_scaling_beta": 0.3}
+CASES |= {
+    "gpt2": ("GPT2LMHeadModel", GPT),
+    "gpt2-scaled": ("GPT2LMHeadModel", GPT | {"scale_attn_by_inverse_layer_idx": True, "n_inner": None}),
+    "gpt_bigcode": ("GPTBigCode", GPT),
+    "gpt_bigcode-heads": ("GPTBigCode", GPT | {"multi_query": False}),
+    "gpt_neo": (
+        "GPTNeo",
+        {
+            "num_heads": 4,
+            "num_layers": 3,
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+            "window_size": 24,
+        }
+        | NONE,
+    ),
+    "gptj": ("GPTJ", GPT | {"rotary_dim": 16}),
+    "opt": ("OPT", {"ffn_dim": 192, "word_embed_proj_dim": 128, "pad_token_id": 0, **NONE}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, **NONE}),
+    "gpt_neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "gelu_fast", **NONE}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5, **NONE}),
+    "bloom": ("Bloom", {"n_head": 4, "n_layer": 3, **NONE}),
+    "falcon": ("Falcon", NONE),
+    "falcon-two-norms": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, **NONE}),
+    "falcon-one-norm": ("Falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, **NONE}),
+    # transformers' eager attention adds ALiBi twice
+    "falcon-alibi": (
+        "Falcon",
+        {
+            "attn_implementation": "sdpa",
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            **NONE,
+        },
+    ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, **NONE}),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, **NONE}),
+    "olmo": ("Olmo", {"clip_qkv": 0.5, "pad_token_id": 0, **NONE}),
+    "arcee": ("Arcee", NONE),
+    "cohere-qk-norm": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25, "eos_token_id": None}),
+    "ministral3": ("Ministral3", {"head_dim": 32, "pad_token_id": 0, "rope_parameters": SCALED_YARN}),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {
+            "q_lora_rank": 48,
+            "n_routed_experts": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "rope_parameters": SCALED_YARN,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 192,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 32,
+            "attention_chunk_size": 256,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"head_dim": 32, "pad_token_id": 0, "num_experts": 8, "moe_topk": [3, 3, 3]},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_layer_end_index": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40
@@ -573,14 +683,17 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
     transformers.utils.logging.disable_progress_bar()
     family, changes = (CASES | MORE_WITH_IMAGES)[name]
     torch.manual_seed(sum(map(ord, name)))
-    model_class = getattr(transformers, family if family.endswith("Generation") else f"{family}ForCausalLM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # GPTBigCode's module uses torch.jit
+        named = family.endswith(("Generation", "Model"))
+        model_class = getattr(transformers, family if named else f"{family}ForCausalLM")
     changes = {**changes, **(shape or {})}
     if (text := changes.get("text_config")) is not None:
         whole = {name: value for name, value in changes.items() if name not in SHAPE}
         changes = whole | {"text_config": {**SHAPE, **text, **(shape or {})}}
     else:
         changes = SHAPE | changes
-    config = model_class.config_class(**changes, attn_implementation=ATTENTION)
+    config = model_class.config_class(**{"attn_implementation": ATTENTION, **changes})
     model = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -10,7 +10,18 @@ from typing import Any
 
 from engine.models import classifier
 from engine.models.errors import ModelError
-from engine.models.families import experts, gemma4, hybrid, llama_like, mpt, multimodal, other_norms
+from engine.models.families import (
+    classic,
+    experts,
+    gemma4,
+    hybrid,
+    llama_like,
+    mpt,
+    multimodal,
+    other_norms,
+    recent,
+    renamed,
+)
 from engine.models.families.fields import Config
 from engine.models.families.missing import A_FUNCTION, missing
 from engine.models.files import read_config
@@ -37,7 +48,7 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
         raise ModelError(f"{folder / 'config.json'}{overridden}: {error}") from None
     eos = dict.fromkeys((*read_eos_token_ids(folder), *spec.eos_token_ids))
     spec = replace(spec, eos_token_ids=tuple(eos))
-    if spec.architecture in FAMILIES and not is_embedding_model(folder):
+    if _plain(spec.architecture) in map(_plain, FAMILIES) and not is_embedding_model(folder):
         return spec
     return replace(spec, has_head=False, tie_word_embeddings=True)  # so that the head takes no memory
 
@@ -71,7 +82,7 @@ def _family(config: Config) -> Callable[[Config], ModelSpec]:
         raise ModelError(f"'architectures' must be a list of one name, got {names!r}")
     bodies = (names[0].removesuffix(suffix) for suffix in ("Model", classifier.SUFFIX))  # without an output head
     spelled = {_plain(name): family for name, family in FAMILIES.items()}
-    for name in (names[0], *(body + "ForCausalLM" for body in bodies)):
+    for name in (names[0], *(body + head for body in bodies for head in ("ForCausalLM", "LMHeadModel"))):
         if _plain(name) in spelled:
             return spelled[_plain(name)]
     need, nearest = missing(names[0], config), ""
@@ -129,6 +140,36 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "GptOssForCausalLM": experts.gpt_oss,
     "Lfm2ForCausalLM": hybrid.lfm2,
     "Lfm2MoeForCausalLM": hybrid.lfm2_moe,
+    "Dots1ForCausalLM": experts.dots1,
+    "Ministral3ForCausalLM": recent.ministral3,
+    "Mistral4ForCausalLM": recent.mistral4,
+    "Llama4ForCausalLM": recent.llama4,
+    "HunYuanDenseV1ForCausalLM": recent.hunyuan_dense,
+    "HunYuanMoEV1ForCausalLM": recent.hunyuan_moe,
+    "Ernie4_5_MoeForCausalLM": recent.ernie_moe,
+    "ArceeForCausalLM": llama_like.arcee,
+    "StableLmForCausalLM": other_norms.stablelm,
+    "OlmoForCausalLM": other_norms.olmo,
+    "GPT2LMHeadModel": classic.gpt2,
+    "GPTBigCodeForCausalLM": classic.gpt_bigcode,
+    "GPTNeoForCausalLM": classic.gpt_neo,
+    "GPTNeoXForCausalLM": classic.gpt_neox,
+    "GPTJForCausalLM": classic.gptj,
+    "OPTForCausalLM": classic.opt,
+    "PhiForCausalLM": classic.phi,
+    "BloomForCausalLM": classic.bloom,
+    "FalconForCausalLM": classic.falcon,
+    "RWForCausalLM": classic.falcon,
+    "InternLMForCausalLM": renamed.internlm,
+    "InternLM2ForCausalLM": renamed.internlm2,
+    "InternLM3ForCausalLM": renamed.internlm3,
+    "ExaoneForCausalLM": renamed.exaone,
+    "ChatGLMModel": renamed.chatglm,
+    "ChatGLMForConditionalGeneration": renamed.chatglm,
+    "BaichuanForCausalLM": renamed.baichuan,
+    "MiniCPMForCausalLM": renamed.minicpm,
+    "MiMoForCausalLM": renamed.mimo,
+    "OrionForCausalLM": renamed.orion,
 }
 FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
 TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own
@@ -140,4 +181,6 @@ TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that 
     "glm4v_moe_text": experts.glm4_moe,
     "paddleocr_vl_text": llama_like.llama,
     "kimi_k2": experts.deepseek_v3,
+    "ministral3": recent.ministral3,
+    "mistral4": recent.mistral4,
 }

@@ -103,10 +103,10 @@ def mixtral(config: Config) -> ModelSpec:
 
 def olmoe(config: Config) -> ModelSpec:
     """OLMoE: norms over all query heads and all key heads."""
-    if config.get("clip_qkv") is not None:
-        raise ModelError("'clip_qkv' is not supported; supported: null")
-    bias = flag(config, "attention_bias")
+    bias, clip = flag(config, "attention_bias"), config.get("clip_qkv")
     mixer = replace(attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True), qk_norm_over_heads=True)
+    if clip is not None:
+        raise ModelError("'clip_qkv' is not supported for OLMoE, which clips after its norms; supported: null")
     return decoder(config, mixer, experts(config, size="intermediate_size", renormalise=flag(config, "norm_topk_prob")))
 
 
@@ -189,6 +189,13 @@ def deepseek_mlps(config: Config) -> list[DenseSpec | MoESpec]:
     mlp = replace(mlp, router=router, correction=True, shared=shared)
     first = integer(config, "first_k_dense_replace", 0, minimum=0)
     return [dense(config) if layer < first else mlp for layer in range(num_layers(config))]
+
+
+def dots1(config: Config) -> ModelSpec:
+    """dots.llm1: DeepSeek V3's experts, RMSNorm of each query and key head."""
+    bias = flag(config, "attention_bias")
+    mixer = attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return decoder(config, mixer, deepseek_mlps(config), windows=windows_of(config, slides(config)))
 
 
 def minimax_m2(config: Config) -> ModelSpec:

@@ -103,6 +103,13 @@ def helium(config: Config) -> ModelSpec:
     return decoder(config, mixer, dense(config, bias=flag(config, "mlp_bias")))
 
 
+def arcee(config: Config) -> ModelSpec:
+    """AFM of Arcee: a squared-ReLU MLP without a gate."""
+    bias = flag(config, "attention_bias")
+    mlp = dense(config, bias=flag(config, "mlp_bias"), activations=("relu2",), gated=False)
+    return decoder(config, attention(config, qkv_bias=bias, o_bias=bias), mlp)
+
+
 def qwen_windows(config: Config) -> list[int]:
     """Return the windows: by `layer_types`, else for the layers from `max_window_layers` on."""
     if config.get("layer_types") is not None:

@@ -21,6 +21,7 @@ NAMES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("^language_model.output.", "lm_head."),
     ("model.text_model.", "model."),
 )
 OTHER_INPUT = (
@@ -57,6 +58,7 @@ MODELS: dict[str, tuple[str, Config]] = {
     "Glm4vForConditionalGeneration": ("GLM-4.1V", {"model_type": "glm4v_text"}),
     "Glm4vMoeForConditionalGeneration": ("GLM-4.5V", {"model_type": "glm4v_moe_text"}),
     "Glm46VForConditionalGeneration": ("GLM-4.6V", {"model_type": "glm4v_moe_text"}),
+    "Llama4ForConditionalGeneration": ("Llama 4", {"model_type": "llama4_text"}),
     "KimiVLForConditionalGeneration": ("Kimi-VL", {"model_type": "deepseek_v3"}),
     "KimiK25ForConditionalGeneration": ("Kimi K2.5", {"model_type": "deepseek_v3"}),
     "AyaVisionForConditionalGeneration": ("Aya Vision", {"model_type": "cohere2"}),

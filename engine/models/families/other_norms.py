@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, slides, windows_of
+from engine.models.families.common import attention, decoder, dense, slides, windows_of, with_names
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import AttentionSpec, ModelSpec, Norms
 
@@ -94,10 +94,41 @@ def _olmo3_rope(config: Config, kind: str) -> Config:
 def exaone4(config: Config) -> ModelSpec:
     """EXAONE 4: norms after attention and MLP and of heads; with windows, layers without a window have no RoPE."""
     hybrid = config.get("sliding_window") is not None
-    slide = slides(config, integer(config, "sliding_window_pattern", 4) if hybrid else 0)
+    slide = slides(config, _exaone_pattern(config) if hybrid else 0)
     mixer = attention(config, qk_norm=True)
     mixers = [replace(mixer, rope=None) if hybrid and not here else mixer for here in slide]
     return decoder(config, mixers, dense(config), windows=windows_of(config, slide), norms=AFTER)
+
+
+def _exaone_pattern(config: Config) -> int:
+    """Return every how many layers attention is full: by a number, or written as local and global layers, "LLLG"."""
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern.endswith("G") and set(pattern[:-1]) == {"L"}:
+        return len(pattern)
+    return integer(config, "sliding_window_pattern", 4)
+
+
+def stablelm(config: Config) -> ModelSpec:
+    """StableLM 2 and StableLM 3B: LayerNorm, RoPE on a quarter of each head, in 12B norms of each head."""
+    mixer = attention(config, qkv_bias=flag(config, "use_qkv_bias"), rotary_factor=0.25)
+    mixer = replace(mixer, qk_norm_of_each="separate" if flag(config, "qk_layernorm") else "")
+    spec = decoder({"layer_norm_eps": 1e-5, **config}, mixer, dense(config), eps_name="layer_norm_eps")
+    spec = with_names(spec, ((".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm.")))
+    if flag(config, "use_parallel_residual"):
+        norms = Norms(before_mlp="")
+        spec = replace(spec, layers=tuple(replace(layer, parallel=True, norms=norms) for layer in spec.layers))
+    return replace(spec, norm="layer_bias")
+
+
+def olmo(config: Config) -> ModelSpec:
+    """OLMo of 2024: LayerNorm without weights, limits of projected queries, keys and values."""
+    bias = flag(config, "attention_bias")
+    mixer = attention(config, qkv_bias=bias, o_bias=bias)
+    clip = 0.0 if config.get("clip_qkv") is None else number(config, "clip_qkv")
+    spec = decoder(
+        {**config, "layer_norm_eps": 1e-5}, replace(mixer, clip=clip), dense(config), eps_name="layer_norm_eps"
+    )
+    return replace(spec, norm="layer_plain")
 
 
 def glm(config: Config) -> ModelSpec:
@@ -114,11 +145,10 @@ def glm4(config: Config) -> ModelSpec:
 
 
 def cohere(config: Config) -> ModelSpec:
-    """Command-R: attention and MLP in parallel after one LayerNorm without bias; scaled logits."""
-    if flag(config, "use_qk_norm"):
-        raise ModelError("'use_qk_norm' is not supported for Cohere; supported: false")
+    """Command-R and R+: attention and MLP in parallel after one LayerNorm without bias; scaled logits."""
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, o_bias=bias, interleaved=True)
+    mixer = replace(mixer, qk_norm_of_each="stacked" if flag(config, "use_qk_norm") else "")
     return _cohere(config, decoder(config, mixer, dense(config), eps_name="layer_norm_eps"))
 
 
