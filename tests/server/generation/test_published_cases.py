@@ -18,6 +18,8 @@ from tests.support.live_server import Live
 # The folders of the templates (NAME.jinja) and of the cases (NAME.json, with `template_or_model` and `request`).
 FOLDERS = {name: Path(os.environ.get(f"QUIRE_TEST_{name}", "/nonexistent")) for name in ("TEMPLATES", "CASES")}
 Serve = Callable[..., Live]
+OTHER_NAMES = {"ByteDance-Seed/Seed-OSS-36B-Instruct": "ByteDance-Seed-OSS"}  # model → name of the file
+OWN = "own: {"  # begin of a template in a case
 HARMONY_TOKENS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|constrain|>")
 
 
@@ -28,6 +30,8 @@ def templates() -> Iterator[Path]:
 def template_of(case: dict[str, Any]) -> Path | None:
     """Return the template of a case: a file's name is the model's, with - for /, or its last part."""
     words = str(case["template_or_model"]).split(" ")[0]
+    if words in OTHER_NAMES:
+        return FOLDERS["TEMPLATES"] / f"{OTHER_NAMES[words]}.jinja"
     names = {
         letters(words),
         letters(words.rpartition("/")[2]),
@@ -54,8 +58,10 @@ def cases() -> Iterator[dict[str, Any]]:
             yield case
 
 
-def engine(template: Path | None) -> FakeEngine:
-    options: dict[str, Any] = {"template": template.read_text(encoding="utf-8")} if template is not None else {}
+def engine(template: Path | str | None) -> FakeEngine:
+    """`template`: its file or its text."""
+    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
+    options: dict[str, Any] = {"template": text} if text is not None else {}
     made = FakeEngine(max_model_len=32768, **options)
     assert made.tokenizer is not None
     made.tokenizer.special_tokens_map["bos_token"] = "<|bos|>"  # most templates have it
@@ -73,8 +79,9 @@ def test_every_case_is_answered(serve: Serve) -> None:
     num_cases = 0
     for case in cases():
         given, path = case["request"]["body"], case["request"]["path"]
-        template = template_of(case)
-        if template is None and not case["template_or_model"].startswith("any"):
+        words = case["template_or_model"]
+        template = words.removeprefix("own: ") if words.startswith(OWN) else template_of(case)
+        if template is None and not words.startswith("any"):
             continue
         live = serve(engine(template))
         response = live.post(path, **{**given, **({"model": "toy"} if "model" in given else {})})
@@ -116,6 +123,24 @@ def scripted(kind: str) -> list[dict[str, Any]]:
     """The cases of a kind that have a script; one without content where there are none, for a test that is skipped."""
     found = [each for each in all_cases() if each["id"].startswith(kind) and "script" in each and template_of(each)]
     return found or [{"id": "none"}]
+
+
+@pytest.mark.skipif(not FOLDERS["CASES"].is_dir(), reason="QUIRE_TEST_CASES names no folder")
+@pytest.mark.parametrize("case", scripted("F3"), ids=lambda case: str(case["id"]))
+def test_stop_strings_of_answers_with_reasoning(case: dict[str, Any], serve: Serve) -> None:
+    template = template_of(case)
+    assert template is not None
+    live = serve(engine(template))
+    if "gpt-oss" in template.stem:
+        live.engine.tokenizer = make_tokenizer(template.read_text(encoding="utf-8"), HARMONY_TOKENS)
+    live.engine.answer = case["script"]
+    quoted = re.search("content: '(.*)'", case["expected"])
+    whole = re.split(r"<\|message\|>|</think>\s*", case["script"])[-1]
+    body = case["request"]["body"] | {"max_tokens": 200}
+    message = live.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    assert message["content"] == (quoted[1] if quoted else whole), message
+    assert not re.search(r"<\||think>", message["content"] + message["reasoning"]), message
+    assert streamed_calls(live, body)[0] == message["content"]
 
 
 def calls_of(path: str, answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
