@@ -81,6 +81,7 @@ ALLOWED = {
     | {
         "server.http",
         "server.metrics",
+        "engine.core.fairness.tenants",
         "engine.utils",
         "server.generation.caller",
         "server.generation.errors",

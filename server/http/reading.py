@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import typing
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Scope
 
+from engine.core.fairness.tenants import group_of
 from engine.utils.fair_tasks import FairTasks
 from server.generation.warnings import Warnings
 from server.generation.workers import Workers
@@ -72,7 +74,10 @@ class StrictJSONRoute(APIRoute):
 
 
 class Arrivals:
-    """Receives bodies, within a limit for each body and one for all bodies in memory."""
+    """Receives bodies, within a limit for each body and one for all bodies in memory.
+
+    One client cannot take all of that memory: a group of tenants that has less than its part is still served.
+    """
 
     def __init__(self, max_bytes: int, timeout: float, limit: str = "") -> None:
         """`max_bytes`: limit of a body. `timeout`: seconds within which it must arrive. `limit`: suffix of the error
@@ -80,6 +85,7 @@ class Arrivals:
         """
         self._max_bytes, self._timeout, self._limit = max_bytes, timeout, limit
         self._num_held_bytes, self._max_held_bytes = 0, max(_MAX_HELD_BYTES, 4 * max_bytes)
+        self._held = Counter[str]()  # group of tenants → bytes, never 0
         self._fair = FairTasks(_READ_AT_ONCE)
 
     async def receive(self, request: Request, tenant: str = "") -> bytes:
@@ -101,22 +107,33 @@ class Arrivals:
                         raise APIError(_CLIENT_CLOSED, "the client hung up")
                     chunk, more = message.get("body", b""), message.get("more_body", False)
                     data += chunk
-                    self._num_held_bytes += len(chunk)
+                    self._hold(len(chunk), tenant)
                     if len(data) > self._max_bytes:
                         raise self._too_large(request)
-                    if self._num_held_bytes > self._max_held_bytes:
+                    if self._is_full_for(tenant):
                         reason = "too many large bodies are arriving: try again in 5 seconds"
                         raise APIError(503, reason, headers={"Retry-After": "5"})
         except BaseException as error:
-            self._num_held_bytes -= len(data)
+            self.release(data, tenant)
             if isinstance(error, TimeoutError):
                 reason = f"the body did not arrive within {self._timeout:g} seconds"
                 raise APIError(408, reason, headers=_CLOSE) from None
             raise
         return bytes(data)
 
-    def release(self, data: bytes) -> None:
-        self._num_held_bytes -= len(data)
+    def release(self, data: bytes | bytearray, tenant: str = "") -> None:
+        self._hold(-len(data), tenant)
+
+    def _hold(self, num_bytes: int, tenant: str) -> None:
+        group = group_of(tenant)
+        self._num_held_bytes += num_bytes
+        self._held[group] += num_bytes
+        if not self._held[group]:
+            del self._held[group]
+
+    def _is_full_for(self, tenant: str) -> bool:
+        part = self._max_held_bytes // max(len(self._held), 1)
+        return self._num_held_bytes > self._max_held_bytes and self._held[group_of(tenant)] > part
 
     def _too_large(self, request: Request) -> APIError:
         """Return a 413. The rest of the body is read and dropped, so that clients which send everything before they
@@ -152,7 +169,7 @@ class Bodies:
             await self._fair.wait(caller_of(request).tenant(""))
             return await self._checked(request, data, body_type)
         finally:
-            self._arrivals.release(data)
+            self._arrivals.release(data, caller_of(request).tenant(""))
 
     async def converted(
         self, request: Request, body: B, convert: Callable[[B], T], is_long: bool

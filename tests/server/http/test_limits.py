@@ -298,6 +298,44 @@ def test_large_bodies_are_read_in_turns() -> None:
     assert sorted(num_read)[-2] <= 4
 
 
+def test_slow_bodies_of_one_client_refuse_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that holds all memory for bodies, as slowly as it may."""
+    monkeypatch.setattr(reading, "_MAX_HELD_BYTES", 4000)
+
+    class Upload:
+        headers: dict[str, str] = {}  # noqa: RUF012
+
+        def __init__(self, num_bytes: int, ends: bool = False) -> None:
+            self.parts = [{"type": "http.request", "body": b"a" * num_bytes, "more_body": not ends}]
+
+        async def receive(self) -> dict[str, Any]:
+            while not self.parts:
+                await asyncio.sleep(60)
+            return self.parts.pop()
+
+    async def run() -> None:
+        arrivals = reading.Arrivals(1000, 60)
+        slow = [asyncio.create_task(arrivals.receive(Upload(1000), "address 1/user a")) for _ in range(4)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        for tenant in ("address 1/user b", "address 1"):
+            with pytest.raises(APIError, match="too many large bodies"):
+                await arrivals.receive(Upload(1000, ends=True), tenant)  # type: ignore[arg-type]
+        for _ in range(10):
+            body = await arrivals.receive(Upload(1000, ends=True), "address 2")  # type: ignore[arg-type]
+            arrivals.release(body, "address 2")
+        held = [await arrivals.receive(Upload(1000, ends=True), "address 2") for _ in range(2)]  # type: ignore[arg-type]
+        with pytest.raises(APIError, match="too many large bodies"):
+            await arrivals.receive(Upload(1000, ends=True), "address 2")  # type: ignore[arg-type]
+        for upload in slow:
+            upload.cancel()
+        await asyncio.wait(slow)
+        for body in held:
+            arrivals.release(body, "address 2")
+        assert (arrivals._num_held_bytes, arrivals._held) == (0, {})
+
+    asyncio.run(run())
+
+
 def test_large_bodies_leave_the_event_loop(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, check_values = [], limits.check_values
 
