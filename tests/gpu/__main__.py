@@ -32,6 +32,7 @@ from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.latent import check_latent
+from tests.gpu.lora import check_lora_engine, check_lora_kernels
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
 from tests.gpu.plan import check_plan
@@ -54,6 +55,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),
+    "lora": (check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
     "graphs": (check_graphs,),
     "story": (check_story,),
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="cpu: attention, prefill, products, formats, families, experts, windows, story, ranks and faults only",
+        help="cpu: attention, prefill, products, formats, families, experts, lora, windows, story, ranks, faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

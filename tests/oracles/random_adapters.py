@@ -46,15 +46,15 @@ def random_slots(
 def merged(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:
     """Return a layer's result y [T, out] for x [T, in] with each token's adapter, in float64, by merged matrices."""
     rank, result = weights.rank, y.double().clone()
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            matrix = torch.cat(
-                [
-                    weights.up[slot, start:stop].double() @ weights.down[slot, g * rank : (g + 1) * rank].double()
-                    for start, stop, g in weights.groups
-                ]
-            )
-            result[token] = result[token] * weights.factor[slot] + matrix @ x[token].double() + weights.shift[slot]
+    for slot in set(slots.tolist()) - {-1}:
+        at = slots == slot
+        matrix = torch.cat(
+            [
+                weights.up[slot, start:stop].double() @ weights.down[slot, g * rank : (g + 1) * rank].double()
+                for start, stop, g in weights.groups
+            ]
+        )
+        result[at] = result[at] * weights.factor[slot] + x[at].double() @ matrix.T + weights.shift[slot]
     return result
 
 
@@ -77,3 +77,17 @@ def random_adapter(
         if dora:
             tensors[module + ".lora_magnitude_vector"] = torch.rand(out, generator=generator) * 2 + 1
     return tensors
+
+
+def merge(stored: dict[str, Tensor], adapter: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return a model's tensors with those of an adapter merged. `scale`: of B · A."""
+    result = dict(stored)
+    for module in {name.rpartition(".lora_")[0] for name in adapter}:
+        matrix = stored[module + ".weight"].double()
+        matrix = (
+            matrix + scale * adapter[module + ".lora_B.weight"].double() @ adapter[module + ".lora_A.weight"].double()
+        )
+        if (magnitude := adapter.get(module + ".lora_magnitude_vector")) is not None:
+            matrix = matrix * (magnitude / matrix.norm(dim=1)).unsqueeze(1)
+        result[module + ".weight"] = matrix.to(stored[module + ".weight"].dtype)
+    return result

@@ -1,0 +1,115 @@
+"""Checks of LoRA: the kernels against merged matrices in float64, and whole engines against merged models."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kernels
+from engine import LLM, LoRARequest, SamplingParams
+from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
+from tests.oracles.random_adapters import merge, merged, random_adapter, random_slots, write_adapter
+from tests.support.tiny_model import write_model
+
+NUM_SLOTS = 32
+NUM_TOKENS = (1, 8, 33, 256, 2000)
+SHAPES = {"qkv": ((4096, 1024, 1024), 4096), "gate_up": ((12288, 12288), 4096), "down": ((4096,), 12288)}  # of 8B
+NUM_ADAPTERS = 5  # of the small model
+ANSWER = 40
+
+
+def check_lora_kernels(
+    checks: Checks,
+    num_tokens: Sequence[int] = NUM_TOKENS,
+    shapes: dict[str, tuple[tuple[int, ...], int]] = SHAPES,
+    ranks: Sequence[int] = (16, 64),
+) -> None:
+    """One adapter for all tokens, an adapter for each, and some tokens without."""
+    for dtype, (name, (rows, channels)), rank in (
+        (dtype, shape, rank) for dtype in (BF16, F16, F32) for shape in shapes.items() for rank in ranks
+    ):
+        if dtype != BF16 and (name, rank) != (next(iter(shapes)), ranks[0]):
+            continue
+        weights = random_slots(NUM_SLOTS, rank, channels, rows, dtype=dtype, device=checks.device)
+        for count in num_tokens:
+            x, y = checks.random(count, channels, dtype=dtype), checks.random(count, sum(rows), dtype=dtype)
+            for kind, slots in _slots(checks, count).items():
+                label = f"lora {name}, rank {rank}, {dtype}: {count} tokens, {kind}"
+                if not checks.wants(label):
+                    continue
+                tokens = kernels.AdapterTokens.of(slots, NUM_SLOTS)
+                want = merged(y, x, weights, slots)
+                got = kernels.lora_add(y.clone(), x, weights, tokens)
+                used = len(slots[slots >= 0].unique())
+                num_bytes = used * (weights.down[0].nbytes + weights.up[0].nbytes) + x.nbytes + 2 * y.nbytes
+                scratch = y.clone()
+
+                def call(x: Tensor = x, tokens: kernels.AdapterTokens = tokens, scratch: Tensor = scratch) -> object:
+                    return kernels.lora_add(scratch, x, weights, tokens)  # noqa: B023 (called before the next turn)
+
+                timed = call if kind != "some" else None
+                checks.add(label, relative_error(got, want), 2 * LIMITS[dtype], timed, num_bytes, graph=True)
+
+
+def _slots(checks: Checks, count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    some = torch.randint(-1, NUM_SLOTS, (count,), dtype=torch.int32, generator=generator)
+    several = torch.arange(count, dtype=torch.int32) % NUM_SLOTS
+    each = {"one adapter": torch.full((count,), 3, dtype=torch.int32), "32 adapters": several, "some": some}
+    return {kind: slots.to(checks.device) for kind, slots in each.items()}
+
+
+def check_lora_engine(checks: Checks) -> None:
+    """A small model with five adapters, one of them DoRA, and none: texts equal those of merged models alone."""
+    if not checks.wants("lora engine"):
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        base = write_model(root / "base")
+        stored = load_file(base / "model.safetensors")
+        shapes: dict[str, Any] = {
+            name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in stored.items() if "proj" in name
+        }
+        requests: list[LoRARequest | None] = [None]
+        expected = [_texts(checks, base)]
+        for number in range(NUM_ADAPTERS):
+            generator = torch.Generator().manual_seed(number)
+            tensors = random_adapter(shapes, 4 + 3 * number, generator, dora=number == 2)
+            config = {"r": 4 + 3 * number, "lora_alpha": 8}
+            folder = write_adapter(root / f"adapter {number}", config, tensors)
+            requests.append(LoRARequest(folder.name, number + 1, str(folder)))
+            whole = write_model(root / f"merged {number}")
+            save_file(merge(stored, tensors, 8 / (4 + 3 * number)), whole / "model.safetensors")
+            expected.append(_texts(checks, whole))
+        for settings in ({"enforce_eager": True}, {}, {"max_loras": 2}, {"max_num_batched_tokens": 64}):
+            llm = _start(checks, base, enable_lora=True, max_lora_rank=16, **{"max_loras": NUM_ADAPTERS, **settings})
+            for again in ("", " again"):  # then from the prefix cache
+                given = [each for each in requests for _ in PROMPTS]
+                answers = llm.generate(PROMPTS * len(requests), SAMPLING, use_tqdm=False, lora_request=given)
+                texts = [answer.outputs[0].token_ids for answer in answers]
+                wanted = [text for each in expected for text in each]
+                differs = sum(a != b for a, b in zip(texts, wanted, strict=True)) / len(wanted)
+                checks.add(f"lora engine, {settings or 'graphs'}{again}: texts differ", differs, 0.0)
+            llm.close()
+
+
+PROMPTS: list[Any] = [{"prompt_token_ids": [7 * i % 250 + 1 for i in range(length)]} for length in (60, 5, 17)]
+SAMPLING = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+
+
+def _start(checks: Checks, folder: Path, **settings: Any) -> LLM:
+    common = {"device": checks.device, "dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 400}
+    return LLM(str(folder), **{**common, "max_num_seqs": 20, "skip_tokenizer_init": True, **settings})
+
+
+def _texts(checks: Checks, folder: Path) -> list[list[int]]:
+    llm = _start(checks, folder)
+    texts = [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, SAMPLING, use_tqdm=False)]
+    llm.close()
+    return texts
