@@ -45,7 +45,7 @@ def quantization_in_memory(spec: ModelSpec, config: EngineConfig, device: Device
     exact = (
         on_cpu and DTYPES.get(config.dtype) == torch.float32
     )  # there, matrix products of quantised weights round activations
-    return choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact)
+    return choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact, on_cpu=on_cpu)
 
 
 def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device: Device | None = None) -> RunnerOptions:

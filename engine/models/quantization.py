@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from engine.models.errors import ModelError
@@ -48,6 +48,8 @@ class Scheme:
     global_scale: str = ""  # tensor with a factor of all scales; "": none
     divided: bool = False  # scales are divided by the global scale instead of multiplied
     block: str = ""  # the type of GGUF's blocks
+    minima: bool = False  # groups have minima
+    only_on_cpus: bool = False  # no kernel of GPUs reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +98,26 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 
 
 def choose_quantization(
-    stored: Quantization | None, method: str | None, *, rounds_head: bool = False, decodes: bool = False
+    stored: Quantization | None,
+    method: str | None,
+    *,
+    rounds_head: bool = False,
+    decodes: bool = False,
+    on_cpu: bool = True,
 ) -> Quantization | None:
     """Return the quantization of the weights in memory if `method` was requested; None: as in the checkpoint.
 
-    A GGUF file's blocks can also be decoded: by `decodes`, or to quantise them by another method.
+    A GGUF file's blocks can also be decoded: by `decodes`, those that only CPUs read without `on_cpu`, or to quantise
+    them by another method.
 
     The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except
     those that latent attention reads as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
     if isinstance(stored, NamedQuantization) and (decodes if method is None else method in ONLINE):
         stored = None
+    if isinstance(stored, NamedQuantization) and not on_cpu:
+        kept = tuple((names, scheme) for names, scheme in stored.schemes if not scheme.only_on_cpus)
+        stored = replace(stored, schemes=kept)
     if method is None or (stored is not None and stored.method == method):
         return stored
     if stored is not None:
@@ -320,13 +331,21 @@ def _group_scheme(group: Mapping[str, Any], file_format: Any, path: str) -> Sche
     )
 
 
+_Kind: TypeAlias = Literal["int8", "int4"]
+_WITH_MINIMA: tuple[tuple[str, _Kind], ...] = (("Q4_1", "int4"), ("Q5_1", "int8"), ("Q4_K", "int4"), ("Q5_K", "int8"))
 # Types of GGUF whose values kernels read exactly, without conversion to floats.
-GGUF_SCHEMES = {
-    name: Scheme(layout="gguf", kind="int8", group=32, block=name) for name in ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS")
-} | {
-    "Q4_0": Scheme(layout="gguf", kind="int4", group=32, block="Q4_0"),
-    "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
-}
+GGUF_SCHEMES = (
+    {name: Scheme(layout="gguf", kind="int8", group=32, block=name) for name in ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS")}
+    | {
+        "Q4_0": Scheme(layout="gguf", kind="int4", group=32, block="Q4_0"),
+        "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
+        "Q6_K": Scheme(layout="gguf", kind="int8", group=16, block="Q6_K", only_on_cpus=True),
+    }
+    | {
+        name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True, only_on_cpus=True)
+        for name, kind in _WITH_MINIMA
+    }
+)
 
 
 def _gguf(config: Mapping[str, Any]) -> Quantization:

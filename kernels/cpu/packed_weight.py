@@ -15,7 +15,8 @@ from kernels.data.quantized_weight import QuantizedWeight
 
 KINDS: dict[torch.dtype | str, int] = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 INT8, INT4 = KINDS["int8"], KINDS["int4"]
-GROUPS = (128, 64, 32)  # channels of x that share a scale: as many as divide a weight's, or all channels
+# Channels of x that share a scale: as many as divide a weight's, or all channels.
+GROUPS = {"int8": (128, 64, 32, 16), "int4": (128, 64, 32)}
 
 
 class _Struct(ctypes.Structure):
@@ -57,7 +58,7 @@ def pack_stack(weight: Tensor | QuantizedWeight) -> NativeWeight | None:
     elif weight.rows > 1 and (n % weight.rows or padding):
         return None
     else:
-        parts = {name: getattr(weight, name) for name in ("codes", "scale", "zero", "factor")}
+        parts = {name: getattr(weight, name) for name in ("codes", "scale", "zero", "factor", "minimum")}
         rows: dict[str, Any] = {
             name: F.pad(part, (0, 0) * (part.dim() - 2) + (0, padding)).flatten(0, 1)
             for name, part in parts.items()
@@ -90,9 +91,9 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
     Products round x to eight bits, with a scale for each token and group of at most 128 channels.
     """
     n, k = len(weight), weight.num_channels
-    if weight.kind not in KINDS or weight.order is not None:
+    if weight.kind not in GROUPS or weight.order is not None:
         return None
-    group = next((size for size in GROUPS if k % size == 0 and min(weight.group, k) % size == 0), None)
+    group = next((size for size in GROUPS[weight.kind] if k % size == 0 and min(weight.group, k) % size == 0), None)
     if group is None:
         return None
     if weight.kind == "int8":
@@ -105,7 +106,8 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
     scale = weight.scale.float().repeat_interleave(weight.rows, 0)[:n]
     if weight.factor is not None:
         scale = scale * weight.factor[:, None]
-    grouped = weight.kind == "int4" or scale.shape[1] > 1 or weight.zero is not None
+    has_zero = weight.zero is not None or weight.minimum is not None
+    grouped = weight.kind == "int4" or scale.shape[1] > 1 or has_zero
     if not grouped:
         return _native((n, k), KINDS[weight.kind], data, group, scale=_padded(scale)[:, 0].contiguous())
     each = -(-k // group)
@@ -113,6 +115,9 @@ def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
     zero = None
     if weight.zero is not None:
         zero = weight.zero.float().repeat_interleave(-(-each // weight.zero.shape[1]), 1)[:, :each] * scale
+    if weight.minimum is not None:
+        minimum = weight.minimum.float().repeat_interleave(-(-each // weight.minimum.shape[1]), 1)[:, :each]
+        zero = minimum if zero is None else zero + minimum
     zero = None if zero is None else _kept(_tiles(zero, 1).squeeze(-1))
     is_short = weight.kind == "int4" and torch.equal(scale.bfloat16().float(), scale)
     scale = _kept(_tiles(scale.bfloat16() if is_short else scale, 1).squeeze(-1))

@@ -14,7 +14,8 @@ Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n].
+    """W [N, K]: W[n, order[k]] = (value[n, k] - zero[n, k // group]) · scale[n // rows, k // group] · factor[n], less
+    minimum[n, k // group].
 
     `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5,
     2, 3, 4 or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four
@@ -32,6 +33,7 @@ class QuantizedWeight:
     rows: int = 1  # number of rows that share a scale
     zero: Tensor | None = None  # [N, ceil(K / group)] int8
     factor: Tensor | None = None  # [N] float32
+    minimum: Tensor | None = None  # [N, ceil(K / group)] float32; on CPUs alone
     order: Tensor | None = None  # [K] int64: a permutation of the channels; None: identity
     rounds_activations: bool = False  # products may quantise x to this kind, with one scale per token
     panel: int = 0  # channels of a panel; 0: rows lie one after the other
@@ -51,7 +53,7 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        tensors = (self.codes, self.scale, self.zero, self.factor, self.order)
+        tensors = (self.codes, self.scale, self.zero, self.factor, self.minimum, self.order)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __len__(self) -> int:

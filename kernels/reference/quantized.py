@@ -22,6 +22,8 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     values = values * scale.repeat_interleave(weight.group, 1)[:, :k]
     if weight.factor is not None:
         values *= weight.factor[:, None].to(wide)
+    if weight.minimum is not None:
+        values -= weight.minimum.to(wide).repeat_interleave(weight.group, 1)[:, :k]
     if weight.order is not None:
         values = torch.empty_like(values).index_copy_(1, weight.order, values)
     return values.to(dtype)

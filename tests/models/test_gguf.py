@@ -25,7 +25,7 @@ from engine.models.gguf.blocks import TYPES
 from engine.models.gguf.header import read_header, split_files
 from engine.models.hub import resolve_model, short_name
 from engine.models.matrix import FLOAT_DTYPES, Matrix, Part, Scope
-from engine.models.quantization import GGUF_SCHEMES, read_quantization
+from engine.models.quantization import GGUF_SCHEMES, choose_quantization, read_quantization
 from engine.models.shard import Span
 from kernels import QuantizedWeight
 from kernels.reference.quantized import dequantize
@@ -90,7 +90,20 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
     assert matrix.weight.nbytes == before
     for i, blocks in enumerate(stored):
         one = matrix.weight[i] if stacked else matrix.weight
-        assert torch.equal(dequantize(one.codes, one, torch.float32), TYPES[kind].decode(blocks.flatten(1)))
+        got, want = dequantize(one.codes, one, torch.float32), TYPES[kind].decode(blocks.flatten(1))
+        if one.minimum is None or one.kind == "int8":
+            assert torch.equal(got, want)
+        else:  # the minimum is that of codes less 8, and is rounded
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+
+
+def test_types_that_only_cpus_read_are_decoded_elsewhere() -> None:
+    stored = read_quantization({"quant_method": "gguf", "types": {kind: [f"m.{kind}"] for kind in GGUF_SCHEMES}})
+    on_cpu, elsewhere = (choose_quantization(stored, None, on_cpu=on_cpu) for on_cpu in (True, False))
+    assert on_cpu == stored
+    assert elsewhere is not None
+    decoded = {kind for kind in GGUF_SCHEMES if elsewhere.scheme(f"m.{kind}") is None}
+    assert decoded == {"Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)

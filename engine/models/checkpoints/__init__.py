@@ -27,5 +27,6 @@ def open_checkpoint(
     if load_format == "dummy":
         return RandomWeights(str(folder), seed)
     if is_derived(folder):
-        return GGUFCheckpoint(folder, keeps_blocks=isinstance(quantization, NamedQuantization))
+        schemes = quantization.schemes if isinstance(quantization, NamedQuantization) else ()
+        return GGUFCheckpoint(folder, keeps={scheme.block for _, scheme in schemes})
     return SafetensorsFolder(folder)

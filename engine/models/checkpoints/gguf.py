@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,17 @@ class GGUFCheckpoint(Checkpoint):
     stacked in the file, are tensors of their own.
     """
 
-    def __init__(self, folder: Path, keeps_blocks: bool) -> None:
-        """folder: made by `gguf.folder.model_folder`. keeps_blocks: those that kernels read; False: all are decoded."""
+    def __init__(self, folder: Path, keeps: Collection[str] = ()) -> None:
+        """folder: made by `gguf.folder.model_folder`. keeps: types of blocks that kernels read; others are decoded."""
         read = json.loads((folder / TENSORS).read_text("utf-8"))
         self._files: list[tuple[str, int, int]] = [tuple(each) for each in read["files"]]
         self.origin = self._files[0][0]
         self._stacks: dict[str, dict[str, Any]] = {}
         for name, tensor in read["tensors"].items():
+            is_kept = tensor["blocks"] and tensor["type"] in keeps
             if tensor["blocks"]:
-                name += ".blocks" if keeps_blocks else ".weight"
-            self._stacks[name] = {**tensor, "blocks": tensor["blocks"] and keeps_blocks}
+                name += ".blocks" if is_kept else ".weight"
+            self._stacks[name] = {**tensor, "blocks": is_kept}
         self._where: dict[str, tuple[str, int | None]] = {}  # name → name in `_stacks`, index in a stack
         for name, tensor in self._stacks.items():
             if "{}" in name:

@@ -12,7 +12,11 @@ from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, Un
 from engine.models.gguf.blocks import TYPES, mxfp4_codes
 from engine.models.matrix import Matrix
 
-DEVIATIONS = {"Q8_0": 73.9, "Q5_0": 9.2, "Q4_0": 4.6, "IQ4_NL": 70.0, "IQ4_XS": 1290.0}  # of random codes, scaled
+DEVIATIONS = {  # of random codes, scaled; where there are minima, these are such that the mean is about 0
+    "Q8_0": 73.9, "Q5_0": 9.2, "Q4_0": 4.6, "IQ4_NL": 70.0, "IQ4_XS": 1290.0, "Q4_1": 4.6, "Q5_1": 9.2, "Q4_K": 260.0,
+    "Q5_K": 530.0, "Q6_K": 1365.0,
+}  # fmt: skip
+MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # scale of random minima
 
 
 class GGUFBlocks(QuantizedFormat):
@@ -26,14 +30,20 @@ class GGUFBlocks(QuantizedFormat):
         blocks = tensors["blocks"]
         unpack = mxfp4_codes if self.scheme.kind == "e2m1" else TYPES[self.scheme.block].unpack
         assert unpack is not None
-        codes, scale, _ = unpack(blocks.flatten(0, 1))
-        if self.scheme.kind == "int4":
-            codes = (codes + 8).to(torch.uint8)
-        return UnpackedRows(codes.reshape(len(blocks), -1), scale.reshape(len(blocks), -1))
+        codes, scale, minimum = unpack(blocks.flatten(0, 1))
+        n = len(blocks)
+        if minimum is None:
+            codes = (codes + 8).to(torch.uint8) if self.scheme.kind == "int4" else codes
+            return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1))
+        if self.scheme.kind == "int4":  # whose values are the codes less 8
+            minimum = minimum - 8 * scale
+        codes = codes.to(torch.int8 if self.scheme.kind == "int8" else torch.uint8)
+        return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), minimum=minimum.reshape(n, -1))
 
     def growth(self, matrix: Matrix) -> int:
         of, bits = TYPES[self.scheme.block], 8 if self.scheme.kind == "int8" else 4
-        scales = of.values // self.scheme.group * (4 if self.scheme.block == "IQ4_XS" else 2)
+        products = "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"  # whose scales are products, too long for 16 bits
+        scales = of.values // self.scheme.group * ((4 if self.scheme.block in products else 2) + 4 * self.scheme.minima)
         blocks = sum(tensor.numel() for tensor in matrix.stored.values()) // of.num_bytes
         return blocks * (of.values * bits // 8 + scales - of.num_bytes)
 
@@ -41,7 +51,12 @@ class GGUFBlocks(QuantizedFormat):
         blocks = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
         if self.scheme.kind == "e2m1":
             blocks[..., 0] = 120  # the power of two 2^-7
-        else:  # a block begins with its scale
-            scale = torch.tensor([STD / DEVIATIONS[self.scheme.block]], dtype=torch.float16)
-            blocks[..., :2] = scale.view(torch.uint8)
+        else:  # a block begins with its scale, and with that of its minima; Q6_K's ends with it
+            block = self.scheme.block
+            scale = STD / DEVIATIONS[block]
+            values = torch.tensor([scale, scale * MINIMA.get(block, 0)], dtype=torch.float16).view(torch.uint8)
+            if block == "Q6_K":
+                blocks[..., -2:] = values[:2]
+            else:
+                blocks[..., : 4 if block in MINIMA else 2] = values[: 4 if block in MINIMA else 2]
         return blocks

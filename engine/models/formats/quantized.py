@@ -59,6 +59,7 @@ class UnpackedRows(NamedTuple):
     scale: Tensor  # [n or number of row blocks, G] float32
     zero: Tensor | None = None  # [n, G] int8
     factor: Tensor | None = None  # [n] float32
+    minimum: Tensor | None = None  # [n, G] float32
     order: Tensor | None = None  # [K] int64
 
 
@@ -121,7 +122,8 @@ class QuantizedFormat(WeightFormat):
         spans = [matrix.parts[i].rows for i in own[:count]]
         aligned = block > 1 and all(span.start % block == len(span) % block == 0 for span in spans)
         unpacked = [self._unpacked(matrix, own[at : at + count], aligned) for at in range(0, len(own), count)]
-        codes, scale, zero, factor, order = map(_stack if matrix.num_stacked else _only, zip(*unpacked, strict=True))
+        own_or_stacked = _stack if matrix.num_stacked else _only
+        codes, scale, zero, factor, minimum, order = map(own_or_stacked, zip(*unpacked, strict=True))
         assert codes is not None
         assert scale is not None
         if matrix.num_stacked and order is not None and not codes.is_cpu:
@@ -138,6 +140,7 @@ class QuantizedFormat(WeightFormat):
             rows=block if aligned else 1,
             zero=None if zero is None or not zero.any() else zero,
             factor=factor,
+            minimum=minimum,
             order=order,
             rounds_activations=self.scheme.activations,
         )
@@ -157,12 +160,14 @@ class QuantizedFormat(WeightFormat):
         ]
         zeros = [part.zero for part in parts if part.zero is not None]
         factors = [part.factor for part in parts if part.factor is not None]
+        minima = [part.minimum for part in parts if part.minimum is not None]
         pack = {"int4": kernels.pack_nibbles, "e2m1": kernels.pack_e2m1}.get(self.scheme.kind)
         return UnpackedRows(
             codes if pack is None else pack(codes),
             torch.cat(scales),
             torch.cat(zeros) if zeros else None,
             torch.cat(factors) if factors else None,
+            torch.cat(minima) if minima else None,
             order,
         )
 
