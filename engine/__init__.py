@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from engine.core.params.pooling import PoolingParams
     from engine.core.params.sampling import SamplingParams
     from engine.core.params.structured import StructuredOutputs
-    from engine.errors import ConfigError, EngineDeadError, EngineError, ParameterError, TagsError
+    from engine.errors import (
+        ConfigError,
+        EngineAsleepError,
+        EngineDeadError,
+        EngineError,
+        ParameterError,
+        TagsError,
+    )
     from engine.models.classifier import Classifier
     from engine.models.errors import ModelError
     from engine.offline.llm import LLM
@@ -42,6 +49,7 @@ __all__ = [
     "ConfigError",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineAsleepError",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
@@ -72,6 +80,7 @@ _MODULES = {
     "EmbeddingOutput": "engine.processing.output_collector",
     "EmbeddingRequestOutput": "engine.processing.output_collector",
     "EngineConfig": "engine.config",
+    "EngineAsleepError": "engine.errors",
     "EngineDeadError": "engine.errors",
     "EngineError": "engine.errors",
     "EngineRequest": "engine.core.engine_request",

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerStats, total
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineDeadError, EngineError, ParameterError
+from engine.errors import EngineAsleepError, EngineDeadError, EngineError, ParameterError
 from engine.models.errors import ModelError
 from engine.models.files import Progress
 from engine.processing.adapters import find_adapter
@@ -67,6 +67,7 @@ class AsyncEngine:
         self._deadlines = DeadlineTimers(lambda request_id: self._end_early(request_id, "timeout"))
         self._pace, self._fair = Pace(), FairTasks(UPDATES_AT_ONCE)
         self._closed = False
+        self._changes_sleep, self._refuses = asyncio.Lock(), False
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
         self._release: asyncio.TimerHandle | None = None  # the next check whether these threads are idle
         self._launched = time.perf_counter()
@@ -171,7 +172,7 @@ class AsyncEngine:
         it ends with the `finish_reason` "timeout", wherever it waits or runs.
 
         Raises `ValueError`, at once, for a request that cannot run. Raises `EngineDeadError` if the process is lost
-        after the first output, or is not restarted any more.
+        after the first output, or is not restarted any more, and `EngineAsleepError` while the engine sleeps.
         """
         if request.sampling.n != 1:
             reason = "must be 1 for one answer (see engine.processing.output_collector.with_samples), got"
@@ -241,6 +242,46 @@ class AsyncEngine:
         if reason := next(filter(None, reasons), ""):
             raise ModelError(reason)
         return adapter
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps, goes to sleep or wakes up: it takes no requests."""
+        return self._refuses
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which all replicas sleep; 0: one is awake."""
+        return min(replica.sleep_level for replica in self._replicas)
+
+    async def sleep(self, level: int = 1, *, abort: bool = False) -> None:
+        """Free the memory of KV cache and weights until `wake_up`, see `Engine.sleep`. New requests are refused.
+
+        Waits for the running requests, or ends them with `abort`. A process that is lost is started again awake.
+        Raises `EngineError`; the engine is awake then.
+        """
+        async with self._changes_sleep:
+            if self.sleep_level:
+                return
+            self._check_alive()
+            self._refuses = True
+            try:
+                if abort:
+                    self.abort_all()
+                await asyncio.gather(*(replica.sleep(level) for replica in self._replicas))
+            except BaseException:
+                await self._wake_replicas()
+                raise
+
+    async def wake_up(self) -> None:
+        """End `sleep`. Raises `EngineError` if memory is too low by now; the engine is still asleep then."""
+        async with self._changes_sleep:
+            await self._wake_replicas()
+
+    async def _wake_replicas(self) -> None:
+        await asyncio.gather(*(replica.wake_up() for replica in self._replicas))
+        self._refuses = False
+        for replica in self._replicas:
+            self._dispatcher.started(replica)  # with an empty cache
 
     async def restart(self, drain_seconds: float) -> None:
         """Restart the processes, one replica after the other.
@@ -356,6 +397,8 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
+        if self._refuses:
+            raise EngineAsleepError("the model is asleep: POST /wake_up wakes it up")
 
 
 def _load_processor(config: EngineConfig, progress: Progress) -> InputProcessor:

@@ -45,12 +45,16 @@ from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
 from engine.worker.kv_cache import KVCacheTooSmallError
+from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.launcher import Launcher, LaunchError
 from engine.worker.parallel.ranks import build_runner
 from engine.worker.parallel.ray_launcher import RayLauncher
+from engine.worker.sleep import SleepingRunner, free_unused
 
 _log = logging.getLogger(__name__)
+
+SLEEP_LEVELS = (1, 2)
 
 
 CPU_LORAS = 4  # adapters in host memory for each in a slot, by default
@@ -99,7 +103,11 @@ class Engine:
         device = device_of(config)  # after Ray, if it starts the ranks, has assigned the GPUs
         self.spec = spec = _resolved(spec or read_spec(folder, config.hf_overrides), config, eos_token_ids, device)
         self.options = options = runner_options(config, spec, offline, device)
-        self.runner = runner = _build(build, folder, spec, options, progress)
+        self._runner: Runner | None = _build(build, folder, spec, options, progress)
+        runner = self._runner
+        self._asleep: SleepingRunner | Callable[[], Runner] | None = None  # how it wakes up; None: it is awake
+        self._rebuild = partial(_rebuilt, build_runner, config, folder, lost, spec, options, progress)
+        self._progress = progress
         self.scheduler = Scheduler(
             [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
             runner.block_size,
@@ -113,23 +121,25 @@ class Engine:
         self.in_flight: deque[Handle] = deque()  # launched and not read, in launch order
         self._max_in_flight = max(options.num_stages - 1, 1)  # after each `step`
         self.expert_tokens = ExpertTokens()
-        self._recovery = Recovery(self.scheduler, runner.reset)
+        self._recovery = Recovery(self.scheduler, lambda: self.runner.reset())
         compiler = Compiler(partial(_load_vocabulary, config, folder, spec))
         self._guided = GuidedRequests(compiler, self.scheduler, self._recovery)
-        self._adapted: AdaptedRequests | None = None
-        if config.enable_lora:
-            max_loaded = config.max_cpu_loras or CPU_LORAS * config.max_loras
-            self._adapted = AdaptedRequests(runner, config.max_loras, max_loaded, self._queue)
+        self._begin_adapted = partial(self._new_adapted, config)
+        self._adapted = self._begin_adapted()
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
-        self._store: PrefixCacheStore | None = None
-        if config.prefix_cache_file is not None:
-            self._store = open_store(
-                config, folder, options, runner.open_block_file, self.scheduler.blocks.pools.pools[0]
-            )
+        self._open_store = partial(self._opened_store, config, folder, options)
+        self._store = self._open_store()
         self._debug_checks = config.debug_checks
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._name = config.served_model_name[0] if config.served_model_name else short_name(config.model)
+
+    @property
+    def runner(self) -> Runner:
+        """The executor of steps. Raises `EngineError` while there is none: the engine sleeps at level 2."""
+        if self._runner is None:
+            raise EngineError("the engine is asleep")
+        return self._runner
 
     def summary(self) -> str:
         """Describe the engine in a few lines."""
@@ -151,8 +161,10 @@ class Engine:
         )
 
     def add_request(self, engine_request: EngineRequest) -> None:
-        """Queue a request. Raises `ValueError` if its id is in use or it can never run."""
+        """Queue a request. Raises `ValueError` if its id is in use, it can never run or the engine is asleep."""
         request_id, sampling = engine_request.request_id, engine_request.sampling
+        if self.is_sleeping:
+            raise ValueError("the engine is asleep: wake it up first")
         adapted = self._adapted
         is_held = adapted is not None and adapted.holds(request_id)
         if is_held or self._guided.holds(request_id) or self._recovery.holds(request_id):
@@ -174,8 +186,17 @@ class Engine:
         else:
             self._guided.add(request)
 
+    def _new_adapted(self, config: EngineConfig) -> AdaptedRequests | None:
+        """Return the holder of requests with adapters, of which none is loaded. None: they are not served."""
+        if not config.enable_lora:
+            return None
+        max_loaded = config.max_cpu_loras or CPU_LORAS * config.max_loras
+        return AdaptedRequests(self.runner, config.max_loras, max_loaded, self._queue)
+
     def load_adapter(self, name: str, path: str, version: str) -> Future[str]:
         """Begin to read an adapter into host memory. The result says why it cannot be used; empty: it can."""
+        if self.is_sleeping:
+            raise EngineError("the engine is asleep")
         if self._adapted is None:
             raise ValueError("adapters are not served: start the engine with enable_lora")
         reason: Future[str] = Future()
@@ -304,14 +325,96 @@ class Engine:
             self._store.clear()
         return was_reset
 
-    def close(self) -> None:
-        """Save the prefix cache, end other ranks, and release the device's memory."""
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep is not None
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`. The KV cache and the prefix cache are dropped; a prefix cache file is saved.
+
+        `level`: 1: the weights move to host memory, so waking up is fast; 2: they are dropped, too, and loaded again.
+        Without effect while the engine is asleep. Raises `EngineError` while a request is unfinished, and for level 1
+        with several ranks.
+        """
+        if self.is_sleeping:
+            return
+        if level not in SLEEP_LEVELS:
+            raise EngineError(f"the level of sleep must be 1 or 2, got {level!r}")
+        runner = self.runner
+        if level == 1 and not isinstance(runner, ModelRunner):
+            raise EngineError("level 1 of sleep needs a model on one device: use level 2")
+        if self.scheduler.queues or self._num_held or self._recovery.is_active:
+            raise EngineError("the engine cannot sleep: requests are running")
+        while self.has_work():  # steps of aborted requests
+            self.step()
+        self._close_store()
+        self.scheduler.drain()
+        counts = runner.num_blocks, runner.num_states, runner.cache_bound
+        if level == 1:
+            assert isinstance(runner, ModelRunner)
+            self._asleep = SleepingRunner(runner)
+            return
+        runner.close()
+        # What refers to the weights. Adapters are read again.
+        self._runner = self._adapted = runner = None  # type: ignore[assignment]
+        free_unused(self.options.device.torch_device)
+        self._asleep = partial(self._rebuild, *counts)
+
+    def wake_up(self) -> None:
+        """End `sleep`. Without effect while the engine is awake. Raises `EngineError` if memory is too low by now; the
+        engine is still asleep then.
+        """
+        if self._asleep is None:
+            return
+        try:
+            if isinstance(self._asleep, SleepingRunner):
+                self._asleep.wake_up(self._progress)
+            else:
+                self._runner = self._asleep()
+                self._adapted = self._begin_adapted()
+        except torch.OutOfMemoryError:
+            raise EngineError(f"{self.options.device}: too little free memory to wake up") from None
+        self._asleep = None
+        self._store = self._open_store()
+
+    def _opened_store(self, config: EngineConfig, folder: Path, options: RunnerOptions) -> PrefixCacheStore | None:
+        if config.prefix_cache_file is None:
+            return None
+        pool = self.scheduler.blocks.pools.pools[0]
+        return open_store(config, folder, options, self.runner.open_block_file, pool)
+
+    def _close_store(self) -> None:
         if self._store is not None:
             self._store.close(save=not self._in_doubt)
             self._store = None
+
+    def close(self) -> None:
+        """Save the prefix cache, end other ranks, and release the device's memory."""
+        self._close_store()
         self.in_flight.clear()
         self._guided.grammars.close()
-        self.runner.close()
+        self._asleep = None
+        if self._runner is not None:
+            self._runner.close()
+
+
+def _rebuilt(
+    build_runner: BuildRunner,
+    config: EngineConfig,
+    folder: Path,
+    lost: Callable[[str], None] | None,
+    spec: ModelSpec,
+    options: RunnerOptions,
+    progress: Progress,
+    num_blocks: int,
+    num_states: int,
+    cache_bound: str,
+) -> Runner:
+    """Build the runner again, with as many blocks and states as it had: the scheduler counts on them."""
+    options = replace(options, num_gpu_blocks_override=num_blocks, num_states_override=num_states)
+    runner = _build(_with_ranks(build_runner, config, folder, lost), folder, spec, options, progress)
+    runner.cache_bound = cache_bound
+    return runner
 
 
 def _log_corrupted(outputs: StepOutputs) -> None:

@@ -17,6 +17,10 @@ class EngineDeadError(EngineError):
     """The engine process was lost together with the request's output, or it is not restarted any more."""
 
 
+class EngineAsleepError(EngineError):
+    """The engine sleeps: it takes no requests until it is woken up."""
+
+
 class TagsError(ValueError):
     """Some tags have unusable schemas. `reasons` maps their indices in `StructuredOutputs.tags` to messages."""
 

@@ -34,6 +34,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 _PREFIX_MISSES = ("not_seen", "other_tokens", "evicted", "no_state", "other_salt", "not_read", "disabled")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 _SAMPLES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 # fmt: on
@@ -49,6 +50,8 @@ class ReplicaClient(Protocol):
     stats: SchedulerStats | None  # the latest; None until the replica is ready
     step_tokens: StepTokens
     expert_tokens: ExpertTokens
+
+    sleep_level: int  # 0: awake
 
     @property
     def pid(self) -> int: ...
@@ -271,13 +274,17 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         names = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings", labels=names)
+        help = "1 for the state of the engine's sleep"
+        sleep = GaugeMetricFamily("vllm:engine_sleep_state", help, labels=(*_LABELS, "sleep_state"))
         help = "Tokens that a step computes: prompt tokens and generated ones"
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", help, labels=_LABELS)
         for engine, replica in enumerate(self._replicas):
             info.add_metric((str(engine), self._block_size, str(replica.num_blocks), self._cache_dtype), 1)
+            for level, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric((self._model_name, str(engine), state), replica.sleep_level == level)
             seen = replica.step_tokens
             steps.add_metric((self._model_name, str(engine)), _buckets(STEP_BOUNDS, seen.counts), seen.total)
-        yield from (info, steps, self._of_experts())
+        yield from (info, sleep, steps, self._of_experts())
         yield from self._of_stats()
 
     def _of_experts(self) -> Metric:

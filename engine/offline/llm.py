@@ -143,6 +143,20 @@ class LLM:
         texts = [each.text for each in rendered]
         return self._generate(texts, sampling_params, use_tqdm, False, None, lora_request)
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of KV cache and weights until `wake_up`. `level`: 1: the weights move to host memory; 2: they
+        are dropped, and loaded again. Raises `EngineError` for level 1 with several ranks.
+        """
+        self._engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """End `sleep`. Raises `EngineError` if memory is too low by now; the model is still asleep then."""
+        self._engine.wake_up()
+
+    def is_sleeping(self) -> bool:
+        """Return whether the model sleeps."""
+        return self._engine.is_sleeping
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],

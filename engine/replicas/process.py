@@ -52,8 +52,9 @@ from engine.worker.parallel.lifeline import end_with_parent
 _log = logging.getLogger(__name__)
 
 IDLE_MILLISECONDS = 500  # between heartbeats without work
-# Methods of the engine for `Call`. They return at once, since the loop waits: a result that takes time as a `Future`.
-METHODS = frozenset(["reset_prefix_cache", "load_adapter"])
+# Methods of the engine for `Call`. The loop waits for them: a result that takes time
+# beside steps is a `Future`.
+METHODS = frozenset(["reset_prefix_cache", "load_adapter", "sleep", "wake_up"])
 PROGRESS_SECONDS = 0.1  # least time between progress messages about a phase of the start
 
 
@@ -69,6 +70,8 @@ class Steppable(Protocol):
     def idle(self) -> bool: ...
     def reset_prefix_cache(self) -> bool: ...
     def load_adapter(self, name: str, path: str, version: str) -> Future[str]: ...
+    def sleep(self, level: int) -> None: ...
+    def wake_up(self) -> None: ...
     def stats(self) -> SchedulerStats: ...
 
 
@@ -157,7 +160,7 @@ class EngineLoop:
             return Reply(call.id, result)
         except Exception as error:
             _log.error("the call of %s failed", call.method, exc_info=True)
-            return Reply(call.id, error=_described(error))
+            return Reply(call.id, error=str(error) if isinstance(error, EngineError) else _described(error))
 
     def _publish(self, outputs: StepOutputs) -> None:
         stats = self._engine.stats()

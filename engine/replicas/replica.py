@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.batch import SchedulerStats
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.processing.output_collector import deliver
 from engine.replicas.engine_process import EngineProcess
 from engine.replicas.messages import Abort, Add, Ready, Start, Step
@@ -52,6 +52,7 @@ class Replica:
         self.step_tokens = StepTokens()
         self.expert_tokens = ExpertTokens()
         self.ready: Ready | None = None  # the latest process's
+        self.sleep_level = 0  # 0: awake
         self._is_draining = False
         environment = _own_environment(config, index)
         self.supervisor = Supervisor(
@@ -119,9 +120,40 @@ class Replica:
         finally:
             self._is_draining = False
 
+    async def sleep(self, level: int) -> None:
+        """Let the engine sleep once its requests have ended, see `Engine.sleep`. Raises `EngineError`."""
+        self._is_draining = True
+        try:
+            while any(not stream.output.finished for stream in self.streams.values()):
+                await asyncio.sleep(DRAIN_LOOK_SECONDS)
+            self.sleep_level = level  # even if the caller does not wait for the reply
+            await self.call("sleep", level=level)
+            self.states.enter("asleep")
+        except EngineError:
+            self.sleep_level = 0
+            raise
+        finally:
+            self._is_draining = False
+
+    async def wake_up(self) -> None:
+        """End `sleep`. Raises `EngineError` if memory is too low by now; the engine is still asleep then."""
+        if not self.sleep_level:
+            return
+        self.states.enter("starting")
+        try:
+            await self.call("wake_up")
+        except EngineDeadError:
+            raise  # a new process starts, awake
+        except EngineError:
+            self.states.enter("asleep")
+            raise
+        self.sleep_level = 0
+        self.states.enter("ready")
+
     # ---- callbacks of the supervisor ----
 
     def started(self, ready: Ready) -> None:
+        self.sleep_level = 0
         self.ready, self.stats = ready, ready.stats
         self._listener.started(self)
 

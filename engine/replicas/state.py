@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 STARTING = ("starting", "downloading", "loading", "profiling", "compiling", "capturing")  # phases of a start
-PHASES = (*STARTING, "ready", "restarting", "unresponsive", "dead")
+PHASES = (*STARTING, "ready", "asleep", "restarting", "unresponsive", "dead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def combined(states: Sequence[EngineState], has_started: bool) -> EngineState:
 
     During the first start this is the state of the slowest replica. From then on it is "ready" while any replica is.
     """
-    order = ("ready", "unresponsive", *reversed(STARTING), "restarting", "dead")
+    order = ("ready", "unresponsive", *reversed(STARTING), "asleep", "restarting", "dead")
     shown = min(states, key=lambda state: order.index(state.phase))
     if not has_started:
         shown = max(states, key=lambda state: order.index(state.phase))
@@ -106,6 +106,8 @@ class StateHolder(StateBoard):
             self._start_began += now - self._phase_began
         if phase == "restarting":
             self._start_began, num_restarts = now, num_restarts + 1
+        elif phase == "starting":  # again: the engine wakes up
+            self._start_began = now
         elif phase == "ready" and self.state.phase != "unresponsive":
             self.start_seconds = now - self._start_began
         self._phase_began = now

@@ -177,6 +177,18 @@ class Supervisor:
             return said
         return reasons[0] if reasons else f"the engine process {how}{self._moment()}"
 
+    def _signs_of_life(self, process: EngineProcess) -> int | None:
+        """Return a number that grows while the process works. None: not known.
+
+        A process that takes commands beats its heartbeat between two steps, and uses the CPU while it goes to sleep or
+        wakes up.
+        """
+        if not self._takes_commands:
+            return process.cpu_ticks()
+        beats = process.heartbeat.read()
+        is_awake = self._states.state.phase in ("ready", "unresponsive")
+        return beats if is_awake else beats + (process.cpu_ticks() or 0)
+
     def _moment(self) -> str:
         return "" if self._states.has_been_ready else " while starting"
 
@@ -229,7 +241,7 @@ class Supervisor:
             timeout = self.watchdog_timeout
             interval = min(timeout / 8, MAX_LOOK_SECONDS) if timeout else 3600.0
             await asyncio.sleep(interval)
-            count = process.heartbeat.read() if self._takes_commands else process.cpu_ticks()
+            count = self._signs_of_life(process)
             if not timeout or count is None:
                 continue
             silent = watchdog.look(count, interval)

@@ -98,10 +98,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the device's memory."""
-        self.executors = []
-        self.forward.kv_cache = []
+        self.release_cache()
         if self.adapters is not None:
             self.adapters.close()
+
+    def release_cache(self) -> None:
+        """Release the KV cache, and the captured steps, which hold its addresses."""
+        self.executors = []
+        self.forward.kv_cache = []
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -98,15 +98,21 @@ def build_runner(
     (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
     runner.num_blocks, runner.num_states = map(member.communicator.least, (num_blocks, num_states))
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
+    prepare_steps(runner, progress)
+    return runner
+
+
+def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
+    """Allocate the KV cache and capture steps: what is left to do once the weights are on the device."""
+    options = runner.options
     runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device, runner.num_states)
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:
             capture_graphs(runner, progress)
         runner.device.synchronize()
-    elif shard.size == stage.count == 1 and not options.enforce_eager:
+    elif options.num_ranks_per_stage == options.num_stages == 1 and not options.enforce_eager:
         runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_SEQS))]
-    return runner
 
 
 def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from engine import EngineError
 from server.generation.caller import Caller
 from server.generation.checks import check_admin
 from server.generation.engine_client import EngineClient
-from server.generation.errors import ConflictError, NotFoundError, UnavailableError
+from server.generation.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from server.generation.generation import Generation
 from server.generation.model import Model
 from server.generation.queue import RequestQueue
@@ -64,6 +64,27 @@ class ServerState:
             raise UnavailableError(f"the engine is not running: {error}") from None
         if not was_reset:
             raise ConflictError("the prefix cache is in use: requests are running")
+
+    async def sleep(self, level: int, caller: Caller, *, abort: bool) -> None:
+        """Free the model's memory until `wake_up`. `abort`: end running requests instead of waiting for them.
+
+        Raises `NotPermittedError`, `InvalidRequestError`, and `UnavailableError` if the engine cannot sleep.
+        """
+        check_admin(caller, "putting the model to sleep")
+        if level not in (1, 2):
+            raise InvalidRequestError(f"must be 1 or 2, got {level}", "level")
+        try:
+            await self.engine.sleep(level, abort=abort)
+        except EngineError as error:
+            raise UnavailableError(str(error)) from None
+
+    async def wake_up(self, caller: Caller) -> None:
+        """End `sleep`. Raises `NotPermittedError`, and `UnavailableError` if the engine cannot wake up."""
+        check_admin(caller, "waking the model up")
+        try:
+            await self.engine.wake_up()
+        except EngineError as error:
+            raise UnavailableError(str(error)) from None
 
     async def abort(self, request_id: str, caller: Caller) -> None:
         """Abort a request of `caller`; its client gets the partial output. Raises `NotFoundError` for an unknown id."""

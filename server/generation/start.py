@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from engine import EngineDeadError, EngineRequest, PoolingParams, RequestUpdate, SamplingParams
+from engine import EngineAsleepError, EngineDeadError, EngineRequest, PoolingParams, RequestUpdate, SamplingParams
 from engine.core.params.pooling import UNSAMPLED
 from engine.processing.output_collector import with_samples
 from server.generation.beam_search import beam_searches
@@ -179,6 +179,8 @@ async def _begin(
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
     except ValueError as error:
         raise invalid(error) from None
+    except EngineAsleepError as error:
+        raise UnavailableError(str(error)) from None
     except EngineDeadError as error:
         raise UnavailableError(f"the engine is not running: {error}") from None
     if server.settings.enable_log_requests:

@@ -33,14 +33,14 @@ def add_probes(app: FastAPI, readiness: Readiness) -> None:
     @app.head("/ping", response_model=None, include_in_schema=False)
     @app.post("/ping", response_model=None)
     async def health(request: Request) -> Response:
-        return _answer(readiness, "application/json" in request.headers.get("accept", ""))
+        return _answer(readiness, "application/json" in request.headers.get("accept", ""), readiness.is_asleep)
 
 
-def _answer(readiness: Readiness, tells: bool) -> Response:
-    """Return the response of a probe. `tells`: with a body."""
+def _answer(readiness: Readiness, tells: bool, is_well: bool = False) -> Response:
+    """Return the response of a probe. `tells`: with a body. `is_well`: although no requests are taken."""
     content = json.dumps(readiness.as_dict()) if tells else None
     media_type = "application/json" if tells else None
-    if readiness.is_ready:
+    if readiness.is_ready or is_well:
         return Response(content, media_type=media_type)
     return Response(content, 503, readiness.headers, media_type)
 

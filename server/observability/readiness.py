@@ -36,6 +36,11 @@ class Readiness:
         return self._engine.state.is_ready and not self.is_draining
 
     @property
+    def is_asleep(self) -> bool:
+        """Return whether the model sleeps, as it was told: a supervisor must not restart the server for that."""
+        return self._engine.state.phase == "asleep" and not self.is_draining
+
+    @property
     def headers(self) -> dict[str, str]:
         """The headers of a 503."""
         seconds = self._engine.state.seconds_left_at(time.monotonic())

@@ -49,6 +49,7 @@ FEATURES = (
     Feature("deferred sampling", "setting", how="a grammar's mask is late"),
     Feature("step isolation", "setting", how="a step fails"),
     Feature("expert load", "setting", {"expert_load_interval": 1}),
+    Feature("sleep", "setting", how="`POST /sleep`, `LLM.sleep`"),
     Feature("tensor parallel", "setting", {"tensor_parallel_size": 2}),
     Feature("pipeline parallel", "setting", {"pipeline_parallel_size": 2}),
     Feature("data parallel", "setting", {"data_parallel_size": 2}),

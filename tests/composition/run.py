@@ -174,10 +174,20 @@ def _offline(
     try:
         found = []
         for _ in range(rounds):
+            for level in _sleep_levels(configuration):
+                llm.sleep(level)
+                llm.wake_up()
             found.append(_generate(llm, _wanted(configuration)) | _others(llm))
         return found, llm._engine.stats()
     finally:
         llm.close()
+
+
+def _sleep_levels(configuration: Configuration) -> tuple[int, ...]:
+    """Return the levels at which the engine sleeps before each round."""
+    if "sleep" not in configuration:
+        return ()
+    return (2,) if {"tensor parallel", "pipeline parallel"} & configuration.features else (1, 2)
 
 
 def _wanted(configuration: Configuration) -> dict[str, Request]:
@@ -228,6 +238,9 @@ def _async(
         try:
             found = []
             for number in range(rounds):
+                for level in _sleep_levels(configuration):
+                    await engine.sleep(level)
+                    await engine.wake_up()
                 names = list(requests := _wanted(configuration))
                 answers = await asyncio.gather(
                     *(_stream(engine, f"{name} {number}", requests[name]) for name in names),

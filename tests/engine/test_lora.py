@@ -154,6 +154,17 @@ def test_adapters_and_the_base_share_a_batch(
                 check(got, want)
 
 
+def test_adapters_after_sleep(several: tuple[Path, list[LoRARequest], list[Any]]) -> None:
+    model, requests, expected = several
+    with started(model, max_loras=2, max_cpu_loras=2) as llm:
+        for level in (0, 1, 2):
+            if level:
+                llm.sleep(level)
+                llm.wake_up()
+            for got, want in zip(run(llm, [None, *requests[:3]]), expected[:4], strict=True):
+                check(got, want)
+
+
 def test_no_blocks_leak_between_adapters_by_a_common_prefix(
     several: tuple[Path, list[LoRARequest], list[Any]],
 ) -> None:

@@ -18,7 +18,7 @@ from engine.core.batch import EngineOutput, SchedulerStats, TokenLogprobs
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineDeadError
+from engine.errors import EngineAsleepError, EngineDeadError, EngineError
 from engine.processing.adapters import find_adapter
 from engine.processing.input_processor import InputProcessor, vocabulary_of
 from engine.processing.model_info import ModelInfo
@@ -111,6 +111,8 @@ class FakeEngine:
         self.num_resets = 0  # of the prefix cache
         self.serves_adapters = False
         self.adapters: list[str | None] = []  # names, of each request's
+        self.sleep_level = 0
+        self.cannot_sleep = ""  # why
         self._generated = 0
 
     @property
@@ -163,6 +165,8 @@ class FakeEngine:
             self.priorities.append(request.priority)
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
+        if self.sleep_level:
+            raise EngineAsleepError("the model is asleep")
         self.in_flight.add(request_id, request.tenant)
         self.begun.add(request_id)
         if request.pooling is not None:
@@ -202,6 +206,25 @@ class FakeEngine:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
         return find_adapter(name, path)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.sleep_level > 0
+
+    async def sleep(self, level: int = 1, *, abort: bool = False) -> None:
+        if self.cannot_sleep:
+            raise EngineError(self.cannot_sleep)
+        if abort:
+            for request_id in list(self.active):
+                await self.abort(request_id)
+        self.sleep_level = level
+        self.states.enter("asleep")
+
+    async def wake_up(self) -> None:
+        if self.cannot_sleep:
+            raise EngineError(self.cannot_sleep)
+        self.sleep_level = 0
+        self.states.enter("ready")
 
     async def reset_prefix_cache(self) -> bool:
         if self.state.phase == "dead":

@@ -90,6 +90,29 @@ ENDPOINTS = (
         answer={"reset": True},
         statuses=(403, 409, 503),
     ),
+    Endpoint(
+        "POST",
+        "/sleep",
+        TAG,
+        "Free the model's memory for a time",
+        "As in vLLM. `?level=1`, the default: the KV cache is freed and the weights move to host memory; `?level=2`: "
+        "the weights are dropped, and loaded again by `/wake_up`. `?mode=abort`, the default, ends running requests, "
+        "`?mode=wait` waits for them. Until `/wake_up`, requests for the model get a 503. With several ranks, level 2 "
+        "only. Requires a key with `admin: true`, if the server requires keys.",
+        text="",
+        statuses=(400, 403, 503),
+    ),
+    Endpoint(
+        "POST",
+        "/wake_up",
+        TAG,
+        "End the sleep",
+        "The response follows once the model takes requests. 503 if its memory is in use; the model still sleeps then. "
+        "Requires a key with `admin: true`, if the server requires keys.",
+        text="",
+        statuses=(403, 503),
+    ),
+    Endpoint("GET", "/is_sleeping", TAG, "Whether the model sleeps", answer={"is_sleeping": False}),
     Endpoint("GET", "/livez", TAG, "Whether the process answers", "The body is empty.", text=""),
     Endpoint(
         "GET",
@@ -98,9 +121,9 @@ ENDPOINTS = (
         "Whether requests are worked on",
         "503 with `Retry-After` while the engine starts, is started again or does not respond, and while the server "
         "stops. "
-        "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `restarting`, "
-        "`unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; `seconds_left`: an estimate; "
-        "`last_loss`: why the engine process was lost last. With "
+        "`phase`: `starting`, `downloading`, `loading`, `profiling`, `compiling`, `capturing`, `ready`, `asleep`, "
+        "`restarting`, `unresponsive`, `dead`, `draining`; `fraction`: how much of it is done; "
+        "`seconds_left`: an estimate; `last_loss`: why the engine process was lost last. With "
         "`Accept: text/event-stream` an event for each change, until one that is final.",
         answer={"phase": "ready", "fraction": None, "seconds_left": None, "num_restarts": 0, "last_loss": None},
         statuses=(503,),
@@ -110,6 +133,7 @@ ENDPOINTS = (
         "/health",
         TAG,
         "The same as vLLM has it",
+        "But 200 also while the model sleeps. "
         "The body is empty, unless JSON is asked for (`Accept: application/json`).",
         text="",
         statuses=(503,),

@@ -1,8 +1,8 @@
-"""Endpoints about the server itself: load, version, metrics, request records, abort, prefix cache."""
+"""Endpoints about the server itself: load, version, metrics, request records, abort, prefix cache, sleep."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -34,6 +34,20 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     async def reset_prefix_cache(request: Request) -> dict[str, Any]:
         await server.reset_prefix_cache(caller_of(request))
         return {"reset": True}
+
+    @app.post("/sleep", response_model=None)
+    async def sleep(request: Request, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> Response:
+        await server.sleep(level, caller_of(request), abort=mode == "abort")
+        return Response()
+
+    @app.post("/wake_up", response_model=None)
+    async def wake_up(request: Request) -> Response:
+        await server.wake_up(caller_of(request))
+        return Response()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": server.engine.is_sleeping}
 
     @app.get("/requests/{request_id}")
     async def request_record(request_id: str, request: Request, key: str | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ const WORDS = {
   compiling: "Compiling kernels",
   capturing: "Capturing CUDA graphs",
   restarting: "Restarting",
+  asleep: "The model is asleep",
   unresponsive: "The engine does not respond",
   draining: "The server is stopping",
   dead: "The engine has stopped",

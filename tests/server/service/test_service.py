@@ -218,13 +218,52 @@ def test_the_prefix_cache_is_emptied(live: Live) -> None:
     assert live.engine.num_resets == 1
 
 
-def test_only_some_keys_may_empty_the_prefix_cache(serve: Callable[..., Live], tmp_path: Path) -> None:
+def test_a_model_sleeps_and_wakes_up(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine(), served_model_names=["toy"])
+
+    def state(name: str) -> float:
+        return metrics(live)[f'vllm:engine_sleep_state{{engine="0",model_name="toy",sleep_state="{name}"}}']
+
+    assert live.http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert (state("awake"), state("weights_offloaded"), state("discard_all")) == (1, 0, 0)
+    live.engine.active["running"] = []
+    slept = live.http.post("/sleep?level=2")
+    assert (slept.status_code, slept.content) == (200, b"")
+    assert live.engine.aborted == {"running"}
+    assert live.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert (state("awake"), state("weights_offloaded"), state("discard_all")) == (0, 0, 1)
+    ready = live.http.get("/readyz")
+    assert (ready.status_code, ready.json()["phase"]) == (503, "asleep")
+    assert live.http.get("/health").status_code == 200, "a supervisor need not restart it"
+    refused = live.complete("Hi")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the model is asleep")
+    assert live.post("/tokenize", prompt="Hi").status_code == 200
+    assert live.http.post("/wake_up").status_code == 200
+    assert live.complete("Hi").status_code == 200
+    assert live.http.post("/sleep").status_code == 200
+    assert state("weights_offloaded") == 1
+    live.engine.cannot_sleep = "cuda:0: too little free memory to wake up"
+    failed = live.http.post("/wake_up")
+    assert (failed.status_code, failed.json()["error"]["message"]) == (503, live.engine.cannot_sleep)
+    wrong = live.http.post("/sleep?level=3")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "level: must be 1 or 2, got 3")
+    assert live.http.post("/sleep?mode=keep").status_code == 400
+
+
+def test_sleep_may_wait_for_running_requests(live: Live) -> None:
+    live.engine.active["running"] = []
+    assert live.http.post("/sleep?mode=wait").status_code == 200
+    assert not live.engine.aborted
+    del live.engine.active["running"]
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/sleep", "/wake_up"])
+def test_only_some_keys_may_do_what_concerns_others(serve: Callable[..., Live], tmp_path: Path, path: str) -> None:
     (tmp_path / "keys.yaml").write_text(
         "plain: {key: aaa, priority: true}\nfirst: {key: bbb, priority: true, admin: true}\n"
     )
     live = serve(FakeEngine(), ServerConfig(api_key_file=str(tmp_path / "keys.yaml")))
     answers = [
-        live.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {key}"}).status_code
-        for key in ("aaa", "bbb", "ccc")
+        live.http.post(path, headers={"Authorization": f"Bearer {key}"}).status_code for key in ("aaa", "bbb", "ccc")
     ]
     assert answers == [403, 200, 401]
