@@ -46,6 +46,7 @@ from kernels.data.quantized_weight import by_groups as by_groups
 from kernels.data.sampling import NOT_FINITE as NOT_FINITE
 from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.data.sampling import Part as Part
+from kernels.data.state import DeltaStates as DeltaStates
 from kernels.data.state import StateContext as StateContext
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
@@ -196,6 +197,9 @@ token_logprobs = _dispatched(reference.token_logprobs)
 prepare_step = _dispatched(reference.prepare_step)
 plan_decode = _dispatched(reference.plan_decode)
 short_conv = _dispatched(reference.short_conv)
+causal_conv = _dispatched(reference.causal_conv)
+delta_rule = _dispatched(reference.delta_rule)
+gated_rms_norm = _dispatched(reference.gated_rms_norm)
 
 
 def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.expansion import LatentExpansion
-from engine.models.layers import Linear
-from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope, empty
+from engine.models.layers import Linear, RowsLinear
+from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
 from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
@@ -79,20 +79,33 @@ class Attention(CheckpointModule):
         super().__init__()
         self.spec = spec.for_rank(scope.shard)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": query_size}
+        parts = {} if spec.gated else {"q_proj": query_size}
         if spec.kv_of is None:
             parts |= {"k_proj": kv_size} if spec.key_is_value else {"k_proj": kv_size, "v_proj": kv_size}
         fused = "qkv_proj" if spec.fused else ""
-        self.qkv = Linear(
-            scope,
-            hidden_size,
-            parts,
-            bias=spec.qkv_bias,
-            shard="column",
-            width=spec.head_dim,
-            fused=fused,
-            grouped=spec.grouped,
-        )
+        self.gate: Linear | None = None
+        if spec.gated:
+            query, gate = _gated_parts(spec, scope)
+            kv = [
+                Part(
+                    name=scope.name(name),
+                    rows=scope.shard.span(name, rows // spec.head_dim, width=spec.head_dim, replicate=True),
+                )
+                for name, rows in parts.items()
+            ]
+            self.qkv: Linear = RowsLinear(scope, hidden_size, [*query, *kv], bias=spec.qkv_bias)
+            self.gate = RowsLinear(scope, hidden_size, gate, bias=spec.qkv_bias)
+        else:
+            self.qkv = Linear(
+                scope,
+                hidden_size,
+                parts,
+                bias=spec.qkv_bias,
+                shard="column",
+                width=spec.head_dim,
+                fused=fused,
+                grouped=spec.grouped,
+            )
         over: tuple[int | Span, int | Span] = spec.head_dim, spec.head_dim
         if spec.qk_norm_over_heads:
             over = (
@@ -138,6 +151,8 @@ class Attention(CheckpointModule):
         """
         spec = self.spec
         kv_scale = self.kv_scale if kv.dtype == torch.float8_e4m3fn else None
+        if self.gate is not None:
+            x = x.with_normed(x.value)
         qkv, q_norm, k_norm = self.qkv.run(x), self.q_norm, self.k_norm  # [T, (H + 2 Hkv) D]
         if spec.clip:
             qkv.clamp_(-spec.clip, spec.clip)
@@ -180,6 +195,9 @@ class Attention(CheckpointModule):
         )
         wide_pages = None if wide is None else wide.pages
         attend(query, kv, metadata, args, stores=spec.kv_of is None, wide=wide_pages, out=out)
+        if self.gate is not None:
+            assert isinstance(out, Tensor)
+            out *= kernels.sigmoid(self.gate.run(x)).view_as(out)
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
@@ -191,14 +209,17 @@ class Attention(CheckpointModule):
         """
         num_heads, head_dim = self.spec.num_heads, self.spec.head_dim
         all_decode = metadata.first_prefill >= len(metadata.rows) and metadata.logits_indices is None
-        if all_decode and head_dim & (head_dim - 1) == 0:
+        if all_decode and self.gate is None and head_dim & (head_dim - 1) == 0:
             quantized = self.o.quantized_input(qkv[:, : num_heads * head_dim])
             if quantized is not None and quantized.group == head_dim:
                 return quantized
         return qkv.new_empty(len(qkv), num_heads, head_dim)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
-        """See `Linear.next_norm`."""
+        """See `Linear.next_norm`. With gates, two projections read the norm."""
+        if self.gate is not None:
+            apart = kernels.norms_apart(hidden, self.qkv.weight, None)
+            return kernels.NextNorm(norm.weight, norm.eps) if apart else None
         return self.qkv.next_norm(norm, hidden)
 
     def _norm_over_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
@@ -252,6 +273,22 @@ class Attention(CheckpointModule):
         heads = self._scope.shard.span("num_key_value_heads", num_kv_heads, replicate=True)
         own = scale.expand(num_kv_heads)[heads.start : heads.stop]
         self.kv_scale[rows] = own.to(self.kv_scale.device)
+
+
+def _gated_parts(spec: AttentionSpec, scope: Scope) -> tuple[list[Part], list[Part]]:
+    """Return the rows of this rank's queries, and those of their gates: they alternate in `q_proj`, head by head."""
+    heads, size = scope.shard.span("num_attention_heads", spec.num_heads), spec.head_dim
+    query, gate = (
+        [
+            Part(
+                name=scope.name("q_proj"),
+                rows=Span(2 * spec.num_heads * size, (2 * head + i) * size, (2 * head + i + 1) * size),
+            )
+            for head in range(heads.start, heads.stop)
+        ]
+        for i in range(2)
+    )
+    return query, gate
 
 
 def mean_square(x: Tensor) -> Tensor:

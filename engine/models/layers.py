@@ -153,6 +153,14 @@ class Linear(Matrix):
         return kernels.NextNorm(norm.weight, norm.eps, quantized)
 
 
+class RowsLinear(Linear):
+    """A linear layer of any rows of matrices in the checkpoint, in the order of `parts`: those of this rank."""
+
+    def __init__(self, scope: Scope, in_features: int, parts: Sequence[Part], *, bias: bool = False) -> None:
+        Matrix.__init__(self, scope, parts, Span.whole(in_features), bias_parts=parts if bias else ())
+        self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, False
+
+
 def _fused(name: str, parts: Sequence[Part], width: int) -> list[Part]:
     """Return the parts as rows of one fused matrix."""
     total, first, fused = sum(part.rows.total for part in parts), 0, []

@@ -11,11 +11,11 @@ from engine.models.attention import Attention
 from engine.models.latent import LatentAttention
 from engine.models.matrix import Scope
 from engine.models.norms import MakeNorm
-from engine.models.recurrent import ShortConv
-from engine.models.recurrent_spec import RecurrentSpec, ShortConvSpec
+from engine.models.recurrent import GatedDeltaNet, ShortConv
+from engine.models.recurrent_spec import DeltaNetSpec, RecurrentSpec, ShortConvSpec
 from engine.models.spec import AttentionSpec, LatentSpec
 
-Mixer: TypeAlias = Attention | LatentAttention | ShortConv
+Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDeltaNet
 LayerCache: TypeAlias = "Tensor | Sequence[Tensor]"  # keys and values, latents, or the parts of a block of states
 
 
@@ -32,5 +32,7 @@ def make_mixer(
         return LatentAttention(spec, hidden_size, cos_sin, scope / "self_attn")
     if isinstance(spec, AttentionSpec):
         return Attention(spec, hidden_size, cos_sin, make_norm, scope / "self_attn")
+    if isinstance(spec, DeltaNetSpec):
+        return GatedDeltaNet(spec, hidden_size, scope / "linear_attn")
     assert isinstance(spec, ShortConvSpec)
     return ShortConv(spec, hidden_size, scope / "conv")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 import kernels
 from engine.models.attention import AttentionMetadata
-from engine.models.layers import Linear
-from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope
+from engine.models.layers import Linear, RowsLinear
+from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import RMSNorm
-from engine.models.recurrent_spec import ShortConvSpec
+from engine.models.recurrent_spec import DeltaNetSpec, ShortConvSpec
 from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
 
@@ -73,3 +74,111 @@ class ShortConv(CheckpointModule):
         yield CheckpointTensor(self._scope.name("conv.weight"), (self._channels, one, taps), memory)
         if self.bias is not None:
             yield CheckpointTensor(self._scope.name("conv.bias"), (self._channels,), self.bias)
+
+
+class GatedDeltaNet(CheckpointModule):
+    """Gated delta net, see `DeltaNetSpec`. Key heads are divided among ranks, with their value heads."""
+
+    def __init__(self, spec: DeltaNetSpec, hidden_size: int, scope: Scope) -> None:
+        super().__init__()
+        self.spec = own = spec.for_rank(scope.shard)
+        self._scope = scope
+        keys = scope.shard.span("linear_num_key_heads", spec.num_key_heads)
+        values = scope.shard.span("linear_num_value_heads", spec.num_value_heads)
+        projections, gates = (_fused_parts if spec.fused else _parts)(spec, keys, values, scope)
+        self.qkvz = RowsLinear(scope, hidden_size, projections)
+        self.gates = RowsLinear(scope, hidden_size, gates)
+        inner = spec.num_value_heads * spec.value_dim
+        self.output = Linear(scope, inner, {"out_proj": hidden_size}, shard="row")
+        self.norm = RMSNorm(scope / "norm", spec.value_dim, spec.norm_eps)
+        self.conv = scope.empty(own.conv_channels, spec.kernel_size)
+        self.rate = empty(own.num_value_heads, dtype=torch.float32, device=scope.device)
+        self.bias = empty(own.num_value_heads, dtype=torch.float32, device=scope.device)
+        self._conv_rows = [part.rows for part in _qkv_parts(spec, keys, values, "")]
+        self._values = values
+
+    def forward(
+        self,
+        x: SublayerInput,
+        epilogue: ResidualEpilogue,
+        positions: Tensor,
+        state: Sequence[Tensor],
+        metadata: AttentionMetadata,
+    ) -> ResidualStream:
+        """See `ShortConv.forward`."""
+        assert isinstance(metadata, StateMetadata)
+        inputs, *states = state
+        normed = x.with_normed(x.value)
+        qkvz, gates = self.qkvz.run(normed), self.gates.run(normed)
+        qkv, z = qkvz.split((self.spec.conv_channels, qkvz.shape[1] - self.spec.conv_channels), 1)
+        qkv = kernels.causal_conv(qkv, self.conv, inputs, metadata.context)
+        args = self.rate, self.bias, kernels.DeltaStates(*states), metadata.context
+        out = kernels.delta_rule(qkv, gates, *args)  # [T, Hv, Dv]
+        out = kernels.gated_rms_norm(metadata.select(out), metadata.select(z), self.norm.weight, self.norm.eps)
+        return self.output.run(out, epilogue.select(metadata.logits_indices))
+
+    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
+        """See `Linear.next_norm`. Two projections read the norm, one of them as it is."""
+        return kernels.NextNorm(norm.weight, norm.eps) if kernels.norms_apart(hidden, self.qkvz.weight, None) else None
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        name, one, taps = self._scope.name, Span.whole(1), Span.whole(self.spec.kernel_size)
+        start = 0
+        for rows in self._conv_rows:
+            memory = self.conv[start : start + len(rows)].unsqueeze(1)
+            yield CheckpointTensor(name("conv1d.weight"), (rows, one, taps), memory)
+            start += len(rows)
+        yield CheckpointTensor(name("A_log"), (self._values,), self.rate, take=self._take_rate)
+        yield CheckpointTensor(name("dt_bias"), (self._values,), self.bias)
+
+    def _take_rate(self, stored: Tensor) -> None:
+        self.rate.copy_(stored.float().exp())
+
+
+def _qkv_parts(spec: DeltaNetSpec, keys: Span, values: Span, name: str) -> list[Part]:
+    """Return this rank's rows of all queries, keys and values in one tensor. keys, values: this rank's heads."""
+    of_keys, of_values = spec.num_key_heads * spec.key_dim, spec.num_value_heads * spec.value_dim
+    rows = (
+        (0, keys, spec.key_dim),
+        (of_keys, keys, spec.key_dim),
+        (2 * of_keys, values, spec.value_dim),
+    )
+    total = 2 * of_keys + of_values
+    return [
+        Part(name=name, rows=Span(total, first + heads.start * size, first + heads.stop * size))
+        for first, heads, size in rows
+    ]
+
+
+def _parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
+    """Return the parts of queries, keys, values and z, and of b and a: this rank's heads of separate tensors."""
+    size = spec.value_dim
+    z = Span(spec.num_value_heads * size, values.start * size, values.stop * size)
+    projections = [
+        *_qkv_parts(spec, keys, values, scope.name("in_proj_qkv")),
+        Part(name=scope.name("in_proj_z"), rows=z),
+    ]
+    return projections, [Part(name=scope.name(name), rows=values) for name in ("in_proj_b", "in_proj_a")]
+
+
+def _fused_parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
+    """Return the same where a tensor has q, k, v and z, and one has b and a, of each key head and its value heads."""
+    count = spec.num_value_heads // spec.num_key_heads
+
+    def parts(name: str, sizes: Sequence[int]) -> list[Part]:
+        of_head = sum(sizes)
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [
+            Part(
+                name=scope.name(name),
+                rows=Span(spec.num_key_heads * of_head, head * of_head + first, head * of_head + first + size),
+            )
+            for first, size in zip(firsts, sizes, strict=True)
+            for head in range(keys.start, keys.stop)
+        ]
+
+    inner = count * spec.value_dim
+    return (
+        parts("in_proj_qkvz", (spec.key_dim, spec.key_dim, inner, inner)),
+        parts("in_proj_ba", (count, count)),
+    )

@@ -58,6 +58,47 @@ class ShortConvSpec(RecurrentSpec):
         return 6 * self.channels
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec(RecurrentSpec):
+    """Gated delta net (Qwen3-Next, Qwen3.5), see `kernels.reference.delta_rule`. Each key head serves several
+    consecutive value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel_size: int  # of the convolution of queries, keys and values
+    norm_eps: float
+    fused: bool = False  # the checkpoint has the projections of each key head and its value heads together
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers per token of all queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state(self, block_size: int) -> tuple[StateTensor, ...]:
+        heads, size = self.num_value_heads, self.value_dim
+        return (
+            StateTensor((num_inputs(self.kernel_size), self.conv_channels)),
+            StateTensor((heads, self.key_dim, size), "float32"),
+            StateTensor((block_size, self.num_key_heads, self.key_dim)),
+            StateTensor((block_size, heads, size), "float32"),
+            StateTensor((block_size, heads), "float32"),
+        )
+
+    def for_rank(self, shard: Shard) -> DeltaNetSpec:
+        return replace(
+            self,
+            num_key_heads=len(shard.span("linear_num_key_heads", self.num_key_heads)),
+            num_value_heads=len(shard.span("linear_num_value_heads", self.num_value_heads)),
+        )
+
+    @property
+    def width(self) -> int:
+        return 2 * self.conv_channels + 4 * self.num_value_heads * self.value_dim
+
+
 def num_inputs(kernel_size: int) -> int:
     """Return how many inputs of a convolution a block holds: those that its newest token saw, at least."""
     return 1 << (kernel_size - 1).bit_length()

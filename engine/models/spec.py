@@ -62,6 +62,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head
+    gated: bool = False  # each head's output is scaled by σ(gate); q_proj has a head's query, then its gate
     qk_norm_over_heads: bool = False  # RMSNorm over all query heads together, and over all key heads
     # The norms of heads have weights of their own for each head: in one tensor, or in one for each.
     qk_norm_of_each: Literal["", "stacked", "separate"] = ""

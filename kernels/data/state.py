@@ -44,3 +44,17 @@ class StateContext:
         if not only_decodes:
             sequence_of = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True, out_int32=True)
         return cls(block_tables, rows, query_start, context_lens, sequence_of, block_size, only_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """Blocks of the gated delta rule's states, of Hk key heads and Hv value heads.
+
+    The state after a token of a block is e^c S + Σ e^(c - c') k δᵀ: S is the state before the block, c the sum of the
+    token's and all earlier g of the block, and the sum is over these tokens' keys k, updates δ and sums c'.
+    """
+
+    before: Tensor  # [num_blocks, Hv, Dk, Dv] float32: S
+    keys: Tensor  # [num_blocks, block_size, Hk, Dk], in the dtype of activations: k times any length
+    updates: Tensor  # [num_blocks, block_size, Hv, Dv] float32: δ
+    decays: Tensor  # [num_blocks, block_size, Hv] float32: c

@@ -44,7 +44,7 @@ from kernels.reference.moe import (
 )
 from kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_add
 from kernels.reference.quantized import dequantize, pack_e2m1, pack_nibbles, quantize_groups, quantize_rows
-from kernels.reference.recurrent import short_conv
+from kernels.reference.recurrent import causal_conv, delta_rule, gated_rms_norm, short_conv
 from kernels.reference.rotary import rope, rope_and_store
 from kernels.reference.sampling import (
     best_keys,
@@ -66,12 +66,15 @@ __all__ = [
     "add_scaled",
     "best_keys",
     "best_tokens",
+    "causal_conv",
     "compress_experts",
+    "delta_rule",
     "dequantize",
     "embedding",
     "experts",
     "experts_add_norm",
     "gate_and_mul",
+    "gated_rms_norm",
     "gelu_and_mul",
     "greedy_sample",
     "gumbel",

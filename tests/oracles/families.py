@@ -667,6 +667,26 @@ CASES |= {
         },
     ),
 }
+DELTA_NET = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
+DELTA_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+CASES |= {
+    "qwen3_next": ("Qwen3Next", {**DELTA_NET, **DELTA_EXPERTS}),
+    "qwen3_5": ("Qwen3_5", {**DELTA_NET, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA_NET, **DELTA_EXPERTS}),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40
@@ -699,6 +719,8 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(1.0, 0.2)
+                if family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in parameter_name:
+                    parameter.sub_(1)  # of these, 1 + w is used
                 if family == "Gemma4" and "q_norm" in parameter_name:
                     parameter.mul_(len(parameter) ** -0.5)  # it has learnt the scale of its scores
             else:

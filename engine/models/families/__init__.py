@@ -170,6 +170,9 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "MiniCPMForCausalLM": renamed.minicpm,
     "MiMoForCausalLM": renamed.mimo,
     "OrionForCausalLM": renamed.orion,
+    "Qwen3NextForCausalLM": hybrid.qwen3_next,
+    "Qwen3_5ForCausalLM": hybrid.qwen3_5,
+    "Qwen3_5MoeForCausalLM": hybrid.qwen3_5_moe,
 }
 FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
 TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own
@@ -177,6 +180,8 @@ TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that 
     "qwen2_5_vl_text": llama_like.qwen2,
     "qwen3_vl_text": llama_like.qwen3,
     "qwen3_vl_moe_text": experts.qwen3_vl_moe,
+    "qwen3_5_text": hybrid.qwen3_5,
+    "qwen3_5_moe_text": hybrid.qwen3_5_moe_stacked,
     "glm4v_text": other_norms.glm4,
     "glm4v_moe_text": experts.glm4_moe,
     "paddleocr_vl_text": llama_like.llama,

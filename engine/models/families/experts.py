@@ -60,7 +60,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
     shared = replace(dense(config), intermediate_size=integer(config, "shared_expert_intermediate_size"))
     mlp = replace(mlp, shared=shared, shared_gate=True, names=ExpertNames(shared="mlp.shared_expert"))
     mixer = attention(config, qkv_bias=flag(config, "qkv_bias", True))
-    return decoder(config, mixer, _every(config, mlp), windows=qwen_windows(config))
+    return decoder(config, mixer, every(config, mlp), windows=qwen_windows(config))
 
 
 def qwen3_moe(config: Config) -> ModelSpec:
@@ -69,7 +69,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
     mixer = attention({"head_dim": 128, **config}, qkv_bias=bias, o_bias=bias, qk_norm=True)
     mlp = experts(config, renormalise=flag(config, "norm_topk_prob"))
     window = integer(config, "sliding_window") if flag(config, "use_sliding_window") else 0
-    return decoder(config, replace(mixer, window=window), _every(config, mlp))
+    return decoder(config, replace(mixer, window=window), every(config, mlp))
 
 
 def qwen3_vl_moe(config: Config) -> ModelSpec:
@@ -84,7 +84,7 @@ def qwen3_vl_moe(config: Config) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def _every(config: Config, mlp: MoESpec) -> list[DenseSpec | MoESpec]:
+def every(config: Config, mlp: MoESpec) -> list[DenseSpec | MoESpec]:
     """Use experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, count = integer(config, "decoder_sparse_step", 1), num_layers(config)
     without = config.get("mlp_only_layers") or []

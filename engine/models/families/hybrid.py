@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, num_layers, with_names
-from engine.models.families.experts import experts
+from engine.models.families.common import MAX_HEAD_DIM, attention, decoder, dense, num_layers, with_names
+from engine.models.families.experts import every, experts
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.recurrent_spec import ShortConvSpec
-from engine.models.spec import DenseSpec, ModelSpec, MoESpec, Norms
+from engine.models.recurrent_spec import DeltaNetSpec, ShortConvSpec
+from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, Norms
 
 MAX_KERNEL = 32  # inputs of a convolution that a token sees
+
+SHARED_SIZE = "shared_expert_intermediate_size"
+STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 # Liquid's names of tensors, and ours.
 LFM2_NAMES = (
@@ -60,6 +63,74 @@ def _lfm2(config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpe
     norms = Norms(before_mixer="operator_norm", before_mlp="ffn_norm")
     spec = decoder(config, mixers, mlp, norms=norms, eps_name="norm_eps")
     return with_names(spec, LFM2_NAMES)
+
+
+def qwen3_next(config: Config) -> ModelSpec:
+    """Qwen3-Next and Qwen3-Coder-Next: gated delta nets in three of four layers, gated attention, experts."""
+    config = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512} | config
+    return _delta_net(config, _qwen_experts(config), fused=True)
+
+
+def qwen3_5(config: Config) -> ModelSpec:
+    """Qwen3.5, 3.6 and 3.8, dense, text: gated delta nets in three of four layers, gated attention."""
+    return _delta_net(config, dense(config))
+
+
+def qwen3_5_moe(config: Config) -> ModelSpec:
+    """Qwen3.5 and 3.6 with experts, text: gated delta nets in three of four layers, gated attention."""
+    config = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512} | config
+    return _delta_net(config, _qwen_experts(config))
+
+
+def qwen3_5_moe_stacked(config: Config) -> ModelSpec:
+    """Qwen3.5 with experts as published: in stacked tensors, unless they are quantised."""
+    spec = qwen3_5_moe(config)
+    if spec.quantization is not None:
+        return spec
+    layers = (
+        replace(layer, mlp=replace(layer.mlp, names=replace(layer.mlp.names, stacked=STACKED, suffix="_")))
+        if isinstance(layer.mlp, MoESpec)
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def _qwen_experts(config: Config) -> list[DenseSpec | MoESpec]:
+    mlp = experts(config, renormalise=flag(config, "norm_topk_prob", True))
+    shared = replace(dense(config | {"intermediate_size": 1}), intermediate_size=integer(config, SHARED_SIZE, 512))
+    mlp = replace(mlp, shared=shared, shared_gate=True, names=ExpertNames(shared="mlp.shared_expert"))
+    return every(config, mlp)
+
+
+def _delta_net(
+    config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpec], *, fused: bool = False
+) -> ModelSpec:
+    """Create a decoder of gated delta nets and gated attention. fused: see `DeltaNetSpec`."""
+    num_keys, num_values = (
+        integer(config, f"linear_num_{name}_heads", default) for name, default in (("key", 16), ("value", 32))
+    )
+    if num_values % num_keys:
+        raise ModelError(
+            f"'linear_num_value_heads' ({num_values}) must be a multiple of 'linear_num_key_heads' ({num_keys})"
+        )
+    net = DeltaNetSpec(
+        num_key_heads=num_keys,
+        num_value_heads=num_values,
+        key_dim=integer(config, "linear_key_head_dim", 128, maximum=MAX_HEAD_DIM),
+        value_dim=integer(config, "linear_value_head_dim", 128, maximum=MAX_HEAD_DIM),
+        kernel_size=integer(config, "linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_KERNEL),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        fused=fused,
+    )
+    bias = flag(config, "attention_bias")
+    mixer = attention({"head_dim": 256} | config, qkv_bias=bias, o_bias=bias, qk_norm=True, rotary_factor=0.25)
+    interval = integer(config, "full_attention_interval", 4)
+    default = [(layer + 1) % interval == 0 for layer in range(num_layers(config))]
+    attends = _attends(config, "linear_attention", default)
+    mixers = [replace(mixer, gated=True) if each else net for each in attends]
+    spec = decoder(config, mixers, mlp)
+    return replace(spec, norm_offset=1.0, unused=("mtp.", *spec.unused))
 
 
 def _attention_layers(config: Config) -> list[bool]:

@@ -47,6 +47,8 @@ MODELS: dict[str, tuple[str, Config]] = {
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2.5-VL", {"model_type": "qwen2"}),
     "Qwen3VLForConditionalGeneration": ("Qwen3-VL", {"model_type": "qwen3"}),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3-VL with experts", {"model_type": "qwen3_vl_moe_text"}),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3.5, 3.6 and 3.8", {"model_type": "qwen3_5_text"}),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3.5 and 3.6 with experts", {"model_type": "qwen3_5_moe_text"}),
     "Mistral3ForConditionalGeneration": ("Mistral Small 3.1 and 3.2, Ministral 3, Devstral 2", MISTRAL),
     "LlavaForConditionalGeneration": ("LLaVA 1.5 and Pixtral", {"model_type": "llama"}),
     "LlavaNextForConditionalGeneration": ("LLaVA 1.6 and Granite Vision", {"model_type": "llama"}),
