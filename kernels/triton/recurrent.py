@@ -27,7 +27,8 @@ def _inputs_before(
     from_step = x + (token - lag).to(tl.int64)[:, None] * stride_x + channel
     value = tl.load(from_step, mask=new, other=0.0)
     if GATED:
-        value = (value * tl.load(from_step + 2 * num_channels, mask=new, other=0.0)).to(inputs.dtype.element_ty)
+        values = tl.load(from_step + 2 * num_channels, mask=new, other=0.0)
+        value = (value.to(tl.float32) * values.to(tl.float32)).to(inputs.dtype.element_ty)
     slot = tl.maximum(at, 0) % RING
     cached = tl.load(
         inputs + source.to(tl.int64)[:, None] * stride_block + slot[:, None] * num_channels + channel,
@@ -76,7 +77,8 @@ def _causal_conv_kernel(
             total = (wide / (1 + tl.exp(-wide))).to(out.dtype.element_ty)
         if GATED:
             gate = x + token.to(tl.int64)[:, None] * stride_x + num_channels + channel
-            total = tl.load(gate, mask=real[:, None] & is_channel, other=0.0) * total
+            after = tl.load(gate, mask=real[:, None] & is_channel, other=0.0)
+            total = (after.to(tl.float32) * total.to(tl.float32)).to(out.dtype.element_ty)
         total = tl.where(real[:, None], total, 0.0)
         tl.store(out + token.to(tl.int64)[:, None] * num_channels + channel, total, mask=is_token[:, None] & is_channel)
     if STORES:
@@ -98,6 +100,11 @@ def _causal_conv_kernel(
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     """See `kernels.reference.short_conv`."""
     return _causal_conv(x, weight, bias, inputs, context, gated=True)
+
+
+def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, context: StateContext) -> Tensor:
+    """See `kernels.reference.causal_conv`."""
+    return _causal_conv(x, weight, None, inputs, context, gated=False)
 
 
 def _causal_conv(
@@ -122,5 +129,36 @@ def _causal_conv(
             num_channels, x.stride(0), inputs.stride(0), c.block_tables.stride(0),
             LENGTH=length, RING=inputs.shape[1], BLOCK_SIZE=c.block_size, GATED=gated, SILU=not gated,
             HAS_BIAS=bias is not None, COMPUTES=computes, STORES=stores, BLOCK_T=block_t, BLOCK_C=BLOCK_C, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated_rms_norm_kernel(
+    x, gate, weight, out, num_heads, stride_gate, eps, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr
+):  # fmt: skip
+    """One program for a head of a token."""
+    token, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
+    d = tl.arange(0, D_PAD)
+    mask = d < HEAD_DIM
+    at = tl.program_id(0).to(tl.int64) * HEAD_DIM + d
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / HEAD_DIM + eps)
+    normed = normed.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
+    normed = normed.to(out.dtype.element_ty)
+    z = tl.load(gate + token * stride_gate + head * HEAD_DIM + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (normed.to(tl.float32) * z / (1 + tl.exp(-z))).to(out.dtype.element_ty), mask=mask)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.reference.gated_rms_norm`."""
+    num_tokens, num_heads, head_dim = x.shape
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    out = x.new_empty(num_tokens, num_heads * head_dim)
+    if num_tokens:
+        _gated_rms_norm_kernel[(num_tokens * num_heads,)](
+            x, gate, weight, out, num_heads, gate.stride(0), eps,
+            HEAD_DIM=head_dim, D_PAD=next_power_of_2(head_dim), num_warps=1,
         )  # fmt: skip
     return out

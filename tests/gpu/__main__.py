@@ -31,6 +31,7 @@ from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
+from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.latent import check_latent
 from tests.gpu.lora import check_lora_engine, check_lora_kernels
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
@@ -57,6 +58,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "latent": (check_latent,),
     "lora": (check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
+    "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
     "graphs": (check_graphs,),
     "story": (check_story,),
     "collectives": (check_collectives,),

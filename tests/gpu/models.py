@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import random
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,28 @@ from tests.support.unwritten import unwritten_is_nan
 
 FAMILIES_AT_ONCE = 8
 # Attention of several kinds, experts, groups of layers: what graphs of steps that prefill may get wrong.
-CAPTURED = ("llama-gqa4-llama3", "gemma3", "gemma4_moe", "mpt", "qwen3_moe", "gpt_oss", "deepseek_v3")
+CAPTURED = (
+    "llama-gqa4-llama3",
+    "gemma3",
+    "gemma4_moe",
+    "mpt",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "lfm2",
+    "qwen3_5_moe",
+)
 STORY = Path("shared", "models", "story")  # in the repository's folder or beside it
 
 
-def check_families(checks: Checks) -> None:
+def check_families(checks: Checks, names: Iterable[str] = CASES) -> None:
     """Logits within the rounding of the dtype; in float32 the greedy tokens are equal, too."""
     if importlib.util.find_spec("transformers") is None:
         print("left out: model families (transformers is not installed)")
         return
     jobs = [
         (name, checks.device, dtype)
-        for name, dtype in itertools.product(CASES, (BF16, F32))
+        for name, dtype in itertools.product(names, (BF16, F32))
         if any(checks.wants(f"family {name} {dtype}: {what}") for what in ("logits", "greedy tokens differ"))
     ]
     with _processes(checks.device) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -55,12 +56,18 @@ class StateSteps:
             lens.append(1)
             indices += [-1] * padding
             starts.append(len(indices))
-            sequences = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, starts, lens))
-            tables = self.tables.to(device)
-            yield (
-                torch.tensor(indices, device=device),
-                StateContext.of_step(tables, *sequences, len(indices), self.block_size, only_decodes=self.only_decodes),
-            )
+            yield torch.tensor(indices, device=device), self._context(rows, starts, lens, device)
+
+    def whole(self) -> list[tuple[torch.Tensor, StateContext]]:
+        """Return the only step that computes the only sequence."""
+        [length] = self.lengths
+        self._hold(0, 0, length)
+        return [(torch.arange(length), self._context(self.row_of, [0, length], [length], "cpu"))]
+
+    def _context(self, rows: list[int], starts: list[int], lens: list[int], device: str) -> StateContext:
+        new = partial(torch.tensor, dtype=torch.int32, device=device)
+        sequences = self.tables.to(device), new(rows), new(starts), new(lens)
+        return StateContext.of_step(*sequences, starts[-1], self.block_size, only_decodes=self.only_decodes)
 
     def _hold(self, i: int, first: int, end: int) -> None:
         """Hold the blocks that a scheduler would, and no other."""

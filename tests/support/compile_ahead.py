@@ -326,6 +326,37 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     lora_add(tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype), weights, step)
 
 
+def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 128) -> None:
+    """`size`: of heads of a delta net."""
+    from kernels.data.state import DeltaStates, StateContext
+    from kernels.triton.delta_rule import delta_rule
+    from kernels.triton.recurrent import causal_conv, gated_rms_norm, short_conv
+
+    context = StateContext.of_step(
+        tensor(5, 100, dtype=I32), tensor(num_seqs, dtype=I32), tensor(num_seqs + 1, dtype=I32),
+        tensor(num_seqs, dtype=I32), num_tokens, 16, only_decodes=num_seqs == num_tokens,
+    )  # fmt: skip
+    short_conv(
+        tensor(num_tokens, 3 * 1024, dtype=dtype),
+        tensor(1024, 3, dtype=dtype),
+        None,
+        tensor(9, 4, 1024, dtype=dtype),
+        context,
+    )
+    width = (2 * 16 + 32) * size
+    qkvz = tensor(num_tokens, width + 32 * size, dtype=dtype)
+    causal_conv(qkvz[:, :width], tensor(width, 4, dtype=dtype), tensor(9, 4, width, dtype=dtype), context)
+    states = DeltaStates(
+        tensor(9, 32, size, size, dtype=F32), tensor(9, 16, 16, size, dtype=dtype), tensor(9, 16, 32, size, dtype=F32),
+        tensor(9, 16, 32, dtype=F32),
+    )  # fmt: skip
+    heads = tensor(32, dtype=F32)
+    out = delta_rule(
+        tensor(num_tokens, width, dtype=dtype), tensor(num_tokens, 64, dtype=dtype), heads, heads, states, context
+    )
+    gated_rms_norm(out, qkvz[:, width:], tensor(size, dtype=dtype), 1e-6)
+
+
 VARIANTS: list[Callable[[], None]] = [
     *(functools.partial(f, dtype) for f in (norm, activation) for dtype in (F32, F16, BF16)),
     functools.partial(sampling, BF16),
@@ -359,6 +390,9 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(lora, 1, 16, BF16),
     functools.partial(lora, 1100, 48, F16),
     functools.partial(lora, 20, 512, F32),
+    functools.partial(recurrent, 1, 1, BF16),
+    functools.partial(recurrent, 2, 70, F16, 64),
+    functools.partial(recurrent, 2, 70, F32),
     prepare,
     parts,
     embedding,

@@ -10,21 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels.data.state import DeltaStates
+from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule
 from tests.oracles.state_steps import StateSteps
 
+delta: Any = pytest.importorskip("kernels.triton.delta_rule")
 recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
 LENGTHS = [1, 5, 16, 17, 50, 133]
-
-
-def whole_conv(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int]) -> Tensor:
-    """The gated convolution of whole sequences [T, 3C], in float64."""
-    outputs = []
-    for part in x.double().split(lengths):
-        before, after, values = part.chunk(3, 1)
-        padded = F.pad((before * values).T, (weight.shape[1] - 1, 0))
-        bias64 = None if bias is None else bias.double()
-        outputs.append(after * F.conv1d(padded, weight.double()[:, None], bias64, groups=len(weight)).T)
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("module", [reference, recurrent], ids=["reference", "triton"])
@@ -49,3 +41,92 @@ def test_short_conv_in_chunks_is_that_of_whole_sequences(
         assert out.isfinite().all()
         real = indices >= 0
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("module", [reference, recurrent], ids=["reference", "triton"])
+def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
+    torch.manual_seed(0)
+    steps = StateSteps(0, LENGTHS, 16)
+    x, weight = torch.randn(sum(LENGTHS), 40), torch.randn(24, 4)
+    inputs = torch.full((steps.num_blocks, 4, 24), torch.nan)
+    padded = torch.cat([F.pad(part, (0, 0, 3, 0)) for part in x[:, :24].double().split(LENGTHS)])
+    convolved = F.conv1d(padded.T, weight.double()[:, None], groups=24).T
+    starts = [sum(LENGTHS[:i]) + 3 * i for i in range(len(LENGTHS))]
+    expected = F.silu(torch.cat([convolved[start : start + n] for start, n in zip(starts, LENGTHS, strict=True)]))
+    for indices, context in steps.steps():
+        real = indices >= 0
+        part = torch.where(real[:, None], x[indices.clamp(min=0)], 0.5)[:, :24]  # a view of wider rows
+        out = module.causal_conv(part, weight, inputs, context)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("module", [reference, delta], ids=["reference", "triton"])
+@pytest.mark.parametrize(
+    ("block_size", "only_decodes", "heads", "dtype"),
+    [
+        (16, False, (2, 4, 16, 16), torch.float32),
+        (16, True, (1, 3, 32, 48), torch.float32),
+        (4, False, (2, 2, 24, 16), torch.float32),
+        (32, False, (1, 2, 16, 32), torch.bfloat16),
+    ],
+    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16"],
+)
+def test_delta_rule_in_chunks_is_that_token_by_token(
+    module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
+) -> None:
+    num_keys, num_values, key_dim, value_dim = heads
+    torch.manual_seed(block_size)
+    lengths = [3, 17, 20] if only_decodes else LENGTHS
+    steps = StateSteps(block_size, lengths, block_size, only_decodes=only_decodes)
+    width = 2 * num_keys * key_dim + num_values * value_dim
+    qkv = torch.randn(sum(lengths), width).to(dtype)
+    gates = torch.randn(sum(lengths), 2 * num_values).to(dtype)
+    rate, bias = torch.rand(num_values) * 2, torch.randn(num_values)
+    expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
+
+    def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((steps.num_blocks, *shape), torch.nan, dtype=dtype)
+
+    states = DeltaStates(
+        unwritten(num_values, key_dim, value_dim),
+        unwritten(block_size, num_keys, key_dim, dtype=dtype),
+        unwritten(block_size, num_values, value_dim),
+        unwritten(block_size, num_values),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for indices, context in steps.steps():
+        real = indices >= 0
+        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, gates))
+        out = module.delta_rule(part, own, rate, bias, states, context)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
+
+
+def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
+    """Each update corrects the one before it: the block's equations are as ill as they get."""
+    torch.manual_seed(0)
+    lengths, heads = [64], (1, 1, 16, 16)
+    steps = StateSteps(0, lengths, 16)
+    qkv = torch.randn(64, 48)
+    qkv[:, 16:32] = qkv[0, 16:32]
+    gates = torch.tensor([[9.0, -9.0]]).expand(64, 2).contiguous()  # β ≈ 1, hardly any decay
+    rate, bias = torch.ones(1), torch.zeros(1)
+    expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
+    for function in (reference.delta_rule, delta.delta_rule):
+        states = DeltaStates(*(torch.zeros(9, *s) for s in ((1, 16, 16), (16, 1, 16), (16, 1, 16), (16, 1))))
+        [(indices, context)] = steps.whole()
+        out = function(qkv[indices], gates[indices], rate, bias, states, context)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_rms_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, both = torch.randn(5, 3, 24).to(dtype), torch.randn(5, 100).to(dtype)
+    weight, gate = torch.randn(24).to(dtype), both[:, 28:]
+    expected = reference.gated_rms_norm(x, gate, weight, 1e-6)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        recurrent.gated_rms_norm(x, gate, weight, 1e-6), expected, atol=tolerance, rtol=tolerance
+    )
