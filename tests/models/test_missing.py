@@ -14,7 +14,7 @@ from engine.models.families import read_spec
     ("architecture", "fields", "need"),
     [
         ("MambaForCausalLM", {"state_size": 16}, "state-space (Mamba) layers"),
-        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 32}, "delta-net layers"),
+        ("Qwen9NextForCausalLM", {"linear_num_value_heads": 32}, "delta-net layers"),
         ("Lfm3ForCausalLM", {"conv_L_cache": 7}, "convolution layers"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
         ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),

@@ -34,7 +34,9 @@ class StateSteps:
     def steps(self, device: str = "cpu") -> Iterator[tuple[torch.Tensor, StateContext]]:
         """Yield each step's `indices` [T] and context. A padding sequence ends each step, with tokens of index -1."""
         while any(done < length for done, length in zip(self.num_computed, self.lengths, strict=True)):
-            rows, starts, lens, indices = [], [0], [], []
+            rows: list[int] = []
+            starts, lens = [0], list[int]()
+            indices: list[int] = []
             for i, length in enumerate(self.lengths):
                 first = self.num_computed[i]
                 if first and self.draw.random() < 0.2:  # the newest token again
