@@ -53,7 +53,8 @@ class Decoder(nn.Module):
         self.own_layers = self.stage.layers(len(spec.layers))
         is_first, is_last = self.stage.is_first, self.stage.is_last
         has_embedding = is_first or (is_last and spec.tie_word_embeddings)
-        self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", spec.vocab_size, spec.hidden_size)
+        num_rows = spec.num_embeddings or spec.vocab_size
+        self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", num_rows, spec.hidden_size)
         first = body.only_if(is_first)
         self.positions = self.embedding_norm = None
         if spec.positions is not None:

@@ -13,6 +13,7 @@ from engine.utils.folder_files import read_file
 
 WEIGHT_FILES = "*.safetensors"  # files of weights in a model's folder
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
+QUANTIZATION, MODELOPT_CONFIG = "quantization_config", "hf_quant_config.json"
 _ROPE = ("rope_scaling", "rope_parameters")  # two names of the same field: overrides may use the other one
 # (phase, done, total): a phase of `engine.replicas.state` and its progress in any unit; 0 of 0: unknown.
 Progress = Callable[[str, int, int], None]
@@ -46,8 +47,14 @@ def read_json(path: Path, folder: Path | None = None) -> dict[str, Any]:
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read config.json of the model in `folder`, with `overrides` merged key by key. Errors: see `read_json`."""
+    """Read config.json of the model in `folder`, with `overrides` merged key by key. Errors: see `read_json`.
+
+    NVIDIA's checkpoints may have their quantisation in a file of its own.
+    """
     config, over = read_json(folder / "config.json"), dict(overrides or {})
+    if config.get(QUANTIZATION) is None and (folder / MODELOPT_CONFIG).is_file():
+        inner = read_json(folder / MODELOPT_CONFIG, folder).get("quantization")
+        config[QUANTIZATION] = {"quant_method": "modelopt", "quantization": inner}
     for name, other in (_ROPE, _ROPE[::-1]):
         if over.get(name) and other not in over and config.get(other):
             over[other] = over.pop(name)

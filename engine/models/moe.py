@@ -145,6 +145,7 @@ class Router(CheckpointModule):
         super().__init__()
         self.rule = kernels.Router(**asdict(spec.router))
         self.num_experts = count = spec.num_experts
+        self.margin = spec.margin
         device = scope.device
         # Families with a correction bias compute scores with float32 weights.
         dtype = torch.float32 if spec.correction else scope.dtype
@@ -161,10 +162,13 @@ class Router(CheckpointModule):
     def forward(self, x: SublayerInput) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]: normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
         norm, slots = self.norm or x.norm, x.context.slots
-        if isinstance(norm, RMSNorm):
+        if isinstance(norm, RMSNorm) and not self.margin:
             normed, ids, weights = kernels.norm_route(
                 x.hidden, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
             )
+        elif self.margin:
+            normed = x.value
+            ids, weights = near_best(kernels.linear(normed, self.weight), self.margin, slots)
         else:
             normed = x.value
             ids, weights = kernels.route(normed, self.weight, self.bias, self.correction, self.rule, slots)
@@ -179,6 +183,8 @@ class Router(CheckpointModule):
         return normed, ids, weights
 
     def pack(self) -> None:
+        if self.margin:
+            return
         weight = kernels.pack_router(self.weight)
         del self.weight  # a parameter's name accepts only parameters
         self.weight = weight
@@ -191,6 +197,23 @@ class Router(CheckpointModule):
         ).items():
             if memory is not None:
                 yield CheckpointTensor(self._scope.name(name), tuple(map(Span.whole, memory.shape)), memory)
+
+
+def near_best(logits: Tensor, margin: float, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose two experts by logits [T, E], see `MoESpec.margin`: ids [T, 2] int32, weights [T, 2] float32."""
+    logits, ids, weights = logits.float(), [], []
+    left = logits
+    for _ in range(2):
+        best, index = left.max(-1, keepdim=True)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        gates = left.masked_fill(distance > margin, -torch.inf).softmax(-1)
+        ids.append(index)
+        weights.append(gates.gather(1, index))
+        left = left.scatter(1, index, -torch.inf)
+    chosen = torch.cat(ids, 1).int()
+    if slots is not None:
+        chosen = chosen.masked_fill(slots[:, None] < 0, -1)
+    return chosen, torch.cat(weights, 1)
 
 
 class RouterNorm(RMSNorm):

@@ -240,15 +240,31 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     return Quantization(method="gptq", schemes=((("Linear",), scheme),), ignored=tuple(ignored))
 
 
+MODELOPT = {
+    "FP8": Scheme(layout="plain", kind="e4m3", rows=0, activations=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(layout="plain", kind="e4m3", activations=True),
+    "FP8_PB_WO": Scheme(layout="plain", kind="e4m3", rows=128, group=128),
+    "NVFP4": Scheme(layout="fp4", kind="e2m1", group=16, global_scale="weight_scale_2"),
+}
+
+
 def _modelopt(config: Mapping[str, Any]) -> Quantization:
-    """NVIDIA's fp8 and nvfp4 (weights only)."""
-    algorithm = _choice(config, "quant_algo", ("FP8", "NVFP4"))
-    if algorithm == "FP8":
-        scheme = Scheme(layout="plain", kind="e4m3", rows=0, activations=True)
-    else:
-        scheme = Scheme(layout="fp4", kind="e2m1", group=16, global_scale="weight_scale_2")
+    """NVIDIA's fp8 and nvfp4 (weights only), also mixed by modules; config.json or hf_quant_config.json says so."""
+    inner = config.get("quantization")
+    config = {**config, **inner} if isinstance(inner, dict) else config
     ignored = _names(config, "ignore", "exclude_modules")
-    return Quantization(method="modelopt", schemes=((("Linear",), scheme),), ignored=ignored)
+    if config.get("quant_algo") != "MIXED_PRECISION":
+        schemes = ((("Linear",), MODELOPT[_choice(config, "quant_algo", (*MODELOPT, "MIXED_PRECISION"))]),)
+        return Quantization(method="modelopt", schemes=schemes, ignored=ignored)
+    layers = config.get("quantized_layers")
+    if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
+        raise ModelError(f"'{WHERE}': 'quantized_layers' must be an object of objects, got {layers!r}")
+    by_algorithm: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        algorithm = _choice(layer, "quant_algo", tuple(MODELOPT), path=f"quantized_layers.{name}.")
+        by_algorithm.setdefault(algorithm, []).append(name)
+    mixed = tuple((tuple(names), MODELOPT[algorithm]) for algorithm, names in by_algorithm.items())
+    return Quantization(method="modelopt", schemes=mixed, ignored=ignored)
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
@@ -257,8 +273,43 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
     return Quantization(method="mxfp4", schemes=((("re:.*\\.mlp\\.experts\\.",), scheme),))
 
 
+def _auto_round(config: Mapping[str, Any]) -> Quantization:
+    """int4 and int8 of Intel's auto-round, packed as GPTQ's or AWQ's."""
+    packing = _choice(config, "packing_format", tuple(AUTO_ROUND))
+    whole = {name for name, extra in _objects(config, "extra_config") if extra.get("bits", 4) >= 16}
+    for name, extra in _objects(config, "extra_config"):
+        if name not in whole and any(extra.get(key, config.get(key)) != config.get(key) for key in AUTO_ROUND_KEYS):
+            raise _unsupported(f"extra_config.{name}", extra, (), "supported: modules of 16 bits")
+    zero_point = not config.get("sym", True)
+    found = AUTO_ROUND[packing]({**config, "zero_point": zero_point, "modules_to_not_convert": sorted(whole)})
+    return replace(found, method="auto-round")
+
+
+AUTO_ROUND = {"auto_round:auto_gptq": _gptq, "auto_round:gptq": _gptq, "auto_round:auto_awq": _awq}
+AUTO_ROUND_KEYS = ("bits", "group_size", "sym", "data_type")
+
+
+def _objects(config: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
+        raise ModelError(f"'{WHERE}': {key!r} must be an object of objects, got {value!r}")
+    return list(value.items())
+
+
+def _check_transforms(config: Mapping[str, Any]) -> None:
+    """Raise `ModelError` if a transform is computed while the model runs; others are part of the weights."""
+    transforms = config.get("transform_config")
+    groups = _objects(transforms, "config_groups") if isinstance(transforms, dict) else []
+    for name, group in groups:
+        locations = [each.get("location") if isinstance(each, dict) else each for each in group.get("apply") or ()]
+        if online := [location for location in locations if location not in ("weight_input", "weight_output")]:
+            path = f"transform_config.config_groups.{name}.location"
+            raise _unsupported(path, online[0], (), "supported: weight_input and weight_output, part of the weights")
+
+
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
     """fp8, int8, int4, nvfp4 and mxfp4 of llm-compressor (the last three: weights only), also mixed by modules."""
+    _check_transforms(config)
     sparsity = config.get("sparsity_config") or {}
     sparse_format = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if sparse_format != "dense":
@@ -367,6 +418,9 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
+    "auto-round": _auto_round,
     "mxfp4": _mxfp4,
     "gguf": _gguf,
 }

@@ -63,6 +63,8 @@ def _dynamic_base(rope: RopeSpec, positions: Tensor) -> Tensor:
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
     """Stretch long wavelengths, keep short ones, and blend the others by their rotations within the original length."""
     rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    if rope.low_freq_factor == rope.high_freq_factor:  # Llama 4 Scout: none are blended
+        return torch.where(rotations < rope.low_freq_factor, plain / rope.factor, plain)
     kept = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
 

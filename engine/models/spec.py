@@ -220,6 +220,9 @@ class MoESpec:
     correction: bool = False  # a bias of the scores for choosing experts, not for weighting them
     shared: DenseSpec | None = None
     shared_gate: bool = False  # the shared expert is scaled by a sigmoid gate
+    # The experts of two rounds: the best, weighted by a softmax over those whose logits, relative to the larger of
+    # them and the best, lie within this margin below it (SparseMixer); 0: `router` chooses.
+    margin: float = 0.0
     scales_input: bool = False  # the weight of the only chosen expert scales its input instead of its output
     parallel_norms: ParallelNorms | None = None  # norms around the dense MLP and the experts; None: no such norms
     names: ExpertNames = ExpertNames()
@@ -301,6 +304,7 @@ class ModelSpec:
     names: Renames = ()  # of the checkpoint's tensors
     unused: tuple[str, ...] = ()  # prefixes of tensor names, in Quire's form, that are not loaded
     other_input: tuple[str, ...] = ()  # the same for parts of the model that read images or sound
+    num_embeddings: int = 0  # rows of the embedding, if they are more than the vocabulary; 0: they are not
     per_layer: PerLayerSpec | None = None
     num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's layers; not loaded
     has_head: bool = True  # False: an embedding model, which cannot generate

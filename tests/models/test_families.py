@@ -181,7 +181,7 @@ def test_gemma_3_counts_its_scaling_in_its_context(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": -1}}, "'factor' must be a positive number, got -1"),
         ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 1}}, "'high_freq_factor' is missing"),
-        ({"rope_scaling": {**ROPE, "high_freq_factor": 1}}, "'high_freq_factor' (1.0) must be above"),
+        ({"rope_scaling": {**ROPE, "high_freq_factor": 0.5}}, "'high_freq_factor' (0.5) must not be below"),
         ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, got 'linear'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'rope_parameters' per layer type are not supp"),
         ({"rope_theta": "big"}, "'rope_theta' must be a positive number, got 'big'"),
@@ -258,6 +258,14 @@ def test_an_architecture_by_its_model_type(read: Any, model_type: str, architect
     assert read(architectures=None, model_type=model_type, head_dim=16).architecture == architecture
     with pytest.raises(ModelError, match="'architectures' must be a list of one name, got None"):
         read(architectures=..., model_type="odd")
+
+
+def test_modelopts_own_file_says_how_weights_are_quantised(read: Any, tmp_path: Path) -> None:
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    expected = read(quantization_config={"quant_method": "modelopt", **inner})
+    assert expected.quantization is not None
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+    assert read() == expected
 
 
 def test_an_old_spelling_of_an_architecture(read: Any) -> None:

@@ -18,6 +18,8 @@ from engine.models.families import read_spec
         ("Lfm3ForCausalLM", {"conv_L_cache": 7}, "convolution layers"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
         ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
+        ("DeciLMForCausalLM", {"block_configs": [{}], "auto_map": {"A": "x"}}, "layers that lack attention or an MLP"),
+        ("ApertusForCausalLM", {}, "an activation with learnt parameters"),
         ("BertForMaskedLM", {}, "attention in both directions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),
         ("Llama7ForCausalLM", {}, "a function of about ten lines in engine/models/families"),

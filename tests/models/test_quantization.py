@@ -41,6 +41,35 @@ def test_excluded_modules(ignored: str) -> None:
         assert scheme_of(config, Q) is not None
 
 
+def test_modelopts_nested_and_mixed_forms() -> None:
+    """hf_quant_config.json has the nested form."""
+    inner = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    flat = read_quantization({"quant_method": "modelopt", **inner})
+    assert read_quantization({"quant_method": "modelopt", "quantization": inner}) == flat
+    layers = {DOWN: {"quant_algo": "NVFP4", "group_size": 16}, Q: {"quant_algo": "FP8"}}
+    mixed = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert (scheme_of(mixed, DOWN).kind, scheme_of(mixed, Q).kind) == ("e2m1", "e4m3")
+    assert scheme_of(mixed, Q.replace("q_proj", "k_proj")) is None
+    blocks = scheme_of({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, Q)
+    assert (blocks.rows, blocks.group, blocks.activations) == (128, 128, False)
+
+
+def test_auto_round_is_packed_as_gptq_or_awq() -> None:
+    settings = {"bits": 4, "group_size": 128, "sym": True}
+    auto_round = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", **settings}
+    assert scheme_of(auto_round, Q) == scheme_of({"quant_method": "gptq", **settings}, Q)
+    assert scheme_of(auto_round | {"extra_config": {"model.layers.1": {"bits": 16}}}, DOWN) is None
+    awq = scheme_of(auto_round | {"packing_format": "auto_round:auto_awq", "sym": False}, Q)
+    assert awq == scheme_of({"quant_method": "awq", "group_size": 128}, Q)
+
+
+def test_transforms_that_are_part_of_the_weights() -> None:
+    config = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"})
+    apply = [{"location": "weight_output", "targets": ["re:.*o_proj$"]}, {"location": "weight_input"}]
+    rotated = config | {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}}
+    assert read_quantization(rotated) == read_quantization(config)
+
+
 def test_a_part_of_a_name_excludes_nothing() -> None:
     config = {"quant_method": "awq", "modules_to_not_convert": ["down", "layers.1.ml", "odel.layers.1"]}
     assert scheme_of(config, DOWN) is not None
@@ -101,6 +130,28 @@ AT = "'config_groups.group_0.weights."
         (
             {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
             "'quant_algo' 'W4A8_AWQ' is not supported; supported: FP8",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+            | {"quantized_layers": {"a": {"quant_algo": "X"}}},
+            "'quantized_layers.a.quant_algo' 'X' is not supported; supported: FP8",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"},
+            "'packing_format' 'auto_round:exllamav2' is not supported; supported: auto_round:auto_gptq",
+        ),
+        (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_gptq",
+                "bits": 4,
+                "extra_config": {"model.layers.1": {"bits": 8}},
+            },
+            "'extra_config.model.layers.1' {'bits': 8} is not supported; supported: modules of 16 bits",
+        ),
+        (
+            group({}) | {"transform_config": {"config_groups": {"u": {"apply": [{"location": "input"}]}}}},
+            "'transform_config.config_groups.u.location' 'input' is not supported; supported: weight_input",
         ),
         (group({"num_bits": 3}), AT + "num_bits' 3 is not supported; of type 'int'; supported: 4 and 8"),
         (group({}, "marlin-24"), "'format' 'marlin-24' is not supported; supported: pack-quantized"),

@@ -454,6 +454,63 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolVLMForConditionalGeneration",
         {"text_config": {"model_type": "llama"}, "vision_config": SMALL_TOWER, "pad_token_id": 0},
     ),
+    "mllama": (
+        "MllamaForConditionalGeneration",
+        {
+            "text_config": {
+                "cross_attention_layers": [1, 3],
+                "num_hidden_layers": 5,
+                "pad_token_id": 0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "image_size": 28,
+                "vision_output_dim": 64,
+                "intermediate_layers_indices": [0],
+                "supported_aspect_ratios": [[1, 1]],
+            },
+        },
+    ),
+    "glm_ocr": (
+        "GlmOcrForConditionalGeneration",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "pad_token_id": 0,
+                "eos_token_id": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            },
+            "vision_config": QWEN_TOWER | {"image_size": 28},
+        },
+    ),
+    "exaone4_5": (
+        "Exaone4_5_ForConditionalGeneration",
+        {
+            "text_config": {
+                "model_type": "exaone4",
+                "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [0]},
+        },
+    ),
+    "lfm2_vl": (
+        "Lfm2VlForConditionalGeneration",
+        {
+            "text_config": {
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_auto_adjust_ff_dim": False,
+                "eos_token_id": None,
+            },
+            "vision_config": TOWER | {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 14},
+        },
+    ),
     "aya_vision": (
         "AyaVisionForConditionalGeneration",
         {"text_config": {"model_type": "cohere2", "eos_token_id": None, "logit_scale": 1.0}, "vision_config": SIGLIP},
@@ -653,6 +710,55 @@ CASES |= {
             "moe_layer_end_index": 2,
             "pad_token_id": 0,
         },
+    ),
+    "llama-equal-bounds": (  # as Llama 4 Scout
+        "Llama",
+        {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **EXPERTS,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 32, "num_shared_experts": 2}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            **EXPERTS,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "first_k_dense_replace": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, **NONE},
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        LATENT | {"q_lora_rank": 48, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64},
     ),
     "dots1": (
         "Dots1",

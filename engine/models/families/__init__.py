@@ -18,6 +18,7 @@ from engine.models.families import (
     llama_like,
     mpt,
     multimodal,
+    newest,
     other_norms,
     recent,
     renamed,
@@ -141,6 +142,12 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Lfm2ForCausalLM": hybrid.lfm2,
     "Lfm2MoeForCausalLM": hybrid.lfm2_moe,
     "Dots1ForCausalLM": experts.dots1,
+    "MellumForCausalLM": newest.mellum,
+    "SolarOpenForCausalLM": newest.solar_open,
+    "HYV3ForCausalLM": newest.hy3,
+    "ExaoneMoeForCausalLM": newest.exaone_moe,
+    "PhimoeForCausalLM": newest.phimoe,
+    "MiniCPM3ForCausalLM": newest.minicpm3,
     "Ministral3ForCausalLM": recent.ministral3,
     "Mistral4ForCausalLM": recent.mistral4,
     "Llama4ForCausalLM": recent.llama4,
@@ -174,6 +181,12 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3_5ForCausalLM": hybrid.qwen3_5,
     "Qwen3_5MoeForCausalLM": hybrid.qwen3_5_moe,
 }
+
+
+def _glm_ocr(config: Config) -> ModelSpec:
+    return other_norms.glm4({"attention_bias": False, "partial_rotary_factor": 1.0, **config})
+
+
 FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
 TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own
     "qwen2_vl_text": llama_like.qwen2,
@@ -184,6 +197,8 @@ TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that 
     "qwen3_5_moe_text": hybrid.qwen3_5_moe_stacked,
     "glm4v_text": other_norms.glm4,
     "glm4v_moe_text": experts.glm4_moe,
+    "glm_ocr_text": _glm_ocr,
+    "mllama_text_model": newest.mllama,
     "paddleocr_vl_text": llama_like.llama,
     "kimi_k2": experts.deepseek_v3,
     "ministral3": recent.ministral3,

@@ -62,8 +62,8 @@ def _dynamic(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
 
 def _llama3(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:
     low, high = number(fields, "low_freq_factor"), number(fields, "high_freq_factor")
-    if high <= low:
-        raise ModelError(f"'high_freq_factor' ({high}) must be above 'low_freq_factor' ({low})")
+    if high < low:
+        raise ModelError(f"'high_freq_factor' ({high}) must not be below 'low_freq_factor' ({low})")
     return replace(
         rope,
         factor=number(fields, "factor"),
