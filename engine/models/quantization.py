@@ -97,6 +97,11 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 }
 
 
+# Matrices that stay floats: latent attention reads the first as floats, and the others, of a delta net's few gates, are
+# too small to gain.
+FLOATS = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba")
+
+
 def choose_quantization(
     stored: Quantization | None,
     method: str | None,
@@ -111,7 +116,7 @@ def choose_quantization(
     them by another method.
 
     The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except
-    those that latent attention reads as floats. `rounds_head`: int8 and int4 also quantise the output head, to int8.
+    `FLOATS`. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
     if isinstance(stored, NamedQuantization) and (decodes if method is None else method in ONLINE):
         stored = None
@@ -128,8 +133,9 @@ def choose_quantization(
         raise ModelError(f"the checkpoint is not quantised: quantization must be {', '.join(ONLINE)}, got {method!r}")
     body = (("Linear",), ONLINE[method])
     if rounds_head and method != "fp8":
-        return Quantization(method=method, schemes=((("lm_head",), ONLINE["int8"]), body), ignored=("kv_b_proj",))
-    return Quantization(method=method, schemes=(body,), ignored=("lm_head", "kv_b_proj"))
+        schemes = ((("lm_head",), ONLINE["int8"]), body)
+        return Quantization(method=method, schemes=schemes, ignored=FLOATS)
+    return Quantization(method=method, schemes=(body,), ignored=("lm_head", *FLOATS))
 
 
 def read_quantization(config: Any) -> Quantization | None:

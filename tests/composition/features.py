@@ -96,6 +96,11 @@ CHECKPOINTS = {
         },
     ),
     "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"intermediate_size": 256}),
+    "qwen3_5_moe": Checkpoint(
+        frozenset({"recurrent layers", "experts"}),
+        {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+        stacks_experts=True,
+    ),
     "lfm2_moe": Checkpoint(
         frozenset({"recurrent layers", "experts"}), {"moe_intermediate_size": 128, "intermediate_size": 256}
     ),

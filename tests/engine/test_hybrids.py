@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM
 from engine.config import EngineConfig
@@ -13,13 +14,18 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.models.families import read_spec
+from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
 from tests.oracles.hybrids import NUM_TOKENS, fill_unwritten, make_hybrid
+from tests.oracles.paged_runner import decode
 from tests.support.answers import greedy_answers
+from tests.support.loaded import load
 
-CASES = ["lfm2"]
+CASES = ["lfm2", "qwen3_5"]
+MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     folder = tmp_path_factory.mktemp("hybrid")
     prompts, answers = make_hybrid(request.param, folder)
@@ -62,6 +68,21 @@ def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str
     engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES])
+def test_chunks_of_every_length_give_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(case, tmp_path, {"max_position_embeddings": 512})
+    prompts = [[(7 * i * i + 5 * n) % VOCAB for i in range(n)] for n in (131, 66, 2)]
+    with torch.inference_mode():
+        expected = [transformers_decode(reference, prompt, 4) for prompt in prompts]
+    forced = [each.token_ids for each in expected]
+    model = load(tmp_path, read_spec(tmp_path), dtype=torch.float32, device="cpu", max_model_len=256)
+    for chunk in range(1, 131):
+        for want, got in zip(expected, decode(model, prompts, 4, chunk=chunk, forced=forced), strict=True):
+            error = (got.logits - want.logits).norm() / want.logits.norm()
+            assert error <= 1e-4, f"chunks of {chunk}"
+
+
 def ask(engine: Engine, prompt: list[int], num_tokens: int = 1) -> tuple[list[int], int]:
     """Return the greedy tokens, and how many of the prompt's were found in the prefix cache."""
     engine.add_request(
@@ -78,7 +99,7 @@ def ask(engine: Engine, prompt: list[int], num_tokens: int = 1) -> tuple[list[in
 def test_the_second_sighting_of_a_prompt_is_found_up_to_its_last_block(model: Any) -> None:
     folder, prompts, _ = model
     engine, longest = start(folder), prompts[6]
-    for length in [32, 33, 47, 48, 49, 64, 65, 131]:
+    for length in [32, 33, 48, 49, 131]:
         assert engine.reset_prefix_cache()
         fill_unwritten(engine.runner)
         first = ask(engine, longest[:length], 8)
@@ -90,7 +111,7 @@ def test_the_second_sighting_of_a_prompt_is_found_up_to_its_last_block(model: An
 def test_the_next_turn_computes_its_own_tokens_and_a_block(model: Any) -> None:
     folder, prompts, answers = model
     engine = start(folder)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(prompts[3:7], answers[3:7], strict=True):
         assert engine.reset_prefix_cache()
         for length in (14, 15, 16, 17, 31):
             tokens, _ = ask(engine, prompt, length)
