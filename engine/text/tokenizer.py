@@ -36,6 +36,14 @@ class TokenizerError(Exception):
         super().__init__(one_line(message))
 
 
+class TooManyTokensError(TokenizerError):
+    """A text has more tokens than the caller takes: `num_tokens`."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens, and at most {most} are taken: shorten it")
+        self.num_tokens = num_tokens
+
+
 class _Token(msgspec.Struct):
     """A token in tokenizer_config.json, with the fields of `tokenizers.AddedToken`."""
 
@@ -163,16 +171,17 @@ class Tokenizer:
     def _add(self, token: tokenizers.AddedToken) -> None:
         (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([token])
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. Special tokens in the text are recognised.
 
-        Raises `TokenizerError` for invalid Unicode. Releases the GIL while encoding.
+        Raises `TokenizerError` for invalid Unicode, `TooManyTokensError` for more than `max_tokens`. Releases the GIL
+        while encoding, but not while it makes the list: millions of ids would hold up all other threads.
         """
         try:
             if not add_special_tokens or self._frame is None:
-                return self._encode(text, add_special_tokens)
+                return self._encode(text, add_special_tokens, max_tokens)
             bos, eos = self._frame
-            return bos + self._encode(text, False) + eos
+            return bos + self._encode(text, False, max_tokens) + eos
         except (TypeError, UnicodeEncodeError):
             raise TokenizerError("the text is not valid Unicode: it contains a lone surrogate") from None
 
@@ -189,9 +198,12 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             raise TokenizerError("the text is not valid Unicode: it contains a lone surrogate") from None
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         # unlike `encode`, this releases the GIL and computes no offsets, which take as long as the ids
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        found = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if max_tokens is not None and len(found) > max_tokens:
+            raise TooManyTokensError(len(found), max_tokens)
+        return found.ids
 
     @cached_property
     def max_chars_per_token(self) -> int | None:

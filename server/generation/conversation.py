@@ -9,14 +9,13 @@ from typing import Any
 
 from engine.text.chat_renderer import RenderedChat
 from engine.text.chat_template import ChatTemplateError
-from engine.text.tokenizer import Tokenizer
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
 from server.generation.tool_schemas import completed_definitions
 from server.parsing.harmony import EFFORTS
 
-FitText = Callable[[str], str]  # returns the part of a text that can be in the prompt; may raise `RequestError`
+EncodeText = Callable[[str], list[int]]  # tokenizes as much of a text as can be in the prompt; may raise `RequestError`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,13 @@ class Prompt:
 class ConversationEncoder:
     """Renders and tokenizes conversations with one chat template."""
 
-    def __init__(self, chat: ChatFormat, tokenizer: Tokenizer) -> None:
-        self._chat, self._tokenizer = chat, tokenizer
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
 
-    def encode(self, conversation: Conversation, add_special_tokens: bool, fit: FitText) -> Prompt:
+    def encode(self, conversation: Conversation, encode: EncodeText) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
-        `fit`: applied to the rendered text before tokenization. Raises `RequestError` as `fit` does, and when the
-        template rejects the messages in every shape.
+        Raises `RequestError` as `encode` does, and when the template rejects the messages in every shape.
         """
         conversation.check()
         options = conversation.template_options()
@@ -51,7 +49,7 @@ class ConversationEncoder:
         continued = conversation.messages[-1].content or "" if conversation.continue_final_message else ""
         reasoning = self._chat.reasoning_format
         return Prompt(
-            self._tokenizer.encode(fit(text), add_special_tokens=add_special_tokens),
+            encode(text),
             reasoning is not None and reasoning.opened_by(text, continued),
             reasoning is None or reasoning.closed_by(text, continued),
             rendered.changes,

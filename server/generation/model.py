@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from engine import ModelInfo, TokenizerError
 from engine.text.chat_template import ChatTemplateError
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, TooManyTokensError
 from server.generation.adapters import ServedAdapters
 from server.generation.chat_format import ChatFormats
-from server.generation.conversation import ConversationEncoder, FitText, Prompt
+from server.generation.conversation import ConversationEncoder, Prompt
 from server.generation.engine_client import EngineClient
 from server.generation.errors import InvalidRequestError, NotFoundError
 from server.generation.request import PromptRequest, TextPrompts
@@ -22,6 +22,9 @@ from server.settings import ServerConfig
 _SHORT_TEXT = 2000  # characters, tokenized in less than a millisecond
 _PART_CHARS = 64 << 10  # of a list of texts, tokenized at a time
 _MANY_CHARS = 128  # most characters per token of the context, where the tokenizer has no bound
+_FEW_CHARS = 4  # characters per token that are tried first of a prompt that will be truncated
+# Most tokens of a text, in contexts or at least `_MANY_TOKENS`: the list of more would hold up the event loop.
+_MANY_CONTEXTS, _MANY_TOKENS = 4, 1 << 18
 _MOST_NAMED = 20  # served names in an error message
 _SPARE_TOKENS = 64  # beyond those that a truncated prompt keeps: where a text is cut, its tokens change
 T = TypeVar("T")
@@ -73,12 +76,16 @@ class Model:
         """Run text processing in a worker thread, so that long prompts and slow templates do not delay other requests.
 
         The threads are divided fairly between tenants. `num_chars`: length of the text, if known. Short text is
-        processed on the event loop, which is faster than switching threads. Raises `RequestError` on `TokenizerError`.
+        processed on the event loop, which is faster than switching threads. A long text is one piece of work, since its
+        tokens depend on all of it: meanwhile other tenants get other threads. Raises `RequestError` on
+        `TokenizerError`.
         """
         try:
             if num_chars is not None and num_chars <= _SHORT_TEXT:
                 return function(*args)
             return await self._workers.run(function, *args, tenant=tenant)
+        except TooManyTokensError as error:
+            raise self._too_long(f"{error.num_tokens} tokens") from None
         except TokenizerError as error:
             raise InvalidRequestError(str(error)) from None
 
@@ -88,40 +95,32 @@ class Model:
         No more text is tokenized than the context can use: prompts with too many characters are rejected before, and
         those that will be truncated are cut. Long lists are tokenized in parts, between which others get the thread.
         """
-        given, fit = request.prompt, partial(self._fitting, request)
+        given = request.prompt
         if isinstance(given, list):
             prompts: list[Prompt] = []
             # All are checked before any is tokenized.
-            fitting: list[Any] = [fit(each) if isinstance(each, str) else each for each in given]
-            for texts, num_chars in _in_parts(fitting):
+            for each in given:
+                if isinstance(each, str):
+                    self._check_length(request, each)
+            for texts, num_chars in _in_parts(given):
                 if self._pair_format is not None:
                     num_chars += len(texts) * len(self._pair_format.source)
                 prompts += await self.in_thread(
                     self._encode_texts,
+                    request,
                     texts,
-                    request.add_special_tokens,
-                    fit,
                     tenant=request.tenant,
                     num_chars=num_chars,
                 )
             return prompts
         if (chat := self.chats.of(request)) is None:
             raise InvalidRequestError(self.chats.missing)
-        encoder = ConversationEncoder(chat, self.tokenizer)
-        return [
-            await self.in_thread(
-                encoder.encode,
-                given,
-                request.add_special_tokens,
-                fit,
-                tenant=request.tenant,
-                num_chars=given.num_chars,
-            )
-        ]
+        encode = ConversationEncoder(chat).encode, given, partial(self._encode_text, request)
+        return [await self.in_thread(*encode, tenant=request.tenant, num_chars=given.num_chars)]
 
-    def _encode_texts(self, given: TextPrompts, add_special_tokens: bool, fit: FitText) -> list[Prompt]:
+    def _encode_texts(self, request: PromptRequest, given: TextPrompts) -> list[Prompt]:
         prompts = [self._rendered(each) if isinstance(each, tuple) else each for each in given]
-        return [Prompt(self._encode_text(each, add_special_tokens, fit)) for each in prompts]
+        return [Prompt(self._encode_prompt(request, each)) for each in prompts]
 
     def _rendered(self, pair: tuple[str, str]) -> str | tuple[str, str]:
         """Render a pair of texts for a reranker with the configured template, if there is one."""
@@ -134,35 +133,56 @@ class Model:
         except ChatTemplateError as error:
             raise InvalidRequestError(f"the chat template rejected the texts: {error}", lead=None) from None
 
-    def _encode_text(
-        self, given: str | list[int] | tuple[str, str], add_special_tokens: bool, fit: FitText
-    ) -> list[int]:
+    def _encode_prompt(self, request: PromptRequest, given: str | list[int] | tuple[str, str]) -> list[int]:
         if isinstance(given, list):
             return given
-        if isinstance(given, tuple):
-            return self.tokenizer.encode_pair(fit(given[0]), fit(given[1]))
-        return self.tokenizer.encode(fit(given), add_special_tokens)
+        if isinstance(given, str):
+            return self._encode_text(request, given)
+        kept = self._num_kept(request)
+        num_chars = None if kept is None else kept * self._chars_per_token
+        for each in given:
+            self._check_length(request, each)
+        first, second = (_part(each, num_chars, request.keep_first_tokens) for each in given)
+        return self.tokenizer.encode_pair(first, second)
 
-    def _fitting(self, request: PromptRequest, text: str) -> str:
-        """Return the part of a text that can be in the prompt: all of it, unless the prompt will be truncated.
+    def _encode_text(self, request: PromptRequest, text: str) -> list[int]:
+        """Tokenize a text; of one that will be truncated, no more than needed, and some tokens to spare."""
+        if (num_tokens := self._num_kept(request)) is None:
+            self._check_length(request, text)
+            most = max(_MANY_CONTEXTS * self.info.max_model_len, _MANY_TOKENS)
+            return self.tokenizer.encode(text, request.add_special_tokens, most)
+        chars = _FEW_CHARS
+        while True:
+            part = _part(text, num_tokens * min(chars, self._chars_per_token), request.keep_first_tokens)
+            token_ids = self.tokenizer.encode(part, request.add_special_tokens)
+            if len(token_ids) >= num_tokens or len(part) == len(text) or chars >= self._chars_per_token:
+                return token_ids
+            chars *= _FEW_CHARS
 
-        Raises `InvalidRequestError` for a text that is too long whatever its tokens are.
-        """
+    @property
+    def _chars_per_token(self) -> int:
+        """The most characters of a token."""
+        return self.tokenizer.max_chars_per_token or _MANY_CHARS
+
+    def _num_kept(self, request: PromptRequest) -> int | None:
+        """Return the tokens of a prompt that will be truncated, and some to spare; None: it will not be."""
+        if (kept := request.truncate_prompt_tokens) is None:
+            return None
         most = self.info.max_model_len
-        if len(text) <= most:
-            return text
-        per_token = self.tokenizer.max_chars_per_token or _MANY_CHARS
-        if (kept := request.truncate_prompt_tokens) is not None:
-            num_tokens = min(kept, most) if kept >= 0 else most
-            num_chars = (num_tokens + _SPARE_TOKENS) * per_token
-            return text[:num_chars] if request.keep_first_tokens else text[-num_chars:]
-        if len(text) > most * per_token:
-            reason = (
-                f"This model's maximum context length is {most} tokens. "
-                f"However, your prompt has {len(text)} characters, which need more tokens. Please shorten it."
-            )
-            raise InvalidRequestError(reason, "prompt", lead=None)
-        return text
+        return (min(kept, most) if kept >= 0 else most) + _SPARE_TOKENS
+
+    def _check_length(self, request: PromptRequest, text: str) -> None:
+        """Raise `InvalidRequestError` for a text that is too long whatever its tokens are."""
+        most = self.info.max_model_len
+        if len(text) > most and request.truncate_prompt_tokens is None and len(text) > most * self._chars_per_token:
+            raise self._too_long(f"{len(text)} characters, which need more tokens")
+
+    def _too_long(self, length: str) -> InvalidRequestError:
+        reason = (
+            f"This model's maximum context length is {self.info.max_model_len} tokens. "
+            f"However, your prompt has {length}. Please shorten it."
+        )
+        return InvalidRequestError(reason, "prompt", lead=None)
 
     def truncated(self, prompt: Prompt, request: PromptRequest, num_reserved: int) -> list[int]:
         """Return the prompt's tokens, truncated if requested. `num_reserved`: tokens to leave for the answer."""
@@ -172,6 +192,13 @@ class Model:
         if most < 0:
             most = max(self.info.max_model_len - num_reserved, 1)
         return token_ids[:most] if request.keep_first_tokens else token_ids[max(len(token_ids) - most, 0) :]
+
+
+def _part(text: str, num_chars: int | None, keeps_first: bool) -> str:
+    """Return the begin or the end of a text."""
+    if num_chars is None or len(text) <= num_chars:
+        return text
+    return text[:num_chars] if keeps_first else text[-num_chars:]
 
 
 def _in_parts(given: TextPrompts) -> Iterator[tuple[TextPrompts, int]]:

@@ -249,13 +249,25 @@ def test_texts_that_cannot_fit_are_not_counted(
     assert "maximum context length is 512 tokens" in response.text
 
 
+def test_no_list_of_many_tokens_is_made(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up the event loop, however many threads there are."""
+    monkeypatch.setattr("server.generation.model._MANY_TOKENS", 3000)
+    for response in (live.post(TOKENIZE, prompt="x" * 3001), live.complete("x" * 3001), live.complete(["x" * 3001])):
+        assert message(response, 400).endswith("However, your prompt has 3001 tokens. Please shorten it.")
+    assert live.post(TOKENIZE, prompt="x" * 3000).json()["count"] == 3000
+    assert live.complete("x" * 5000, truncate_prompt_tokens=-1, max_tokens=1).status_code == 200
+    assert not [prompt for _, prompt, _ in live.engine.requests if len(prompt) > 512]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_no_more_of_a_truncated_prompt_is_encoded_than_it_can_keep(
     live: Live, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = live.engine.tokenizer
     assert tokenizer is not None
-    encode, text, lengths = tokenizer.encode, "ab" * 1000 + "c" * 100_000 + "de" * 1000, list[int]()
+    encode, lengths = tokenizer.encode, list[int]()
+    sparse = "<|im_start|>" * 200  # one token
+    text = sparse + "ab" * 1000 + "c" * 100_000 + "de" * 1000 + sparse
 
     def counted(text: str, *args: Any, **options: Any) -> list[int]:
         lengths.append(len(text))
@@ -263,11 +275,13 @@ def test_no_more_of_a_truncated_prompt_is_encoded_than_it_can_keep(
 
     whole = encode(text)
     monkeypatch.setattr(tokenizer, "encode", counted)
-    for num_tokens in (5, 100):
+    for num_tokens in (5, 100, 300):
+        lengths.clear()
         assert live.complete(text, truncate_prompt_tokens=num_tokens, truncation_side=side).status_code == 200
         _, prompt, _ = live.engine.requests[-1]
         assert prompt == (whole[-num_tokens:] if side == "left" else whole[:num_tokens])
-        assert max(lengths) < 200 * len("<|im_start|>")
+        assert lengths[0] == 4 * (num_tokens + 64), "most tokens are short"
+        assert max(lengths) <= (num_tokens + 64) * len("<|im_start|>")
 
 
 def test_large_bodies_are_read_in_turns() -> None:
