@@ -12,6 +12,7 @@ import msgspec
 from engine.core.kv.cache_groups import MAX_STATES
 from engine.errors import ConfigError
 from engine.flags import check, flag
+from engine.speculative import parse as parse_speculative_config
 
 QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
 MAX_OVERRIDES = 1 << 16  # characters
@@ -159,6 +160,13 @@ class EngineConfig:
     )
     enforce_eager: bool = flag(False, "do not use CUDA graphs: slower steps, shorter start-up")
 
+    speculative_config: dict[str, Any] | None = flag(  # noqa: RUF009
+        None,
+        'drafts (speculative decoding), with vLLM\'s names: \'{"method": "ngram", "num_speculative_tokens": 8}\'; 0 '
+        "tokens: no drafts. Answers are the same with and without (default: no drafts)",
+        metavar="JSON",
+    )
+
     pooling: str = flag(
         "auto",
         "pooling for embeddings: the last token, or the mean of all; auto: as in the model's 1_Pooling, else last",
@@ -216,7 +224,10 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("model is missing: give a folder with a model's files, or a Hugging Face id")
         if self.hf_overrides is not None:
-            object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
+            object.__setattr__(self, "hf_overrides", _as_json("hf_overrides", self.hf_overrides))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", _as_json("speculative_config", self.speculative_config))
+            parse_speculative_config(self.speculative_config)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
@@ -249,16 +260,16 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-def _as_json(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the object after a round trip through JSON. `ConfigError` if JSON or msgpack cannot hold it or it is too
-    large.
+def _as_json(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return a setting, an object, after a round trip through JSON. `ConfigError` if JSON or msgpack cannot hold it or
+    it is too large.
     """
     try:
         text = json.dumps(overrides)
         found: dict[str, Any] = json.loads(text)
         msgspec.msgpack.encode(found)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"hf_overrides must be a JSON object ({error})") from None
+        raise ConfigError(f"{name} must be a JSON object ({error})") from None
     if len(text) > MAX_OVERRIDES:
-        raise ConfigError(f"hf_overrides must be at most {MAX_OVERRIDES} characters, got {len(text)}")
+        raise ConfigError(f"{name} must be at most {MAX_OVERRIDES} characters, got {len(text)}")
     return found

@@ -25,11 +25,12 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
+from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineError
-from engine.guided import GuidedRequests
+from engine.guided import GuidedProposer, GuidedRequests
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
@@ -39,8 +40,10 @@ from engine.options import device_of, quantization_in_memory, runner_options
 from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.processing.input_processor import load_tokenizer, vocabulary_of
 from engine.recovery import Recovery
+from engine.speculative import SpeculativeConfig, speculative_config
 from engine.stats import ExpertTokens
 from engine.structured.grammar import Compiler, Vocabulary
+from engine.structured.grammar_manager import GrammarManager
 from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
@@ -50,6 +53,7 @@ from engine.worker.options import RunnerOptions
 from engine.worker.parallel.launcher import Launcher, LaunchError
 from engine.worker.parallel.ranks import build_runner
 from engine.worker.parallel.ray_launcher import RayLauncher
+from engine.worker.proposers.ngram import NgramProposer
 from engine.worker.sleep import SleepingRunner, free_unused
 
 _log = logging.getLogger(__name__)
@@ -108,6 +112,8 @@ class Engine:
         self._asleep: SleepingRunner | Callable[[], Runner] | None = None  # how it wakes up; None: it is awake
         self._rebuild = partial(_rebuilt, build_runner, config, folder, lost, spec, options, progress)
         self._progress = progress
+        grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
+        speculative = speculative_config(config.speculative_config, device.is_accelerator)
         self.scheduler = Scheduler(
             [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
             runner.block_size,
@@ -117,13 +123,13 @@ class Engine:
             config.enable_prefix_caching,
             runner.cache_groups,
             num_batches=options.num_stages,
+            drafts=_draft_policy(speculative, options, grammars) if speculative else None,
         )
         self.in_flight: deque[Handle] = deque()  # launched and not read, in launch order
         self._max_in_flight = max(options.num_stages - 1, 1)  # after each `step`
         self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, lambda: self.runner.reset())
-        compiler = Compiler(partial(_load_vocabulary, config, folder, spec))
-        self._guided = GuidedRequests(compiler, self.scheduler, self._recovery)
+        self._guided = GuidedRequests(grammars, self.scheduler, self._recovery)
         self._begin_adapted = partial(self._new_adapted, config)
         self._adapted = self._begin_adapted()
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
@@ -243,7 +249,7 @@ class Engine:
             outputs.outputs += self._take_late()
             outputs = self._update(result, outputs)
             if launched is not None and launched.guided:
-                outputs.outputs += self._on_device(self._guided.sample, launched, scheduled.batch, oldest)
+                outputs.outputs += self._on_device(self._guided.sample, launched, scheduled, oldest)
             if launched is not None and launched.has_ended:
                 outputs = self._update(self._on_device(launched.read), outputs)
             elif launched is not None:
@@ -421,6 +427,13 @@ def _log_corrupted(outputs: StepOutputs) -> None:
     for output in outputs.outputs:
         if output.error == FAULTS[NOT_FINITE]:
             _log.error("request %s: %s", output.request_id, output.error)
+
+
+def _draft_policy(config: SpeculativeConfig, options: RunnerOptions, grammars: GrammarManager[Request]) -> DraftPolicy:
+    """Return what chooses the drafts of each step."""
+    proposer = GuidedProposer(grammars, NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+    limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts)
+    return DraftPolicy(proposer, limits, config.enable_adaptive_verification)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from engine.core.batch import EngineOutput, ScheduledBatch
+from engine.core.batch import EngineOutput, SchedulerOutput
+from engine.core.drafts.proposer import CERTAIN, NO_PROPOSAL, Guesses, Proposal, Proposer
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.recovery import Recovery, client_reason, failed_output, refused_output
-from engine.structured.grammar import Compiler
 from engine.structured.grammar_manager import GrammarManager
 from engine.worker.interface import Handle
 
@@ -16,8 +17,8 @@ from engine.worker.interface import Handle
 class GuidedRequests:
     """The guided requests of an engine: held until their grammar is compiled, sampled by its masks, followed by it."""
 
-    def __init__(self, compiler: Compiler, scheduler: Scheduler, recovery: Recovery) -> None:
-        self.grammars = GrammarManager[Request](compiler)
+    def __init__(self, grammars: GrammarManager[Request], scheduler: Scheduler, recovery: Recovery) -> None:
+        self.grammars = grammars
         self._scheduler, self._recovery = scheduler, recovery
 
     @property
@@ -62,19 +63,26 @@ class GuidedRequests:
                 outputs.append(failed_output(request.request_id, client_reason(error), exc_info=True))
         return outputs
 
-    def sample(self, launched: Handle, batch: ScheduledBatch, before: Handle | None) -> list[EngineOutput]:
+    def sample(self, launched: Handle, output: SchedulerOutput, before: Handle | None) -> list[EngineOutput]:
         """Sample the requests that wait for masks. If the batch has other requests too, masks have a deadline, and
-        requests whose masks miss it are deferred. `before`: the step that was read last. Returns the outputs of
-        requests whose grammars failed.
+        requests whose masks miss it are deferred, or lose the drafts whose masks do. `before`: the step that was read
+        last. Returns the outputs of requests whose grammars failed.
         """
         if before is not None and before.guided:
             self.grammars.learn_deadline(launched.device_waited, before.wait_seconds)
-        guided = launched.guided
-        request_ids = [batch.request_ids[index] for index in guided]
-        late, errors = self.grammars.fill(request_ids, launched.masks, by_deadline=len(guided) < len(batch))
-        deferred = [guided[i] for i in late]
-        launched.sample(deferred)
-        self._scheduler.defer(deferred)
+        guided, batch, drafts = launched.guided, output.batch, list[list[int]]()
+        owners, others = guided, len(guided) < len(batch)  # indices of requests
+        samples = batch.samples()
+        if samples:
+            owners, others = [samples[i][0] for i in guided], len(guided) < len(samples)
+            drafts = [
+                output.drafts[batch.request_ids[index]][:before] if before else []
+                for index, before in (samples[i] for i in guided)
+            ]
+        request_ids = [batch.request_ids[index] for index in owners]
+        late, errors = self.grammars.fill(request_ids, launched.masks, by_deadline=others, drafts=drafts)
+        launched.sample([guided[i] for i in late])
+        self._scheduler.defer([owners[i] for i in late if not drafts or not drafts[i]])
         return self._failed(errors)
 
     def advance(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
@@ -96,3 +104,29 @@ class GuidedRequests:
             refused_output(request_id, "its grammar cannot be followed any further", error)
             for request_id, error in errors.items()
         ]
+
+
+class GuidedProposer:
+    """Proposes what a request's grammar forces, which is always right; else what another proposer guesses."""
+
+    def __init__(self, grammars: GrammarManager[Request], others: Proposer) -> None:
+        self._grammars, self._others = grammars, others
+
+    def start(self, request: EngineRequest) -> Guesses:
+        """See `Proposer.start`."""
+        others = self._others.start(request)
+        if request.sampling.structured_outputs is None:
+            return others
+        return _GuidedGuesses(self._grammars, request.request_id, others)
+
+
+class _GuidedGuesses:
+    def __init__(self, grammars: GrammarManager[Request], request_id: str, others: Guesses) -> None:
+        self._grammars, self._request_id, self._others = grammars, request_id, others
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        """See `Guesses.propose`."""
+        forced = self._grammars.forced(self._request_id, most)
+        if forced is None:
+            return NO_PROPOSAL
+        return Proposal(forced, CERTAIN) if forced else self._others.propose(token_ids, most)

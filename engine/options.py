@@ -9,9 +9,11 @@ from engine.errors import ConfigError
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
+from engine.speculative import speculative_config
 from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
+STEP_DRAFTS = 64  # of all requests in a step
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
 DTYPES = {
@@ -73,6 +75,9 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
             "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
             "without its state"
         )
+    drafts = speculative_config(config.speculative_config, device.is_accelerator)
+    if drafts is not None and spec.has_states:
+        raise ConfigError("speculative_config must be left out for recurrent layers: their states cannot go back yet")
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
@@ -104,6 +109,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         else None,
         num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
+        max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
     )
 
 

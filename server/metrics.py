@@ -313,6 +313,14 @@ class _EngineCollector(Collector):
                 for engine, stats in known:
                     metric.add_metric((self._model_name, engine), value(stats))
                 yield metric
+        help = "Draft tokens accepted, by position in the draft"
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", help, labels=(*_LABELS, "position")
+        )
+        for engine, stats in known:
+            for position, number in enumerate(stats.accepted_at):
+                accepted.add_metric((self._model_name, engine, str(position)), number)
+        yield accepted
 
 
 _Row = tuple[str, str, Callable[[SchedulerStats], float]]
@@ -327,6 +335,9 @@ _COUNTERS: Sequence[_Row] = [
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
     ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens),
+    ("spec_decode_num_drafts", "Times that a request had drafts in a step", lambda stats: stats.num_drafts),
+    ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted", lambda stats: stats.num_accepted_tokens),
     ("corrupted_requests", "Requests ended by NaN or infinity in their logits", lambda stats: stats.num_corrupted),
 ]
 
@@ -369,9 +380,16 @@ def statistics_line(before: SchedulerStats | None, after: SchedulerStats, second
     prompt = after.prompt_tokens - (before.prompt_tokens if before else 0)
     generated = after.generation_tokens - (before.generation_tokens if before else 0)
     hit_rate = after.prefix_hits / after.prefix_queries if after.prefix_queries else 0.0
+    drafts = ""
+    if tried := after.num_draft_tokens - (before.num_draft_tokens if before else 0):
+        num_drafts = after.num_drafts - (before.num_drafts if before else 0)
+        accepted = after.num_accepted_tokens - (before.num_accepted_tokens if before else 0)
+        drafts = (
+            f", Drafts: {accepted} of {tried} accepted, {1 + accepted / num_drafts:.1f} tokens per step with drafts"
+        )
     return (
         f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
         f"Running: {after.num_running} reqs, Waiting: {after.num_waiting + after.num_deferred} reqs, "
-        f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}"
+        f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}{drafts}"
     )

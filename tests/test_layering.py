@@ -17,6 +17,7 @@ PACKAGES = ("kernels", "engine", "server", "benchmarks", "quire")
 # What each layer may import of ours: whole layers, and single modules of others.
 CONTRACT = {
     "engine.core.batch",
+    "engine.core.drafts.proposer",
     "engine.core.kv.cache_groups",
     "engine.core.engine_request",
     "engine.core.params.pooling",

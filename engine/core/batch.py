@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import repeat
+from itertools import repeat, zip_longest
 
 from engine.core.engine_request import EngineRequest
 
@@ -61,6 +61,10 @@ class ScheduledBatch:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    def samples(self) -> list[tuple[int, int]]:
+        """Return the samples of a batch with drafts, in their order: request's index, and number of drafts before."""
+        return [(index, before) for index, number in enumerate(self.num_drafts) for before in range(number + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,10 @@ class SchedulerStats:
     num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
     num_states: int = 0  # blocks of states of recurrent layers
     num_free_states: int = 0  # free or evictable
+    num_drafts: int = 0  # times that a request had drafts in a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these
+    accepted_at: tuple[int, ...] = ()  # the accepted ones by position in the draft
 
     @property
     def kv_cache_usage(self) -> float:
@@ -208,5 +216,7 @@ def total(stats: Sequence[SchedulerStats]) -> SchedulerStats | None:
     """Return the sum over several engines; None if there are none."""
     if not stats:
         return None
-    names = (each.name for each in fields(SchedulerStats))
-    return SchedulerStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
+    names = [each.name for each in fields(SchedulerStats) if each.name != "accepted_at"]
+    sums = {name: sum(getattr(each, name) for each in stats) for name in names}
+    accepted_at = map(sum, zip_longest(*(each.accepted_at for each in stats), fillvalue=0))
+    return SchedulerStats(**sums, accepted_at=tuple(accepted_at))

@@ -25,7 +25,7 @@ from engine.core.batch import (
     StepOutputs,
     StepResult,
 )
-from engine.core.drafts.policy import DraftPolicy
+from engine.core.drafts.policy import DraftCounts, DraftPolicy
 from engine.core.fairness.arrivals import Arrivals
 from engine.core.fairness.deadlines import Deadlines
 from engine.core.fairness.request_queues import RequestQueues
@@ -325,6 +325,7 @@ class Scheduler:
 
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
         """`num_deferred`: requests that the scheduler has not received yet."""
+        drafts = self._drafts.counts if self._drafts is not None else DraftCounts()
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
@@ -339,6 +340,10 @@ class Scheduler:
             generation_tokens=self._steps.generation_tokens,
             num_deferred=num_deferred,
             num_corrupted=self.requests.num_corrupted,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            accepted_at=tuple(drafts.accepted_at),
         )
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:

@@ -54,6 +54,7 @@ class _Followed:
     matcher: LLMatcher
     unique: UniqueItems | None = None
     forced: list[int] = field(default_factory=list)  # the only possible next tokens, in reverse order
+    looked_ahead: bool = False  # `forced` is of the matcher's current state
 
 
 _Wanted = list[tuple[_Followed, int]]  # grammars and the rows of their masks
@@ -243,18 +244,39 @@ class GrammarManager(Generic[T]):
             if followed.unique is not None:
                 followed.unique.advance(b"".join(self._compiler.endings.tokens[i] for i in token_ids))
             del followed.forced[-len(token_ids) :]
+            followed.looked_ahead = bool(followed.forced)
+
+    def forced(self, request_id: str, most: int) -> list[int] | None:
+        """Return at most `most` next tokens that have no alternative; None: the request can have no drafts."""
+        followed = self._followed.get(request_id)
+        if followed is None or followed.unique is not None or followed.matcher.is_error():
+            return None
+        if not followed.looked_ahead and _caught(self._look_ahead, followed):
+            return None  # `fill` will find the error
+        return followed.forced[: -most - 1 : -1]
 
     def fill(
-        self, request_ids: Sequence[str], masks: np.ndarray, by_deadline: bool = False
+        self,
+        request_ids: Sequence[str],
+        masks: np.ndarray,
+        by_deadline: bool = False,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], dict[str, str]]:
         """Write the mask of allowed next tokens for each request. A request that is no longer followed may get any
         token.
 
         masks [len(request_ids), (vocabulary + 31) // 32] int32, contiguous: one bit per token, the lowest first.
-        Returns the rows that are not filled, none unless `by_deadline`; and the errors of grammars by request id.
+        `drafts`: for each row, the drafts after which its token comes; (): there are none. A request with n drafts has
+        n + 1 rows, after none of them, the first, the first two … If a draft is not allowed, the rows after it do not
+        matter. Returns the rows that are not filled, none unless `by_deadline`; and the errors of grammars by request
+        id.
         """
         wanted: _Wanted = []
+        after_drafts: dict[str, list[tuple[int, int]]] = {}  # number of drafts, and row
         for i, request_id in enumerate(request_ids):
+            if drafts and drafts[i]:
+                after_drafts.setdefault(request_id, []).append((len(drafts[i]), i))
+                continue
             followed = self._followed.get(request_id)
             if followed is None:
                 masks[i] = -1
@@ -272,12 +294,51 @@ class GrammarManager(Generic[T]):
                     masks[i] = -1
                     errors[request_ids[i]] = error
         for followed, i in wanted:
-            error = "" if followed.matcher.is_error() else _caught(self._look_ahead, followed)
+            error = ""
+            if not followed.matcher.is_error() and not followed.looked_ahead:
+                error = _caught(self._look_ahead, followed)
             if followed.unique is not None and not error and not followed.matcher.is_error():
                 error = _caught(followed.unique.narrow, masks[i], followed.matcher, self._compiler.endings)
             if error or followed.matcher.is_error():
                 errors.setdefault(request_ids[i], error or explain(followed.matcher.get_error()))
+        for request_id, rows in after_drafts.items():
+            if late:  # no time is left
+                late += [i for _, i in rows]
+            elif (found := self._followed.get(request_id)) is not None and request_id not in errors:
+                first = next(i for i, each in enumerate(request_ids) if each == request_id and not drafts[i])
+                if error := _caught(self._fill_after_drafts, found, drafts, first, sorted(rows), masks):
+                    errors[request_id] = error
         return late, errors
+
+    @staticmethod
+    def _fill_after_drafts(
+        followed: _Followed,
+        drafts: Sequence[Sequence[int]],
+        before: int,
+        rows: Sequence[tuple[int, int]],
+        masks: np.ndarray,
+    ) -> None:
+        """Write the masks after the drafts of a request, in order. `before`: row of the mask before the first draft.
+
+        The matcher takes the drafts and goes back.
+        """
+        matcher, num_bytes, num_taken = followed.matcher, masks.strides[0], 0
+        forced = followed.forced[::-1]
+        try:
+            for number, row in rows:
+                draft = drafts[row][-1]
+                if matcher.is_stopped() or not masks[before].view(np.uint32)[draft >> 5] >> (draft & 31) & 1:
+                    break
+                if number < len(forced) and list(drafts[row]) == forced[:number]:
+                    _allow_one(masks[row], forced[number])
+                else:
+                    matcher.consume_tokens(list(drafts[row][num_taken:]))
+                    num_taken = number
+                    matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * num_bytes, num_bytes)
+                before = row
+        finally:
+            if num_taken:
+                matcher.rollback(num_taken)
 
     def _fill_all(self, wanted: _Wanted, masks: np.ndarray) -> None:
         self._seconds_spent = self._fill(wanted, masks)
@@ -285,7 +346,7 @@ class GrammarManager(Generic[T]):
     @staticmethod
     def _look_ahead(followed: _Followed) -> None:
         """Find all next tokens without an alternative: their masks cost nothing."""
-        followed.forced = followed.matcher.compute_ff_tokens()[::-1]
+        followed.forced, followed.looked_ahead = followed.matcher.compute_ff_tokens()[::-1], True
 
     def _split(self, wanted: _Wanted) -> tuple[_Wanted, list[int]]:
         """Return the masks that the deadline allows for, and the rows of the others. The next fill begins with

@@ -216,7 +216,7 @@ class PrefillGraphs:
         graph.replay()
         if not self._forward.model.stage.is_last:
             return Computed(hidden=hidden)
-        indices = self._forward.last_tokens(step)
+        indices = self._forward.last_tokens(step, packed)
         return Computed(hidden=hidden[: batch.total_num_tokens] if indices is None else hidden[indices])
 
     def _write_tiles(self, shape: PrefillShape, queries: int, tiles: list[tuple[int, int]]) -> None:

@@ -37,15 +37,20 @@ class DecodeStep:
         if not self.is_last:
             return (self._hidden(packed, size, has_adapters),)
         head = self._model.lm_head
-        own_logits = self.logits(packed, size, self._own_logits[:size], has_adapters)
+        own_logits = self.logits(packed, size, out=self._own_logits[:size], has_adapters=has_adapters)
         if head.shard.size == 1:
             return own_logits, self._sampler.sample_unfiltered(own_logits)
         return own_logits, self._sampler.sample_own(own_logits, head.first_id, head.gather_keys)
 
     @torch.inference_mode()
-    def logits(self, packed: Tensor, size: int, out: Tensor | None = None, has_adapters: bool = False) -> Tensor:
-        """Return this rank's logits [size, n], in `out` if given. A single rank's are all."""
-        return self._model.own_logits(self._hidden(packed, size, has_adapters), out)
+    def logits(
+        self, packed: Tensor, size: int, num_tokens: int = 0, out: Tensor | None = None, has_adapters: bool = False
+    ) -> Tensor:
+        """Return this rank's logits [size, n], in `out` if given. A single rank's are all.
+
+        `num_tokens`: with drafts, the number of tokens of the `size` sequences. The logits are of all of them.
+        """
+        return self._model.own_logits(self._hidden(packed, size, has_adapters, num_tokens), out)
 
     @torch.inference_mode()
     def sample_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:
@@ -61,5 +66,7 @@ class DecodeStep:
         """Return the memory of all ranks' logits: [size, V]."""
         return self._logits[:size]
 
-    def _hidden(self, packed: Tensor, size: int, has_adapters: bool) -> Tensor:
-        return self._forward.run(packed, StepSize(size, size, size, has_adapters=has_adapters))
+    def _hidden(self, packed: Tensor, size: int, has_adapters: bool, num_tokens: int = 0) -> Tensor:
+        num_decodes = 0 if num_tokens > size else size
+        step_size = StepSize(size, max(num_tokens, size), num_decodes, has_adapters=has_adapters)
+        return self._forward.run(packed, step_size)

@@ -30,6 +30,12 @@ class StepRequest(NamedTuple):
         return self.batch.num_decodes == len(self.batch)
 
     @property
+    def samples_every_token(self) -> bool:
+        """Return whether all requests decode, with or without drafts."""
+        batch = self.batch
+        return batch.total_num_tokens == len(batch) + sum(batch.num_drafts) and not batch.partial
+
+    @property
     def needs_every_token(self) -> bool:
         """Return whether the hidden states of all tokens are needed, not only those of each request's last token."""
         return bool(self.scored or self.pooled or self.counts_experts)

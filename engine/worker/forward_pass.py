@@ -58,7 +58,8 @@ class ForwardPass:
         device, max_seqs = options.device.torch_device, options.max_num_seqs
         max_tokens = max(options.max_num_batched_tokens, max_seqs)
         # Two more sequences than there are rows: see `PrefillShape`.
-        self.step = StepTensors.allocate(max_seqs + 2, max_tokens, len(layout.groups), device)
+        num_samples = max_seqs + max(options.max_step_drafts, 2)
+        self.step = StepTensors.allocate(max_seqs + 2, max_tokens, len(layout.groups), device, num_samples)
         self._state, self._link, self._block_size = state, link, options.block_size
         self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
         layers = layer_attention(model.spec, layout, options)
@@ -74,7 +75,7 @@ class ForwardPass:
     ) -> Tensor:
         """Return the hidden states of a packed step on the device: [T, hidden], or those at `indices` [N].
 
-        `prefills` None: all sequences decode.
+        `prefills` None: all sequences decode, or have a few tokens on a device without tiles.
         """
         metadata = self._metadata(packed, size, prefills)
         adapters = None
@@ -85,12 +86,18 @@ class ForwardPass:
             )
         return self._layers(size.num_tokens, metadata, indices, adapters)
 
-    def last_tokens(self, step: StepRequest) -> Tensor | None:
-        """Return the indices of the tokens whose hidden states this stage returns; None: all. `run` writes them."""
-        batch = step.batch
-        if not self.model.stage.is_last or step.needs_every_token or batch.total_num_tokens == len(batch):
+    def last_tokens(self, step: StepRequest, packed: PackedStep) -> Tensor | None:
+        """Return the indices of the tokens whose hidden states this stage returns; None: all."""
+        return None if not self.model.stage.is_last or step.needs_every_token else self.sampled_tokens(packed)
+
+    def sampled_tokens(self, packed: PackedStep) -> Tensor | None:
+        """Return the indices of the tokens before samples; None: all. Without drafts, `run` writes them."""
+        samples = packed.members.samples
+        if packed.members.batch.total_num_tokens == len(samples):
             return None
-        return self.step.samples.token_index[: len(batch)]
+        if samples.has_drafts:
+            return self.device.upload(torch.tensor(samples.token_index))
+        return self.step.samples.token_index[: len(samples)]
 
     def _metadata(
         self, packed: Tensor, size: StepSize, prefills: Prefills | CapturedPrefills | None
@@ -147,4 +154,4 @@ class EagerSteps:
             lens = step.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             prefills = Prefills(*lens, forward.device.upload)
         size = StepSize(packed.num_seqs, packed.num_tokens, n, has_adapters=step.has_adapters)
-        return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step)))
+        return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step, packed)))

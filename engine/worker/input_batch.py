@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,10 +35,10 @@ class Row:
 class Members:
     """Data derived from a `ScheduledBatch` of n requests, the same in all steps with that batch."""
 
-    def __init__(self, batch: ScheduledBatch, rows: dict[str, Row], samples_per_seq: int = 1) -> None:
+    def __init__(self, batch: ScheduledBatch, rows: dict[str, Row]) -> None:
         self.batch = batch
         self.rows = [rows[request_id] for request_id in batch.request_ids]
-        self.samples = BatchSamples(batch, self.rows, samples_per_seq)
+        self.samples = BatchSamples(batch, self.rows)
         self.row_indices = np.array([row.index for row in self.rows], dtype=np.int64)  # [n]
         self.query_lens = np.array(batch.num_tokens, dtype=np.int32)  # [n]
         self.query_start = np.zeros(len(batch) + 1, dtype=np.int32)  # [n + 1]
@@ -48,35 +49,48 @@ class Members:
 
 
 class BatchSamples:
-    """The samples of a batch, in the order of `kernels.data.layout.Samples` on the device.
+    """The samples of a batch: the token after the last one of each request, and after each one before its drafts.
 
-    Each is the token after one of the last `per_seq` tokens of a request. Those of unfinished chunks are not wanted,
-    nor those of a request that has fewer tokens in the step.
+    A sample is an index from 0 to S. Those of a request follow each other, in the order of their positions. Samples of
+    unfinished chunks are not wanted. Without drafts, S is the number of requests.
     """
 
-    def __init__(self, batch: ScheduledBatch, rows: list[Row], per_seq: int) -> None:
+    def __init__(self, batch: ScheduledBatch, rows: list[Row]) -> None:
         """`rows`: of each request."""
-        self.per_seq, self.num_requests = per_seq, len(rows)
-        self.rows = rows if per_seq == 1 else [row for row in rows for _ in range(per_seq)]  # [S]
-        self.unwanted = batch.partial  # indices of samples, in ascending order
-        if per_seq > 1:
-            partial = set(batch.partial)
-            self.unwanted = [
-                i * per_seq + j
-                for i, num_tokens in enumerate(batch.num_tokens)
-                for j in range(per_seq)
-                if i in partial or j < per_seq - num_tokens
-            ]
+        self.num_requests, self.has_drafts = len(rows), bool(batch.num_drafts)
+        self.rows = rows  # [S]
+        self.unwanted = batch.partial  # samples, in ascending order
+        if self.has_drafts:
+            self.all_drafted = 0 not in batch.num_drafts
+            # [n + 1]: each request's first sample, and the end.
+            self.first = [0, *accumulate(number + 1 for number in batch.num_drafts)]
+            self.requests: list[int] = []  # [S]: index of each sample's request
+            self.from_end: list[int] = []  # [S]: how many tokens of its request follow the one before the sample
+            self.token_index: list[int] = []  # [S]: the token before the sample, in the step
+            for i, (number, end) in enumerate(zip(batch.num_drafts, accumulate(batch.num_tokens), strict=True)):
+                self.requests += [i] * (number + 1)
+                self.from_end += range(number, -1, -1)
+                self.token_index += range(end - 1 - number, end)
+            self.rows = [rows[i] for i in self.requests]
+            self.unwanted = [self.first[i] for i in batch.partial]  # an unfinished chunk has no drafts
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def request_of(self, sample: int) -> int:
         """Return the index in the batch of a sample's request."""
-        return sample // self.per_seq
+        return self.requests[sample] if self.has_drafts else sample
+
+    def of_request(self, index: int) -> range:
+        """Return the samples of a request, given its index in the batch."""
+        return range(self.first[index], self.first[index + 1]) if self.has_drafts else range(index, index + 1)
 
     def positions(self, context_lens: np.ndarray) -> np.ndarray:
         """Return the positions of the tokens to sample, [S] int32, given the requests' context lengths [n] int32."""
-        if self.per_seq == 1:
+        if not self.has_drafts:
             return context_lens
-        return (context_lens[:, None] + np.arange(1 - self.per_seq, 1, dtype=np.int32)).ravel()
+        positions: np.ndarray = context_lens[self.requests] - np.array(self.from_end, dtype=np.int32)
+        return positions
 
 
 @dataclass(slots=True)
@@ -107,14 +121,14 @@ class InputBatch:
         max_blocks: int,
         device: Device,
         num_buffers: int = RING,
-        samples_per_seq: int = 1,
+        max_drafts: int = 0,
     ) -> None:
-        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`.
-        `samples_per_seq`: as that of the step's `kernels.data.layout.Samples`.
+        """`max_blocks`: entries of a block table. `num_buffers`: for packed steps, see `RunnerOptions`. `max_drafts`:
+        of all requests in a step.
         """
         self.slot_of: Callable[[Adapter | None], int] = lambda adapter: -1  # see `AdapterSlots.slot_of`
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
-        self.samples_per_seq = samples_per_seq
+        self.max_samples = num_rows + max_drafts
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
         self.rows: dict[str, Row] = {}
         self.num_scored = 0  # rows with requested log-probabilities of the prompt
@@ -202,6 +216,9 @@ class InputBatch:
         for i in (starts < self._num_known[at]).nonzero()[0]:  # all but these compute their row's newest token
             first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
             tokens[first : first + len(known)] = known
+        for request_id, drafts in output.drafts.items():
+            end = members.query_start[members.indices[request_id] + 1]
+            tokens[end - len(drafts) : end] = drafts
         tokens[num_tokens : num_tokens + len(updates)] = updates
         num_decodes = output.batch.num_decodes + (0 if padded_tokens else padding)
         positions = members.samples.positions(context_lens)
@@ -253,17 +270,44 @@ class InputBatch:
             update_at[:real] = self._num_blocks[group, at]
             self._num_blocks[group, at] += counts
 
+    def rewind(self, rewinds: dict[str, tuple[int, int]]) -> None:
+        """Set rows to the outcome of their drafts: request id → number of computed tokens, and newest token."""
+        assert (layout.NUM_COMPUTED, layout.LAST_TOKEN) == (0, 1)
+        values = []
+        for request_id, (num_computed, newest) in rewinds.items():
+            row = self.rows[request_id].index
+            self._num_computed[row] = num_computed
+            values.append((row, num_computed, newest))
+        on_device = self.device.upload(torch.tensor(values))
+        self.state.records[on_device[:, 0], :2] = on_device[:, 1:]
+
+    def expand_samples(self, packed: PackedStep, step: StepTensors, with_params: bool) -> None:
+        """Spread what the step has for the last token of each sequence over all samples of a step with drafts.
+
+        `with_params`: not only the rows.
+        """
+        samples, own = step.samples, packed.members.samples
+        n = len(own)
+        columns = torch.tensor([own.requests, own.from_end, own.token_index])
+        requests, from_end, token_index = self.device.upload(columns)
+        samples.rows[:n] = samples.rows[requests]
+        samples.token_index[:n] = token_index
+        samples.next_position[:n] = samples.next_position[requests] - from_end
+        if with_params:
+            for column in (samples.seed, samples.temperature, samples.top_p, samples.min_p, samples.top_k):
+                column[:n] = column[requests]
+
     def num_computed(self, row: Row) -> int:
         """Return how many of the row's tokens the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
     def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
-        """Let requests for which the last step sampled nothing compute its last token again in the next step."""
+        """Let requests without drafts for which the last step sampled nothing compute its last token again in the next
+        step.
+        """
         self._num_computed[packed.members.row_indices[indices]] -= 1
-        samples, per_seq = step.samples, self.samples_per_seq
-        at = self.device.upload(
-            torch.tensor([i * per_seq + per_seq - 1 for i in indices])
-        )  # each request's last sample
+        samples, own = step.samples, packed.members.samples
+        at = self.device.upload(torch.tensor([own.of_request(i).start for i in indices]))
         rows, newest = samples.rows[at], step.input_ids[samples.token_index[at]]
         self.state.last_token.scatter_(0, rows, newest)
         self.state.num_computed.scatter_(0, rows, samples.next_position[at] - 1)
@@ -271,7 +315,7 @@ class InputBatch:
     def members(self, batch: ScheduledBatch) -> Members:
         """Return the data derived from a batch, cached for successive steps."""
         if self._members is None or self._members.batch is not batch:
-            self._members = Members(batch, self.rows, self.samples_per_seq)
+            self._members = Members(batch, self.rows)
         return self._members
 
     def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:

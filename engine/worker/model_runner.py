@@ -58,7 +58,9 @@ class ModelRunner:
         self.adapters: AdapterSlots | None = None
         if options.adapters is not None:
             self.adapters = AdapterSlots(model, spec, options.adapters, options.dtype, self.device)
-        self.batch = InputBatch(max_seqs, num_groups, max_blocks, self.device, options.num_step_buffers)
+        self.batch = InputBatch(
+            max_seqs, num_groups, max_blocks, self.device, options.num_step_buffers, options.max_step_drafts
+        )
         if self.adapters is not None:
             self.batch.slot_of = self.adapters.slot_of
         self.forward = ForwardPass(model, self.kv_layout, options, self.batch.state, link, self.adapters)
@@ -148,11 +150,15 @@ class ModelRunner:
             step = step._replace(has_adapters=True)
         if self._expert_load is not None and not step.only_decodes and self._expert_load.begin():
             step = step._replace(counts_experts=True)
+        if output.rewinds:
+            self.batch.rewind(output.rewinds)
         executor, padding = self._executor(step)
         packed = self.batch.pack(output, *padding)
         if self._link is not None:
             self._link.receive(packed.num_tokens)
         computed, handle = executor.run(step, packed), StepHandle(output)
+        if packed.members.samples.has_drafts:
+            self._expand_samples(packed)
         if step.counts_experts and self._expert_load is not None:
             handle.expert_counts = self._expert_load.end()
         if computed.is_graph:  # other launches keep the device waiting anyway
@@ -166,6 +172,12 @@ class ModelRunner:
             self._sampling.skip(handle, packed)
         return handle
 
+    def _expand_samples(self, packed: PackedStep) -> None:
+        """Give each sample of a step with drafts what its request's last one has."""
+        is_plain = packed.members.greedy and not self.sampler.has_processed
+        if not (is_plain and packed.members.samples.all_drafted):  # else nothing reads it
+            self.batch.expand_samples(packed, self.forward.step, with_params=not is_plain)
+
     def _executor(self, step: StepRequest) -> tuple[Executor, Padding]:
         """Return what runs the step, and the size for which it is packed: the same in all ranks and stages."""
         for executor in self.executors:
@@ -176,19 +188,21 @@ class ModelRunner:
 
     def _sample(self, handle: StepHandle, step: StepRequest, packed: PackedStep, computed: Computed) -> None:
         """Complete what the executor has left of a step on the last stage, up to its sampling."""
-        logits, tokens, num_seqs = computed.logits, computed.tokens, len(step.batch)
+        logits, tokens, num_samples = computed.logits, computed.tokens, len(packed.members.samples)
         if logits is None:
             hidden = computed.hidden
             assert hidden is not None
             self._use_every_token(handle, step, packed, hidden)
-            if len(step.pooled) == num_seqs:  # nothing to sample
+            if len(step.pooled) == num_samples:  # nothing to sample
                 logits = WholeLogits(hidden[:0], self.sampler)
-                tokens = torch.full((num_seqs,), -1, device=self.device.torch_device)
+                tokens = torch.full((num_samples,), -1, device=self.device.torch_device)
             else:
-                last = hidden if len(hidden) == num_seqs else hidden[self.forward.step.samples.token_index[:num_seqs]]
+                indices = None if len(hidden) == num_samples else self.forward.sampled_tokens(packed)
+                last = hidden if indices is None else hidden[indices]
                 logits = WholeLogits(self.model.logits(last), self.sampler)
         if tokens is None:
-            tokens = self.sampler.sample_unfiltered(logits.gathered(), greedy=packed.members.greedy)
+            stores = not (packed.members.samples.has_drafts and packed.members.samples.all_drafted)
+            tokens = self.sampler.sample_unfiltered(logits.gathered(), packed.members.greedy, stores)
         self._sampling.begin(handle, packed, logits, tokens, computed.is_graph)
 
     def _use_every_token(self, handle: StepHandle, step: StepRequest, packed: PackedStep, hidden: Tensor) -> None:

@@ -44,6 +44,7 @@ class RunnerOptions:
     adapters: AdapterOptions | None = None  # None: no LoRA
     num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
     num_stages: int = 1  # pipeline stages, of successive layers
+    max_step_drafts: int = 0  # of all requests in a step
 
     @property
     def num_step_buffers(self) -> int:

@@ -29,7 +29,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import load_model
 from engine.worker.adapter_slots import DUMMY
 from engine.worker.attention.group_attention import StepLens
-from engine.worker.captured_steps import MAX_SEQS, CapturedSteps
+from engine.worker.captured_steps import MAX_TOKENS, CapturedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
 from engine.worker.executor import Executor
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
@@ -112,7 +112,7 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
             capture_graphs(runner, progress)
         runner.device.synchronize()
     elif options.num_ranks_per_stage == options.num_stages == 1 and not options.enforce_eager:
-        runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_SEQS))]
+        runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_TOKENS))]
 
 
 def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from engine.worker.device import Event
 from engine.worker.expert_load import ExpertCounts
 from engine.worker.pooler import Embeddings
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
+from engine.worker.sampling.verification import Verification
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class StepHandle:
     unsampled: list[int] = field(default_factory=list)  # indices of requests without a token, in descending order
     # Indices of requests that wait for grammar masks before they are sampled.
     guided: list[int] = field(default_factory=list)
+    verification: Verification | None = None  # of drafts; None: the step has none
     # [len(guided), words], filled by the caller.
     masks: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))
     device_waited: bool = False  # the previous step had guided requests and finished before this one was launched
@@ -59,12 +61,16 @@ class StepHandle:
             start = time.perf_counter()
             self.done.synchronize()
             self.wait_seconds = time.perf_counter() - start
-        token_ids = self.tokens.tolist()
-        for index in self.unsampled:
-            del token_ids[index]
-        result = StepResult(token_ids, self.num_sampled)
+        token_ids, num_sampled = self.tokens.tolist(), self.num_sampled
+        if self.verification is not None:
+            token_ids, num_sampled = self.verification.kept(token_ids, self.unsampled)
+        else:
+            for index in self.unsampled:
+                del token_ids[index]
+        result = StepResult(token_ids, num_sampled)
         if self.logprobs is not None:
-            result.logprobs.update(self.logprobs.read())
+            for index, records in self.logprobs.read().items():
+                result.logprobs[index] = records[: num_sampled[index]]
         if self.prompt_logprobs is not None:
             result.prompt_logprobs.update(self.prompt_logprobs.read())
         if self.embeddings is not None:

@@ -14,6 +14,7 @@ from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.options import RunnerOptions
 from engine.worker.sampling.logprobs import SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
+from engine.worker.sampling.verification import Verification
 from engine.worker.step_handle import StepHandle
 from kernels.data.layout import StepTensors
 
@@ -28,7 +29,7 @@ class StepSampling:
         self._batch, self._step, self._sampler, self._device = batch, step, sampler, options.device
         self._host_tokens: list[Tensor] = []  # a ring, on an accelerator
         if self._device.is_accelerator:
-            new_buffer = partial(self._device.pinned, options.max_num_seqs, dtype=torch.int64)
+            new_buffer = partial(self._device.pinned, batch.max_samples, dtype=torch.int64)
             self._host_tokens = [new_buffer() for _ in range(options.num_step_buffers)]
         self._num_launched = 0
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
@@ -69,13 +70,18 @@ class StepSampling:
     ) -> None:
         """Sample the requests that need more than unfiltered sampling, and copy all tokens to the CPU."""
         logits, tokens, masks = inputs
+        output = handle.output
+        if output.drafts:
+            handle.verification = Verification(packed.members.samples, packed.members.indices, output.drafts)
+            if plan.groups:
+                self._sampler.add_drafts(packed, output.drafts)
         if plan.filtered or plan.groups or plan.with_logprobs:
             found, upload = logits.sample_filtered(tokens) if plan.filtered else logits.gathered(), self._device.upload
             self._sampler.sample_groups(plan, masks, found, tokens)
             if plan.with_logprobs:
                 handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, found, tokens, upload)
         self.defer(handle, packed, deferred)
-        n = len(handle.output.batch)
+        n = len(packed.members.samples)
         handle.tokens = tokens[:n]
         if self._device.is_accelerator:
             self._num_launched += 1
@@ -90,9 +96,14 @@ class StepSampling:
         handle.finish = partial(self.defer, handle, packed)
 
     def defer(self, handle: StepHandle, packed: PackedStep, indices: Sequence[int]) -> None:
-        """Drop the tokens sampled at these indices: their rows keep the token before."""
+        """Drop these samples. The row of a request without any keeps the token before; with drafts, it is rewound."""
         if not indices:
             return
+        samples = packed.members.samples
         handle.unsampled = sorted({*handle.unsampled, *indices}, reverse=True)
-        handle.num_sampled = [int(i not in handle.unsampled) for i in range(len(handle.num_sampled))]
-        self._batch.defer(packed, self._step, list(indices))
+        requests = [samples.request_of(i) for i in indices]
+        handle.num_sampled = handle.num_sampled.copy()  # the plan's
+        for i in requests:
+            handle.num_sampled[i] -= 1
+        if whole := [i for i in requests if len(samples.of_request(i)) == 1]:
+            self._batch.defer(packed, self._step, whole)

@@ -40,7 +40,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("seed", "next_position", "tables", "positions", "context_lens")),
         *((name, ctypes.c_void_p) for name in ("top_k", "temperature", "top_p", "min_p")),
         *((name, ctypes.c_int64) for name in ("segment", "seqs", "tokens", "block_size")),
-        *((name, ctypes.c_int64) for name in ("groups", "num_rows", "max_blocks", "slot_stride", "per_seq")),
+        *((name, ctypes.c_int64) for name in ("groups", "num_rows", "max_blocks", "slot_stride")),
     )
 
 
@@ -80,7 +80,7 @@ def prepare_step(
         packed, state.records, out.input_ids, out.slot_mapping, s.token_index, s.rows, s.seed, s.next_position,
         tables, out.positions, out.context_lens, s.top_k, s.temperature, s.top_p, s.min_p,
     )  # fmt: skip
-    numbers = (segment, num_seqs, num_tokens, block_size, *tables.shape, out.slot_mapping.stride(0), s.per_seq)
+    numbers = (segment, num_seqs, num_tokens, block_size, *tables.shape, out.slot_mapping.stride(0))
     struct = _Step(*(tensor.data_ptr() for tensor in tensors), *numbers)
     native.call("quire_prepare_step", struct, tensors)
 

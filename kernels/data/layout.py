@@ -58,13 +58,12 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Tokens to sample, each after a token of the step: after the last `per_seq` tokens of each sequence.
+    """Tokens to sample, each after a token of the step.
 
-    S = B * per_seq. Sample s belongs to sequence s // per_seq. The first samples of a shorter sequence repeat that
-    after its first token.
+    `kernels.prepare_step` fills one for each sequence, after its last token: S = B. A step with drafts spreads them
+    over more, see `InputBatch.expand_samples`.
     """
 
-    per_seq: int
     token_index: Tensor  # [S] int64: the token before it, in the step
     next_position: Tensor  # [S] int64: position of the token to sample; 0: of a padding row
     rows: Tensor  # [S] int64: device row
@@ -75,10 +74,10 @@ class Samples:
     top_k: Tensor  # [S] int32
 
     @classmethod
-    def allocate(cls, num_seqs: int, per_seq: int, device: torch.device) -> Samples:
+    def allocate(cls, num_samples: int, device: torch.device) -> Samples:
         i64, f32 = torch.int64, torch.float32
         dtypes = (i64, i64, i64, i64, f32, f32, f32, torch.int32)
-        return cls(per_seq, *(torch.zeros(num_seqs * per_seq, dtype=dtype, device=device) for dtype in dtypes))
+        return cls(*(torch.zeros(num_samples, dtype=dtype, device=device) for dtype in dtypes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +92,13 @@ class StepTensors:
 
     @classmethod
     def allocate(
-        cls, num_seqs: int, num_tokens: int, num_groups: int, device: torch.device, samples_per_seq: int = 1
+        cls, num_seqs: int, num_tokens: int, num_groups: int, device: torch.device, num_samples: int = 0
     ) -> StepTensors:
+        """`num_samples`: if more than `num_seqs`."""
         return cls(
             torch.zeros(num_tokens, dtype=torch.int64, device=device),
             torch.zeros(num_tokens, dtype=torch.int32, device=device),
             torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            Samples.allocate(num_seqs, samples_per_seq, device),
+            Samples.allocate(max(num_samples, num_seqs), device),
         )

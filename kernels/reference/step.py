@@ -45,20 +45,15 @@ def prepare_step(
     out.positions[:num_tokens] = positions.int()
     out.context_lens[:num_seqs] = context_lens.int()
 
-    samples, n = out.samples, num_seqs * out.samples.per_seq
-    token_index = query_start[1:, None] + torch.arange(-samples.per_seq, 0)
-    first = torch.minimum(query_start[:-1], query_start[1:] - 1)  # padding may have no token
-    token_index = torch.maximum(token_index, first[:, None])
-    sampled = rows.repeat_interleave(samples.per_seq)
-    samples.token_index[:n] = token_index.flatten()
-    following = context_lens[:, None] - (query_start[1:, None] - 1 - token_index)
-    samples.next_position[:n] = torch.where(real[:, None], following, 0).flatten()
-    samples.rows[:n] = sampled
-    samples.seed[:n] = state.seed[sampled]
-    samples.temperature[:n] = state.floats(TEMPERATURE)[sampled]
-    samples.top_p[:n] = state.floats(TOP_P)[sampled]
-    samples.min_p[:n] = state.floats(MIN_P)[sampled]
-    samples.top_k[:n] = state.records[sampled, TOP_K].int()
+    samples = out.samples
+    samples.token_index[:num_seqs] = query_start[1:] - 1
+    samples.next_position[:num_seqs] = context_lens
+    samples.rows[:num_seqs] = rows
+    samples.seed[:num_seqs] = state.seed[rows]
+    samples.temperature[:num_seqs] = state.floats(TEMPERATURE)[rows]
+    samples.top_p[:num_seqs] = state.floats(TOP_P)[rows]
+    samples.min_p[:num_seqs] = state.floats(MIN_P)[rows]
+    samples.top_k[:num_seqs] = state.records[rows, TOP_K].int()
 
 
 def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:

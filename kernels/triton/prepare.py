@@ -29,7 +29,7 @@ def _prepare_kernel(
     records, block_tables, stride_group, stride_row, stride_slots,
     input_ids, positions, slot_mapping, token_index, out_rows, context_lens,
     out_temperature, out_top_p, out_min_p, out_top_k, out_seed, next_position,
-    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PER_SEQ: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -72,18 +72,14 @@ def _prepare_kernel(
 
     tl.store(record + NUM_COMPUTED, context_len.to(tl.int64), mask=is_real)
     tl.store(context_lens + i, context_len)
-    for j in tl.static_range(PER_SEQ):
-        sample = i * PER_SEQ + j
-        token = tl.maximum(end - PER_SEQ + j, tl.minimum(start, end - 1))  # padding may have no token
-        tl.store(token_index + sample, token.to(tl.int64))
-        following = tl.where(is_real, first_position + token - start + 1, 0)
-        tl.store(next_position + sample, following.to(tl.int64))
-        tl.store(out_rows + sample, row)
-        tl.store(out_temperature + sample, _load_float(record, TEMPERATURE))
-        tl.store(out_top_p + sample, _load_float(record, TOP_P))
-        tl.store(out_min_p + sample, _load_float(record, MIN_P))
-        tl.store(out_top_k + sample, tl.load(record + TOP_K).to(tl.int32))
-        tl.store(out_seed + sample, tl.load(record + SEED))
+    tl.store(token_index + i, (end - 1).to(tl.int64))
+    tl.store(next_position + i, context_len.to(tl.int64))
+    tl.store(out_rows + i, row)
+    tl.store(out_temperature + i, _load_float(record, TEMPERATURE))
+    tl.store(out_top_p + i, _load_float(record, TOP_P))
+    tl.store(out_min_p + i, _load_float(record, MIN_P))
+    tl.store(out_top_k + i, tl.load(record + TOP_K).to(tl.int32))
+    tl.store(out_seed + i, tl.load(record + SEED))
 
 
 def prepare_step(
@@ -97,6 +93,6 @@ def prepare_step(
         state.records, state.block_tables, *state.block_tables.stride()[:2], out.slot_mapping.stride(0),
         out.input_ids, out.positions, out.slot_mapping, samples.token_index, samples.rows, out.context_lens,
         samples.temperature, samples.top_p, samples.min_p, samples.top_k, samples.seed, samples.next_position,
-        NUM_GROUPS=num_groups, BLOCK_SIZE=block_size, PER_SEQ=samples.per_seq, CHUNK=256, num_warps=4,
+        NUM_GROUPS=num_groups, BLOCK_SIZE=block_size, CHUNK=256, num_warps=4,
         **pdl_options(packed.device),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from engine.worker.model_runner import ModelRunner
 
 CULPRIT = "culprit"  # the name of the request whose steps fail
 CULPRIT_PROMPT = [99] * 4
-SOUND_STEPS = 36  # of the culprit, before its steps fail
+SOUND_TOKENS = 40  # of the culprit, of prompt and output, before its steps fail
 VARIABLE = "QUIRE_TEST_FAULTS"
 
 
@@ -32,16 +32,17 @@ def apply(names: Sequence[str], patch: pytest.MonkeyPatch) -> None:
         patch.setattr(grammar_manager, "LEAST", 1)
         patch.setattr(grammar_manager._Filler, "number_in", lambda filler, seconds: 0)
     if "step isolation" in names:
-        steps: dict[str, int] = {}  # of the culprits
+        computed: dict[str, int] = {}  # most tokens of the culprits
         launch = ModelRunner.launch
 
         def failing(runner: ModelRunner, output: SchedulerOutput) -> Any:
             for new in output.new_requests:
                 if list(new.token_ids[: len(CULPRIT_PROMPT)]) == CULPRIT_PROMPT:
-                    steps.setdefault(new.request_id, 0)
-            for request_id in steps.keys() & set(output.batch.request_ids):
-                steps[request_id] += 1
-                if steps[request_id] > SOUND_STEPS:
+                    computed.setdefault(new.request_id, 0)
+            for request_id in computed.keys() & set(output.batch.request_ids):
+                if (row := runner.batch.rows.get(request_id)) is not None:
+                    computed[request_id] = max(computed[request_id], runner.batch.num_computed(row))
+                if computed[request_id] > SOUND_TOKENS:
                     raise IndexError("it cannot be computed")
             return launch(runner, output)
 

@@ -46,6 +46,19 @@ FEATURES = (
     Feature("preemption", "setting", {"num_gpu_blocks_override": 14}),
     Feature("fp8 KV cache", "setting", {"kv_cache_dtype": "fp8"}),
     Feature("recorded steps", "setting", {"enforce_eager": False}),
+    Feature(
+        "drafts",
+        "setting",
+        {
+            "speculative_config": {
+                "num_speculative_tokens": 4,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+                "enable_adaptive_verification": False,
+            }
+        },
+        how="`--speculative-config`",
+    ),
     Feature("deferred sampling", "setting", how="a grammar's mask is late"),
     Feature("step isolation", "setting", how="a step fails"),
     Feature("expert load", "setting", {"expert_load_interval": 1}),
@@ -108,6 +121,7 @@ CHECKPOINTS = {
 
 # Pairs that are refused at start → a part of the error.
 REFUSED: dict[frozenset[str], str] = {
+    frozenset({"drafts", "recurrent layers"}): "speculative_config must be left out for recurrent layers",
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",

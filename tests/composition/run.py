@@ -155,6 +155,8 @@ def together(configuration: Configuration, model: Path, folder: Path) -> list[di
                     assert culprit.ends == ["error"]
             if "preemption" in configuration and "data parallel" not in configuration:
                 assert stats.num_preemptions > 0, "nothing was preempted"
+            if "drafts" in configuration:
+                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, "none was accepted or none rejected"
         return found
 
 

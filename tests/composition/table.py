@@ -17,7 +17,7 @@ def rows() -> str:
     lines = ["| feature | how to get it | refused with | no pair with |", "|---|---|---|---|"]
     for feature in FEATURES:
         flags = " ".join(f"`{_flag(name, value)}`" for name, value in feature.settings.items() if value is not False)
-        how = flags or feature.how or HOW[feature.kind]
+        how = feature.how or flags or HOW[feature.kind]
         lines.append(f"| {feature.name} | {how} | {_pairs(feature.name, REFUSED)} | {_pairs(feature.name, NO_PAIR)} |")
     return "\n".join(lines) + "\n"
 

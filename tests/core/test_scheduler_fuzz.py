@@ -127,9 +127,9 @@ class Drafter:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
 
-    def start(self, request: Request) -> _Answer:
+    def start(self, request: EngineRequest) -> _Answer:
         client = self._workload.clients[request.request_id]
-        assert client.request is request
+        assert client.request.engine_request is request
         return _Answer(self._workload, client)
 
 

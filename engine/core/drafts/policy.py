@@ -13,8 +13,10 @@ from engine.core.request import Request
 
 LEAST_GAIN = 1.03  # tokens per second with drafts over those without, from which on there are drafts
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
-HOPELESS = 0.25  # a request whose proposals are right less often is asked for one in every PATIENCE tokens
-PATIENCE = 8
+HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
+PATIENCE = 8  # at first, and twice as many each time, up to
+MOST_PATIENCE = 32
+MANY_WITHOUT = 16  # after so many times in a row without a proposal, each second token is looked at, then each third …
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +35,45 @@ class _Drafting:
     drafts would pay is known before the first one is verified.
     """
 
-    __slots__ = ("_guesses", "_pause_until", "_position", "_tried", "acceptance", "proposal")
+    __slots__ = (
+        "_guesses",
+        "_num_without",
+        "_patience",
+        "_position",
+        "_tried",
+        "acceptance",
+        "pause_until",
+        "proposal",
+    )
 
     def __init__(self, guesses: Guesses, earlier: Acceptance) -> None:
         self._guesses, self.acceptance = guesses, Acceptance(earlier)
         self.proposal = NO_PROPOSAL  # the latest, from which drafts are taken
         self._tried = NO_PROPOSAL  # one that is compared with the tokens that come
         self._position = 0  # of its first token
-        self._pause_until = 0  # number of tokens
+        self.pause_until = 0  # tokens, before which there is no proposal
+        self._patience = PATIENCE
+        self._num_without = 0  # times in a row that there was none
 
     def next(self, token_ids: list[int], most: int) -> Proposal:
         """Compare the last proposal with the tokens that came, and return a new one."""
-        self._compare(token_ids)
+        if self._tried.token_ids:
+            self._compare(token_ids)
+        num_known = len(token_ids)
         self.proposal = NO_PROPOSAL
-        if len(token_ids) >= self._pause_until:
-            self.proposal = self._guesses.propose(token_ids, most)
-            if not self._tried.token_ids:
-                self._tried, self._position = self.proposal, len(token_ids)
+        if num_known >= self.pause_until:
+            self.proposal = proposal = self._guesses.propose(token_ids, most)
+            if not proposal.token_ids:
+                self._num_without += 1
+                self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, 3)
+            else:
+                self._num_without = 0
+                if not self._tried.token_ids:
+                    self._tried, self._position = proposal, num_known
         return self.proposal
 
     def _compare(self, token_ids: list[int]) -> None:
         guessed = self._tried.token_ids[:TRIAL_TOKENS]
-        if not guessed:
-            return
         came = token_ids[self._position : self._position + len(guessed)]
         num_right = 0
         while num_right < len(came) and came[num_right] == guessed[num_right]:
@@ -64,8 +82,11 @@ class _Drafting:
             return  # the others are yet to come
         basis = self._tried.basis
         self.acceptance.record(basis, num_right, len(guessed))
-        if not num_right and self.acceptance.of_kind(kind_of(basis)) < HOPELESS:
-            self._pause_until = len(token_ids) + PATIENCE
+        if num_right:
+            self._patience = PATIENCE
+        elif self.acceptance.of_kind(kind_of(basis)) < HOPELESS:
+            self.pause_until = len(token_ids) + self._patience
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._tried = NO_PROPOSAL
 
     def verify(self) -> None:
@@ -79,12 +100,12 @@ class _Drafting:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counters of verified drafts. They never decrease."""
+    """Counters of verified drafts, see `SchedulerStats`."""
 
-    num_drafts: int = 0  # requests in steps that had drafts
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # by position in the draft
+    accepted_at: list[int] = field(default_factory=list)
 
 
 class DraftPolicy:
@@ -120,8 +141,10 @@ class DraftPolicy:
         for request in requests:
             state = request.drafting
             if state is None:
-                state = request.drafting = _Drafting(self._proposer.start(request), self._acceptance)
+                state = request.drafting = _Drafting(self._proposer.start(request.engine_request), self._acceptance)
             assert isinstance(state, _Drafting)
+            if len(request.token_ids) < state.pause_until:
+                continue
             in_flight = request.num_tokens - len(request.token_ids)
             is_ahead |= in_flight > 0
             most = min(self._limits.per_request, request.max_num_tokens - request.num_tokens - 1) + in_flight
@@ -156,9 +179,8 @@ class DraftPolicy:
     def record(self, batch: ScheduledBatch, now: float) -> None:
         """Record that a step was read `now`, in monotonic seconds."""
         seconds, self._last_read = now - self._last_read, now
-        num_drafted = sum(map(bool, batch.num_drafts))
-        if batch.num_decodes + num_drafted == len(batch):  # else it computed chunks of prompts
-            self._costs.record(batch.total_num_tokens, num_drafted > 0, seconds)
+        if batch.total_num_tokens == len(batch) + sum(batch.num_drafts):  # else it computed chunks of prompts
+            self._costs.record(batch.total_num_tokens, bool(batch.num_drafts), seconds)
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.core.request import Request
+from engine.core.engine_request import EngineRequest
 
 CERTAIN = 1 << 30  # the `basis` of tokens that have no alternative
 
@@ -32,5 +32,5 @@ class Guesses(Protocol):
 class Proposer(Protocol):
     """Guesses the tokens of requests."""
 
-    def start(self, request: Request) -> Guesses:
+    def start(self, request: EngineRequest) -> Guesses:
         """Begin with a request. What this allocates ends with the request."""

@@ -7,6 +7,7 @@ from collections import deque
 RECENT = 7  # steps of a size whose median counts
 LEAST = 2  # measurements of a size before it counts: the first one may include preparations
 FIRST_GUESS = 0.05  # of a step's time, that a further token is taken to cost until it has been measured
+PLAIN_INTERVAL = 4  # plain steps are measured this often, to spare time
 STALE = 512  # steps after which a size that was not used since is measured again
 EXACT = 16  # sizes up to this are measured apart, larger ones in steps of an eighth
 
@@ -28,6 +29,10 @@ class _Times:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self.seconds = 0.0  # the median; 0: not yet known
         self.last_used = 0  # number of steps recorded by then
+
+    @property
+    def is_new(self) -> bool:
+        return len(self._recent) < RECENT
 
     def record(self, seconds: float, step: int) -> None:
         if step - self.last_used > STALE:
@@ -54,8 +59,12 @@ class StepCosts:
     def record(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Record a step of `num_tokens` tokens, drafts among them, in which every request decoded."""
         self._num_steps += 1
-        times = (self._drafted if has_drafts else self._plain).setdefault(size_class(num_tokens), _Times())
-        times.record(seconds, self._num_steps)
+        kind, size = self._drafted if has_drafts else self._plain, size_class(num_tokens)
+        times = kind.get(size)
+        if times is None:
+            times = kind[size] = _Times()
+        if has_drafts or self._num_steps % PLAIN_INTERVAL == 0 or times.is_new:
+            times.record(seconds, self._num_steps)
 
     def plain(self, num_seqs: int) -> float:
         """Return the seconds of a step of so many requests without drafts; 0: not known yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -102,7 +102,7 @@ class Sampler:
         # The CPU writes masks, and the device reads them from the CPU's memory. When a step's masks are written, the
         # device may not have read those of the `num_stages - 1` steps before it, so there is an area for each.
         self._num_areas, self._area = num_stages, 0
-        self._max_samples = batch.num_rows * batch.samples_per_seq
+        self._max_samples = batch.max_samples
         num_masks = num_stages * self._max_samples
         self._masks = batch.device.pinned(num_masks, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
         # [S]: index of each sample's mask in `_masks`; -1: none.
@@ -131,13 +131,34 @@ class Sampler:
                 slot = self._history.take(row.token_ids) if any(p.reads_history for p in needed) else -1
                 self._processed[row.index] = ProcessedRow(row, max(untils, default=0), GrammarMask in needed, slot)
 
-    def sample_unfiltered(self, logits: Tensor, greedy: bool = False) -> Tensor:
-        """Sample logits [S, V] → tokens [S] int64. Tokens of samples that need another pass are not valid yet."""
+    @property
+    def has_processed(self) -> bool:
+        """Return whether some row has processors."""
+        return bool(self._processed)
+
+    def add_drafts(self, packed: PackedStep, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Store drafts in the histories that processors read. A sample is processed with its own length, so it sees
+        only those before it.
+        """
+        members = packed.members
+        for request_id, token_ids in drafts.items():
+            i = members.indices[request_id]
+            found = self._processed.get(members.rows[i].index)
+            if found is not None and found.slot >= 0:
+                tokens = np.array(token_ids, dtype=np.int32)
+                self._history.put(found.slot, int(packed.context_lens[i]) - len(tokens), tokens)
+
+    def sample_unfiltered(self, logits: Tensor, greedy: bool = False, stores: bool = True) -> Tensor:
+        """Sample logits [S, V] → tokens [S] int64. Tokens of samples that need another pass are not valid yet.
+
+        `stores`: rows get their newest tokens.
+        """
         if greedy:
             tokens = kernels.greedy_sample(logits)
         else:
             tokens = self._sample(logits, kernels.Part.PLAIN)
-        self._store(tokens, self._step.samples.rows[: len(tokens)])
+        if stores:
+            self._store(tokens, self._step.samples.rows[: len(tokens)])
         return tokens
 
     def sample_own(self, own_logits: Tensor, first_id: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -177,10 +198,9 @@ class Sampler:
     def _store(self, tokens: Tensor, rows: Tensor) -> None:
         """Store the tokens in their rows, where the next step reads them: tokens, rows [n] int64.
 
-        With several samples a row, the caller of the sampler decides which of them is the newest.
+        Rows with drafts get one of their tokens; `InputBatch.rewind` sets these to the newest before the next step.
         """
-        if self._batch.samples_per_seq == 1:
-            self._batch.state.last_token.scatter_(0, rows, tokens)
+        self._batch.state.last_token.scatter_(0, rows, tokens)
 
     def _sample_group(self, group: Group, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
         lengths, params = self._step.samples.next_position.index_select(0, group.at), group.kernel_params
@@ -228,7 +248,7 @@ class Sampler:
         members, samples = packed.members, packed.members.samples
         rows, unwanted = samples.rows, samples.unwanted
         plan = SamplingPlan(members, members.greedy, any(is_filtered(row.sampling) for row in members.rows))
-        plan.num_sampled = [samples.per_seq] * samples.num_requests
+        plan.num_sampled = [len(samples.of_request(i)) for i in range(samples.num_requests)]
         plan.unsampled = list(reversed(unwanted))
         if self._batch.num_pooled:
             pooled = [i for i, row in enumerate(rows) if row.pooling is not None]

@@ -33,8 +33,12 @@ class TokenHistory:
             self.tokens = self._device.zeros(self._num_slots, self._max_len, dtype=DTYPE)
             self._free = list(range(self._num_slots - 1, -1, -1))
         slot = self._free.pop()
-        self.tokens[slot, : len(token_ids)] = self._device.upload(torch.from_numpy(token_ids))
+        self.put(slot, 0, token_ids)
         return slot
+
+    def put(self, slot: int, position: int, token_ids: np.ndarray) -> None:
+        """Store successive tokens from a position on."""
+        self.tokens[slot, position : position + len(token_ids)] = self._device.upload(torch.from_numpy(token_ids))
 
     def release(self, slot: int) -> None:
         self._free.append(slot)

@@ -10,7 +10,7 @@ struct Step {
     int64_t *records, *input_ids, *slot_mapping, *token_index, *rows, *seed, *next_position;
     int32_t *tables, *positions, *context_lens, *top_k;
     float *temperature, *top_p, *min_p;
-    int64_t segment, seqs, tokens, block_size, groups, num_rows, max_blocks, slot_stride, per_seq;
+    int64_t segment, seqs, tokens, block_size, groups, num_rows, max_blocks, slot_stride;
 };
 
 namespace {
@@ -41,18 +41,14 @@ void prepare(const Step& s) {
         }
         if (real) record[NUM_COMPUTED] = computed + count;
         s.context_lens[i] = int32_t(real ? computed + count : 0);
-        for (int64_t j = 0; j < s.per_seq; ++j) {
-            const int64_t k = i * s.per_seq + j, end = first + count, least = count ? first : end - 1;  // padding may have no token
-            const int64_t token = std::max(end - s.per_seq + j, least);
-            s.token_index[k] = token;
-            s.next_position[k] = real ? computed + token - first + 1 : 0;
-            s.rows[k] = row;
-            s.temperature[k] = as_float(record[TEMPERATURE]);
-            s.top_p[k] = as_float(record[TOP_P]);
-            s.min_p[k] = as_float(record[MIN_P]);
-            s.top_k[k] = int32_t(record[TOP_K]);
-            s.seed[k] = record[SEED];
-        }
+        s.token_index[i] = first + count - 1;
+        s.next_position[i] = real ? computed + count : 0;
+        s.rows[i] = row;
+        s.temperature[i] = as_float(record[TEMPERATURE]);
+        s.top_p[i] = as_float(record[TOP_P]);
+        s.min_p[i] = as_float(record[MIN_P]);
+        s.top_k[i] = int32_t(record[TOP_K]);
+        s.seed[i] = record[SEED];
     }
 }
 

@@ -22,7 +22,7 @@ class Fixed:
     def __init__(self, tokens: list[int], basis: int = 3) -> None:
         self.tokens, self.basis = tokens, basis
 
-    def start(self, request: Request) -> Fixed:
+    def start(self, request: EngineRequest) -> Fixed:
         return self
 
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:

@@ -84,25 +84,6 @@ def test_step_tensors(prepare_step: Any, num_groups: int) -> None:
     assert state.num_computed.tolist() == [LONG, 9, 70, 5, 0], "rows of the step advance, all others and padding do not"
 
 
-def test_several_samples_of_each_sequence(prepare_step: Any) -> None:
-    """After the last tokens of each: one that has as many, a longer, a shorter, and padding."""
-    state, cpu = RowState.allocate(4, 1, 8, torch.device("cpu")), torch.device("cpu")
-    state.num_computed[:] = torch.tensor([6, 0, 3, 0])
-    state.seed[:] = torch.tensor([10, 11, 12, 13])
-    state.floats(layout.TEMPERATURE)[:] = torch.tensor([0.5, 0.25, 0.125, 0.0])
-    out = StepTensors.allocate(4, 16, 1, cpu, samples_per_seq=3)
-    updates = [[(0, [1, 2, 3]), (0, [4, 5]), (0, [6]), (0, [])]]
-    packed, segment = packed_step([0, 1, 2, 3], [3, 5, 1, 1], updates, [-1, 8, 9, 1, 2, 3, 4, 5, -1, 0])
-    prepare_step(packed, segment, 4, 10, BLOCK, state, out)
-    samples = out.samples
-    assert out.context_lens.tolist() == [9, 5, 4, 0]
-    assert samples.token_index.tolist() == [0, 1, 2, 5, 6, 7, 8, 8, 8, 9, 9, 9]
-    assert samples.next_position.tolist() == [7, 8, 9, 3, 4, 5, 4, 4, 4, 0, 0, 0]
-    assert samples.rows.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert samples.seed.tolist() == [10] * 3 + [11] * 3 + [12] * 3 + [13] * 3
-    assert samples.temperature.tolist() == [0.5] * 3 + [0.25] * 3 + [0.125] * 3 + [0.0] * 3
-
-
 def test_rows_advance_from_step_to_step(prepare_step: Any) -> None:
     state, out = RowState.allocate(3, 1, 8, torch.device("cpu")), StepTensors.allocate(2, 8, 1, torch.device("cpu"))
     updates = [[(0, [5, 6]), (0, [3])]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from engine.core.params.pooling import UNSAMPLED
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.worker.device import CpuDevice
-from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.input_batch import BatchSamples, InputBatch, PackedStep
 from engine.worker.sampling.logprobs import SampledLogprobs
 from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
+from engine.worker.sampling.verification import Verification
 from kernels import reference
 from kernels.data.layout import StepTensors
 from tests.support.slow_sampler import next_token
@@ -39,9 +40,9 @@ def freeing(*removed: str) -> SchedulerOutput:
 class Sampling:
     """The sampling half of a model runner: requests come and go, logits are made up."""
 
-    def __init__(self, samples_per_seq: int = 1) -> None:
-        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, samples_per_seq=samples_per_seq)
-        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU.torch_device, samples_per_seq)
+    def __init__(self, max_drafts: int = 0) -> None:
+        self.batch = InputBatch(ROWS, 1, MAX_LEN // BLOCK, CPU, max_drafts=max_drafts)
+        self.step = StepTensors.allocate(ROWS, 1024, 1, CPU.torch_device, ROWS + max_drafts)
         self.sampler = Sampler(self.batch, self.step, EOS, VOCAB, MAX_LEN)
         self.number, self.last = 0, ScheduledBatch([], [], 0, 0, [])
 
@@ -251,11 +252,9 @@ def test_min_tokens_needs_no_processor_when_nothing_ends_the_text() -> None:
 
 @pytest.mark.parametrize("world", range(8))
 def test_samples_of_a_row_are_the_tokens_of_as_many_steps(world: int) -> None:
-    """Sample after tokens that the CPU knows, such as drafts: each sample sees the history before it, and no token
-    after it.
-    """
+    """Sample after drafts: each sample sees the history before it, and no token after it."""
     rng, per_seq = random.Random(world), 3
-    one, several = Sampling(), Sampling(per_seq)
+    one, several = Sampling(), Sampling(max_drafts=2 * ROWS)
     params = {str(i): params_of(rng) for i in range(ROWS)}
     known = {name: [rng.randrange(VOCAB) for _ in range(rng.randint(3, 20))] for name in params}
     num_prompt = {name: rng.randint(1, len(tokens)) for name, tokens in known.items()}
@@ -279,7 +278,12 @@ def test_samples_of_a_row_are_the_tokens_of_as_many_steps(world: int) -> None:
         for name in names
     ]
     sizes = [len(tokens[name]) for name in names]
-    packed = several.prepare(step_of(1, new_requests, ScheduledBatch(names, sizes, sum(sizes), 0, []), []))
+    num_drafts = (per_seq - 1,) * len(names)
+    batch = ScheduledBatch(names, sizes, sum(sizes), 0, [], num_drafts)
+    output = replace(step_of(1, new_requests, batch, []), drafts={name: drawn[name][:-1] for name in names})
+    packed = several.prepare(output)
+    several.batch.expand_samples(packed, several.step, with_params=True)
+    several.sampler.add_drafts(packed, output.drafts)
     assert several.step.samples.next_position[: len(names) * per_seq].tolist() == packed.positions.tolist()
     result = several.sample(
         packed,
@@ -291,21 +295,47 @@ def test_samples_of_a_row_are_the_tokens_of_as_many_steps(world: int) -> None:
     assert (plan.num_sampled, plan.unsampled) == ([per_seq] * len(names), [])
 
 
-def test_samples_before_a_requests_first_token_and_of_chunks_are_not_wanted() -> None:
-    sampling = Sampling(samples_per_seq=3)
+def test_samples_of_chunks_are_not_wanted_and_others_have_as_many_as_drafts() -> None:
+    sampling = Sampling(max_drafts=3)
     new_requests = [
         NewRequest(EngineRequest(name, [1] * 9, SamplingParams(logprobs=0)), 7, [1] * 9, num_computed, [[0]])
-        for name, num_computed in (("a", 8), ("b", 7), ("c", 0), ("d", 0))
+        for name, num_computed in (("a", 8), ("b", 8), ("c", 6), ("d", 0))
     ]
-    batch = ScheduledBatch(["a", "b", "c", "d"], [1, 2, 9, 5], 17, 1, [3])
-    packed = sampling.prepare(step_of(1, new_requests, batch, []))
+    batch = ScheduledBatch(["a", "b", "c", "d"], [1, 2, 5, 5], 13, 1, [3], (0, 1, 2, 0))
+    output = replace(step_of(1, new_requests, batch, []), drafts={"b": [4], "c": [5, 6]})
+    packed = sampling.prepare(output)
+    sampling.batch.expand_samples(packed, sampling.step, with_params=False)
+    samples = sampling.step.samples
+    assert samples.token_index[:7].tolist() == [0, 1, 2, 5, 6, 7, 12]
+    assert samples.next_position[:7].tolist() == packed.positions.tolist() == [9, 9, 10, 9, 10, 11, 5]
+    assert samples.rows[:7].tolist() == [packed.members.rows[i].index for i in (0, 1, 1, 2, 2, 2, 3)]
+    assert sampling.step.input_ids[:13].tolist() == [1, 1, 4, 1, 1, 1, 5, 6, 1, 1, 1, 1, 1]
     plan = sampling.sampler.plan(packed)
-    assert plan.unsampled == [11, 10, 9, 3, 1, 0]
-    assert plan.num_sampled == [1, 2, 3, 0]
-    assert plan.with_logprobs == [2, 4, 5, 6, 7, 8]
-    logits = torch.randn(12, VOCAB)
+    assert (plan.unsampled, plan.num_sampled) == ([6], [1, 2, 3, 0])
+    assert plan.with_logprobs == [0, 1, 2, 3, 4, 5]
+    logits = torch.randn(7, VOCAB)
     tokens = logits.argmax(-1)
     found = SampledLogprobs.of(packed.members, plan.with_logprobs, logits, tokens, CPU.upload).read()
     assert {request: len(records) for request, records in found.items()} == {0: 1, 1: 2, 2: 3}
     best = logits.log_softmax(-1).amax(-1)
-    assert [each.logprob for each in found[2]] == pytest.approx(best[6:9].tolist(), abs=1e-5)
+    assert [each.logprob for each in found[2]] == pytest.approx(best[3:6].tolist(), abs=1e-5)
+
+
+def test_a_request_keeps_the_tokens_up_to_the_first_that_is_no_draft() -> None:
+    rows = [cast(Any, None)] * 4
+    samples = BatchSamples(ScheduledBatch(["a", "b", "c", "d"], [1, 3, 3, 4], 11, 1, [], (0, 2, 2, 3)), rows)
+    verification = Verification(samples, {"a": 0, "b": 1, "c": 2, "d": 3}, {"b": [5, 6], "c": [7, 8], "d": [1, 2, 3]})
+    tokens = [9, 5, 6, 4, 7, 0, 8, 1, 2, 3, 3]
+    assert verification.kept(tokens, []) == ([9, 5, 6, 4, 7, 0, 1, 2, 3, 3], [1, 3, 2, 4])
+    assert verification.kept(tokens, [9, 4]) == ([9, 5, 6, 4, 1, 2], [1, 3, 0, 2]), "without the third of d, none of c"
+
+
+def test_rows_are_set_back_to_the_outcome_of_their_drafts() -> None:
+    sampling = Sampling(max_drafts=4)
+    new = [NewRequest(EngineRequest(name, [1] * 9, SamplingParams()), 7, [1] * 9, 8, [[0]]) for name in "ab"]
+    batch = ScheduledBatch(["a", "b"], [3, 3], 6, 0, [], (2, 2))
+    sampling.prepare(replace(step_of(1, new, batch, []), drafts={"a": [2, 3], "b": [2, 3]}))
+    sampling.batch.rewind({"b": (9, 5)})
+    packed = sampling.prepare(step_of(2, [], ScheduledBatch(["b"], [1], 1, 1, []), []))
+    assert packed.context_lens.tolist() == [10]
+    assert [int(sampling.step.input_ids[0]), int(sampling.step.positions[0])] == [5, 9]

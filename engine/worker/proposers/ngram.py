@@ -1,0 +1,105 @@
+"""Lookup in a request's own text: where its last tokens occurred before, what followed them may follow again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.core.drafts.proposer import NO_PROPOSAL, Proposal
+from engine.core.engine_request import EngineRequest
+
+MAX_BASIS = 32  # tokens that are compared before an occurrence
+AT_ONCE = 4096  # most tokens added at a time, so that a long prompt does not delay a step
+LEAST_SIZE = 1 << 10
+
+
+class _Occurrences:
+    """The newest occurrence of each n tokens in a growing text, by their hash. Another one with the same hash hides it.
+
+    A list of about 30 bytes for each token.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length, self._mask = length, 0
+        self._end = length - 1  # tokens added so far, but for the first ones, which end no occurrence
+        self._table: list[int] = []  # index of the token after the occurrence; 0: none
+
+    def extend(self, text: Sequence[int], end: int) -> None:
+        """Add the occurrences that end before index `end`, `AT_ONCE` of them at most."""
+        table, length = self._table, self._length
+        if 2 * end > len(table):  # room for twice as many, at most half full
+            table = self._table = [0] * max(1 << (4 * end).bit_length(), LEAST_SIZE)
+            self._mask, self._end = len(table) - 1, length - 1
+        mask, end = self._mask, min(end, self._end + AT_ONCE)
+        for after in range(self._end + 1, end + 1):
+            table[hash(tuple(text[after - length : after])) & mask] = after
+        self._end = max(self._end, end)
+
+    def find(self, text: Sequence[int]) -> int:
+        """Return the index after the newest occurrence of the text's last tokens; -1: there is none."""
+        last = text[-self._length :]
+        found = self._table[hash(tuple(last)) & self._mask] if self._table else 0
+        return found if found and text[found - self._length : found] == last else -1
+
+
+class NgramGuesses:
+    """The text of a request: what the client predicted, the prompt, and the output so far.
+
+    As long as the output follows an earlier occurrence, the guesses go on there. Else they begin after the newest
+    occurrence of the last tokens: of the longest run that occurs, of two lengths.
+    """
+
+    def __init__(self, least: int, longest: int, prediction: Sequence[int] = ()) -> None:
+        """`least`, `longest`: tokens that must agree before a guess."""
+        self._occurrences = [_Occurrences(length) for length in sorted({longest, least}, reverse=True)]
+        self._text = list(prediction)
+        self._num_predicted = len(self._text)
+        self._num_known = 0  # tokens of prompt and output in the text
+        self._source = 0 if self._text else -1  # index in the text of the next guess; -1: none
+        self._basis = 0
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        """See `Guesses.propose`."""
+        new = token_ids[self._num_known :]
+        is_first = not self._num_known
+        self._text += new
+        self._num_known = len(token_ids)
+        if is_first:
+            new = new[-1:]  # the first token of the output
+        if self._source >= 0 and self._text[self._source : self._source + len(new)] == new:
+            self._source += len(new)
+            self._basis += len(new)
+        else:
+            self._source, self._basis = self._look_up()
+        text, source = self._text, self._source
+        if source < 0:
+            return NO_PROPOSAL
+        end = min(source + most, len(text))
+        if source < self._num_predicted:
+            return Proposal(text[source : min(end, self._num_predicted)], self._basis, from_prediction=True)
+        return Proposal(text[source:end], self._basis)
+
+    def _look_up(self) -> tuple[int, int]:
+        """Return the index after an earlier occurrence of the last tokens, and how many agree; (-1, 0): none."""
+        text, source = self._text, -1
+        for occurrences in self._occurrences:
+            occurrences.extend(text, len(text) - 1)
+            if source < 0:
+                source = occurrences.find(text)
+        if source < 0:
+            return -1, 0
+        basis, end = 0, len(text)
+        while basis < min(MAX_BASIS, source) and text[source - 1 - basis] == text[end - 1 - basis]:
+            basis += 1
+        return source, basis
+
+
+class NgramProposer:
+    """Guesses by lookup in each request's own text, without a model."""
+
+    def __init__(self, least: int, longest: int) -> None:
+        """`least`, `longest`: tokens that must agree before a guess; the longest agreement is tried first."""
+        self._least, self._longest = least, longest
+
+    def start(self, request: EngineRequest) -> NgramGuesses:
+        """See `Proposer.start`."""
+        return NgramGuesses(self._least, self._longest)

@@ -1,0 +1,115 @@
+"""Drafts change no answer: whatever is proposed, each request gets the tokens that it gets without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.core.drafts.policy import DraftPolicy
+from engine.core.drafts.proposer import Guesses, Proposal
+from engine.core.engine_request import EngineRequest
+from engine.core.params.structured import StructuredOutputs
+
+PROMPTS = [[5, 9, 77, 5, 9], [30, 31, 32], [200, 7, 7, 7], [4] * 20, list(range(40, 60))]
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "block_size": 8, "debug_checks": True,
+    "speculative_config": {"num_speculative_tokens": 5, "enable_adaptive_verification": False, "prompt_lookup_min": 2},
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seed": {"temperature": 1.0},
+    "filters": {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "dry": {"temperature": 0.7, "dry_multiplier": 0.8},
+    "min_tokens": {"temperature": 0, "min_tokens": 20, "stop_token_ids": list(range(100))},
+    "bad words": {"temperature": 0, "bad_words": [[17], [5, 9]]},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.001, "typical_p": 0.9, "top_n_sigma": 2.0},
+    "logit bias": {"logit_bias": {13: 3.0}},
+    "log-probabilities": {"temperature": 0.9, "logprobs": 3},
+    "several": {"temperature": 1.0, "n": 3},
+    "stop strings": {"temperature": 0, "stop": ["a", "e"]},
+    "grammar": {"structured_outputs": StructuredOutputs(regex='(the same|[a-f]{3,9}) (yes|no), "[0-9]{4}" and on')},
+    "grammar, log-probabilities": {
+        "structured_outputs": StructuredOutputs(choice=["a certain end", "a choice"]),
+        "logprobs": 1,
+    },
+    "grammar, min_tokens": {"structured_outputs": StructuredOutputs(regex="[a-f]{1,90}"), "min_tokens": 7},
+}  # fmt: skip
+
+
+class Answers:
+    """Proposes the tokens of known answers, each one right with the probability `truth`."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self.truth, self.rng = 0.0, Random(0)
+
+    def start(self, request: EngineRequest) -> Guesses:
+        return _Answer(self, tuple(request.prompt_token_ids), request.sampling.seed or 0)
+
+
+class _Answer:
+    def __init__(self, answers: Answers, prompt: tuple[int, ...], seed: int) -> None:
+        self._answers, self._answer = answers, answers.answers.get((prompt, seed), [])
+        self._num_prompt = len(prompt)
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        first, rng = len(token_ids) - self._num_prompt, self._answers.rng
+        right = (self._answer[first:] + [3] * most)[:most]
+        return Proposal([t if rng.random() < self._answers.truth else rng.randrange(250) for t in right])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["kernel by kernel", "captured"])
+def llm(request: pytest.FixtureRequest, tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), enforce_eager=request.param, **SETTINGS)
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    llm.reset_prefix_cache()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [completion for output in outputs for completion in output.outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_answers_with_and_without_drafts(llm: LLM, kind: str) -> None:
+    params = SamplingParams(**{"max_tokens": 40, "seed": 6, **KINDS[kind]})
+    scheduler = llm._engine.scheduler
+    policy = scheduler._drafts
+    assert isinstance(policy, DraftPolicy)
+    guided, found = policy._proposer, Answers()
+    scheduler._drafts = None
+    expected = answers(llm, params)
+    scheduler._drafts = policy
+    keys = [(tuple(ids), 6 + i) for ids in PROMPTS for i in range(params.n)]
+    found.answers = {key: list(completion.token_ids) for key, completion in zip(keys, expected, strict=True)}
+    counts = policy.counts
+    try:
+        for truth in (0.0, 0.8, None):
+            if truth is not None:
+                found.truth, policy._proposer = truth, found
+            else:  # forced tokens and lookup
+                policy._proposer = guided
+            tried, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
+            got = answers(llm, params)
+            tried, accepted = counts.num_draft_tokens - tried, counts.num_accepted_tokens - accepted
+            for a, b in zip(expected, got, strict=True):
+                assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+                if params.logprobs is not None:
+                    assert len(b.logprobs) == len(b.token_ids)
+                    for one, other in zip(a.logprobs, b.logprobs, strict=True):
+                        assert one.keys() == other.keys()
+                        assert [v.logprob for v in one.values()] == pytest.approx(
+                            [v.logprob for v in other.values()], abs=1e-4
+                        )
+            if truth is not None:
+                assert tried, "there were drafts"
+                assert (accepted > tried / 5) == (truth > 0.5), (tried, accepted)
+            elif params.structured_outputs is not None and "min_tokens" not in kind:
+                assert accepted >= 5, "of forced tokens"
+    finally:
+        policy._proposer = guided

@@ -1,0 +1,39 @@
+"""The settings of drafts: vLLM's names, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine import ConfigError, EngineConfig
+from engine.speculative import SpeculativeConfig, parse, speculative_config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "eagle3", "model": "x"}, "method must be ngram, got 'eagle3'"),
+        ({"model": "x"}, "'model' is not known; it may have method, num_speculative_tokens"),
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens must be a whole number from 0 to 32, got 33"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number from 0 to 32, got True"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be a whole number from 1 to 16, got 0"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min must be at most prompt_lookup_max, 4"),
+        ({"enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
+        ([1], "speculative_config must be a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_reason(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="x", speculative_config=given)
+
+
+def test_either_length_of_a_lookup_sets_the_other() -> None:
+    assert parse({"prompt_lookup_min": 9}) == SpeculativeConfig(prompt_lookup_min=9, prompt_lookup_max=9)
+    assert parse({"prompt_lookup_max": 2}) == SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=2)
+    assert parse({}) == SpeculativeConfig("ngram", 8, 3, 6, enable_adaptive_verification=True)
+
+
+def test_no_tokens_are_no_drafts() -> None:
+    assert speculative_config({"num_speculative_tokens": 0}, False) is None
+    assert speculative_config({"num_speculative_tokens": 2}, True) == SpeculativeConfig(num_speculative_tokens=2)

@@ -1,0 +1,98 @@
+"""Guesses by lookup, against a plain search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.worker.proposers.ngram import AT_ONCE, MAX_BASIS, NgramGuesses, _Occurrences
+
+
+def occurrence(text: list[int], length: int) -> int:
+    """The index after the newest earlier occurrence of the last `length` tokens; -1: none."""
+    for end in range(len(text) - 1, length - 1, -1):
+        if text[end - length : end] == text[-length:]:
+            return end
+    return -1
+
+
+@pytest.mark.parametrize("step", [1, 3, 70])
+@pytest.mark.parametrize("vocab_size", [2, 5, 100_000])
+def test_a_guess_follows_the_newest_occurrence_of_the_longest_run(step: int, vocab_size: int) -> None:
+    rng = random.Random(step)
+    text = [rng.randrange(vocab_size) for _ in range(50)]
+    guesses = NgramGuesses(2, 4)
+    followed, num_missed, num_guesses = -1, 0, 0
+    for _ in range(300 // step):
+        for _ in range(step):
+            copy = rng.random() < 0.7 and len(text) > 30
+            text.append(text[-30] if copy else rng.randrange(vocab_size))
+        if followed >= 0 and text[followed : followed + step] == text[-step:]:
+            followed += step
+        elif (followed := occurrence(text, 4)) < 0:
+            followed = occurrence(text, 2)
+        proposal = guesses.propose(text, 6)
+        assert guesses._source < len(text)
+        num_guesses += followed >= 0
+        if guesses._source != followed:  # one with the same hash may hide an occurrence, which is rare
+            num_missed += 1
+            followed = guesses._source
+        assert proposal.token_ids == ([] if followed < 0 else text[followed : followed + 6])
+        assert proposal.basis >= 2 or followed < 0
+        assert followed < 0 or text[followed - 2 : followed] == text[-2:]
+    assert num_missed <= num_guesses / 20
+
+
+def test_guesses_go_on_where_the_text_follows() -> None:
+    guesses = NgramGuesses(3, 5)
+    prompt = list(range(100, 140))
+    text = [*prompt, 7, 100, 101, 102]
+    assert guesses.propose(text, 4) == ([103, 104, 105, 106], 3, False)
+    text += [103, 104]
+    assert guesses.propose(text, 4) == ([105, 106, 107, 108], 5, False)
+    text.append(9)
+    assert guesses.propose(text, 4).token_ids == []
+
+
+def test_the_basis_is_the_number_of_tokens_that_agree() -> None:
+    text = [*range(50), 99, *range(10, 45)]
+    assert NgramGuesses(3, 5).propose(text, 2) == ([45, 46], MAX_BASIS, False)
+    text = [*range(50), 99, *range(10, 14)]
+    assert NgramGuesses(3, 5).propose(text, 2) == ([14, 15], 4, False)
+
+
+def test_a_guess_is_no_longer_than_what_followed() -> None:
+    assert NgramGuesses(2, 4).propose([1, 2, 3, 9, 1, 2], 9).token_ids == [3, 9, 1, 2]
+
+
+def test_a_prediction_comes_first() -> None:
+    guesses = NgramGuesses(3, 5, prediction=[5, 6, 7, 8, 9])
+    text = [1, 2, 3, 5]
+    assert guesses.propose(text, 3) == ([6, 7, 8], 1, True)
+    text += [6, 4, 4]
+    assert guesses.propose(text, 3).token_ids == []
+    text += [6, 7, 8]
+    assert guesses.propose(text, 3) == ([9], 3, True)
+
+
+def test_a_long_text_is_added_in_parts_and_grows() -> None:
+    rng = random.Random(0)
+    text = [rng.randrange(40) for _ in range(2 * AT_ONCE + 50)]
+    occurrences = _Occurrences(3)
+    occurrences.extend(text, len(text) - 1)
+    assert occurrences._end == 2 + AT_ONCE
+    for _ in range(2):
+        occurrences.extend(text, len(text) - 1)
+    found = occurrences.find(text)
+    assert found in (occurrence(text, 3), -1)
+    alone = _Occurrences(3)
+    for end in range(len(text)):
+        alone.extend(text, end)
+        assert len(alone._table) >= 2 * end
+    assert sum(after > 0 for after in alone._table) > AT_ONCE / 2
+    assert all(
+        text[a - 3 : a] == text[b - 3 : b]
+        for a, b in zip(alone._table, occurrences._table, strict=True)
+        if a and a == b
+    )
