@@ -22,7 +22,7 @@ from engine.models.errors import ModelError
 from engine.models.files import WEIGHT_FILES, Progress
 from engine.models.gguf.header import SPLIT
 
-TEXT_FILES = ["*.json", "*.jinja", "tokenizer*"]
+TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 # Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
 OTHER_FORMATS = ["[!1]*/*.json", "[!1]*/*.safetensors", "tokenizer*/*", "consolidated*"]
 

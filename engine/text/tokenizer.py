@@ -1,4 +1,4 @@
-"""Converts text to token ids and back with a model folder's tokenizer.json.
+"""Converts text to token ids and back with a model folder's tokenizer.json, or another vocabulary.
 
 Each token stands for some bytes: `token_bytes` returns them, and `decode` joins them and decodes UTF-8. This matches
 the `tokenizers` library except in one case: where a run of byte tokens (`<0xE2>`) is not valid UTF-8, the library
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from engine.text import vocabulary_files
 from engine.utils.folder_files import read_file
 from engine.utils.one_line import one_line
 
@@ -122,27 +123,36 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
+        config = _read_json(folder, "special_tokens_map.json") | _read_json(folder, "tokenizer_config.json")
         path = folder / "tokenizer.json"
         if not path.is_file():
+            other = next((name for name in vocabulary_files.FILES if (folder / name).is_file()), None)
+            if other is not None:
+                return cls._from_vocabulary(folder, other, config)
             if (reason := folder / "tokenizer.missing").is_file():  # of a GGUF file
                 said = _read(reason, folder, MAX_CONFIG_BYTES).decode("utf-8", "replace")
                 raise TokenizerError(f"the GGUF file's tokenizer cannot be used: {said}")
             raise TokenizerError(
-                f"{folder} has no tokenizer.json: convert the tokenizer with transformers' AutoTokenizer and "
-                "save_pretrained, or give another folder with --tokenizer"
+                f"{folder} has no tokenizer.json, nor {' or '.join(vocabulary_files.FILES)}: convert the tokenizer "
+                "with transformers' AutoTokenizer and save_pretrained, or give another folder with --tokenizer"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(_read(path, folder, MAX_TOKENIZER_BYTES))
-        except TokenizerError:
-            raise
-        except BaseException as error:  # an Exception, or a Rust panic, which does not derive from it
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
-        backend.no_truncation()
-        backend.no_padding()
-        config = _read_json(folder, "special_tokens_map.json") | _read_json(folder, "tokenizer_config.json")
+        backend = _load(_read(path, folder, MAX_TOKENIZER_BYTES), path)
         return cls(backend, config, _read_chat_templates(folder, config))
+
+    @classmethod
+    def _from_vocabulary(cls, folder: Path, name: str, config: dict[str, Any]) -> Tokenizer:
+        """Convert the vocabulary of another tokenizer. Raises `TokenizerError` if it is malformed or unknown."""
+        path = folder / name
+        try:
+            found = vocabulary_files.FILES[name](_read(path, folder, MAX_TOKENIZER_BYTES), config)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TokenizerError(
+                f"{path} cannot be converted: {error}; convert the tokenizer with transformers' AutoTokenizer and "
+                "save_pretrained, or give another folder with --tokenizer"
+            ) from None
+        backend = _load(json.dumps(found.tokenizer).encode(), path)
+        said = {key: value for key, value in config.items() if value is not None}
+        return cls(backend, found.config | said, _read_chat_templates(folder, config))
 
     def _add_config_tokens(self, config: _Config) -> None:
         """Add the config's tokens to those of tokenizer.json, and mark special tokens.
@@ -349,6 +359,19 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
+    """Create the backend of a tokenizer.json's content. `path`: its source, for errors."""
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:  # an Exception, or a Rust panic, which does not derive from it
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _read_config(content: dict[str, Any]) -> _Config:
