@@ -69,6 +69,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "norms_apart",
         ),
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
+        "kernels.cpu.recurrent": ("causal_conv", "delta_rule", "gated_rms_norm", "short_conv"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
         "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step"),
     },

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu import recurrent as cpu
 from kernels.data.state import DeltaStates
 from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule
 from tests.oracles.state_steps import StateSteps
@@ -19,7 +20,7 @@ recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
 LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
-@pytest.mark.parametrize("module", [reference, recurrent], ids=["reference", "triton"])
+@pytest.mark.parametrize("module", [reference, cpu, recurrent], ids=["reference", "cpu", "triton"])
 @pytest.mark.parametrize(
     ("length", "block_size", "has_bias", "only_decodes"),
     [(3, 16, False, False), (3, 16, True, True), (4, 4, True, False), (7, 32, False, False), (2, 2, False, False)],
@@ -43,7 +44,7 @@ def test_short_conv_in_chunks_is_that_of_whole_sequences(
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("module", [reference, recurrent], ids=["reference", "triton"])
+@pytest.mark.parametrize("module", [reference, cpu, recurrent], ids=["reference", "cpu", "triton"])
 def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
     torch.manual_seed(0)
     steps = StateSteps(0, LENGTHS, 16)
@@ -61,7 +62,7 @@ def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("module", [reference, delta], ids=["reference", "triton"])
+@pytest.mark.parametrize("module", [reference, cpu, delta], ids=["reference", "cpu", "triton"])
 @pytest.mark.parametrize(
     ("block_size", "only_decodes", "heads", "dtype"),
     [
@@ -113,7 +114,7 @@ def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
     gates = torch.tensor([[9.0, -9.0]]).expand(64, 2).contiguous()  # β ≈ 1, hardly any decay
     rate, bias = torch.ones(1), torch.zeros(1)
     expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
-    for function in (reference.delta_rule, delta.delta_rule):
+    for function in (reference.delta_rule, cpu.delta_rule, delta.delta_rule):
         states = DeltaStates(*(torch.zeros(9, *s) for s in ((1, 16, 16), (16, 1, 16), (16, 1, 16), (16, 1))))
         [(indices, context)] = steps.whole()
         out = function(qkv[indices], gates[indices], rate, bias, states, context)

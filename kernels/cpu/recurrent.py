@@ -1,0 +1,228 @@
+"""Recurrent layers on a CPU: one sequence at a time, in large matrix multiplications. See `kernels.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.rotary import rms_norm
+from kernels.data.state import DeltaStates, StateContext
+
+CHUNK = 64  # tokens whose updates are solved for at once
+
+
+class _Sequence(NamedTuple):
+    """The tokens of a sequence in a step."""
+
+    part: slice  # of the step's tokens
+    first: int  # position of the first one
+    end: int
+    table: list[int]  # entries of the block table up to the last token's
+
+
+def _sequences(context: StateContext, num_tokens: int) -> Iterator[_Sequence]:
+    """Yield the sequences, without padding."""
+    padding, starts = len(context.block_tables) - 1, context.query_start.tolist()
+    for i, (row, end) in enumerate(zip(context.rows.tolist(), context.context_lens.tolist(), strict=True)):
+        part = slice(starts[i], starts[i + 1])
+        if row != padding and part.start < part.stop:
+            table = context.block_tables[row, : (end - 1) // context.block_size + 1].tolist()
+            yield _Sequence(part, end - (part.stop - part.start), end, table)
+
+
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
+    """See `kernels.reference.short_conv`."""
+    before, after, values = x.chunk(3, 1)
+    return after * _causal_conv(before * values, weight, bias, inputs, context)
+
+
+def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, context: StateContext) -> Tensor:
+    """See `kernels.reference.causal_conv`."""
+    return F.silu(_causal_conv(x, weight, None, inputs, context), inplace=True)
+
+
+def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
+    out, size, length = x.new_zeros(x.shape), context.block_size, weight.shape[1]
+    taps, offset = weight.T.float(), None if bias is None else bias.float()
+    for part, first, end, table in _sequences(context, len(x)):
+        known = _newest(inputs, table, first, length - 1, size)
+        seen = torch.cat((known, x[part]))  # from position `begin` on
+        begin, count = first - len(known), end - first
+        total = seen[len(known) :] * taps[-1]
+        for lag in range(1, length):
+            missing = max(lag - len(known), 0)  # tokens before the sequence
+            if missing < count:
+                at = len(known) - lag + missing
+                total[missing:].addcmul_(seen[at : at + count - missing].float(), taps[-1 - lag])
+        out[part] = total if offset is None else total.add_(offset)
+        for index in range(first // size, len(table)):
+            if (block := table[index]) >= 0:
+                stop = min((index + 1) * size, end)
+                _store(inputs[block], seen, begin, stop)
+    return out
+
+
+def _newest(inputs: Tensor, table: list[int], first: int, count: int, size: int) -> Tensor:
+    """Return the inputs of up to `count` tokens before position `first`: [n, C]."""
+    count = min(count, first)
+    if not count:
+        return inputs.new_empty(0, inputs.shape[2])
+    slots = torch.arange(first - count, first) % inputs.shape[1]
+    return inputs[table[(first - 1) // size], slots]
+
+
+def _store(ring: Tensor, seen: Tensor, begin: int, stop: int) -> None:
+    """Write the newest inputs before position `stop` of those from `begin` on into ring [N, C]."""
+    start = max(stop - len(ring), begin)
+    ring[torch.arange(start, stop) % len(ring)] = seen[start - begin : stop - begin]
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.reference.gated_rms_norm`."""
+    normed = rms_norm(x.flatten(0, 1), weight, eps).view(x.shape).flatten(1)
+    return F.silu(gate.float(), inplace=False).mul_(normed).to(x.dtype)
+
+
+def delta_rule(
+    qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
+) -> Tensor:
+    """See `kernels.reference.delta_rule`."""
+    out = qkv.new_zeros(len(qkv), *states.updates.shape[2:])
+    (num_keys, key_dim), (num_values, value_dim) = states.keys.shape[2:], states.updates.shape[2:]
+    b, a = gates.chunk(2, 1)
+    beta = b.sigmoid().float().T
+    decay = (F.softplus(a.float() + bias) * -rate).T  # [Hv, T]
+    query, keys, values = qkv.split((num_keys * key_dim, num_keys * key_dim, num_values * value_dim), 1)
+    for sequence in _sequences(context, len(qkv)):
+        at = sequence.part
+        raw = keys[at].unflatten(1, (num_keys, key_dim))
+        net = _Net(sequence, states, context.block_size, raw)
+        new = _Tokens(
+            _heads(query[at].unflatten(1, (num_keys, key_dim)), num_values) * key_dim**-0.5,
+            _heads(raw, num_values),
+            values[at].unflatten(1, (num_values, value_dim)).transpose(0, 1).float(),
+            beta[:, at],
+            decay[:, at],
+        )
+        net.run(new, out[at])
+    return out
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """Return x [n, Hk, Dk] with length 1, for each value head: [count, n, Dk] float32."""
+    x = x.float()
+    x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return x.transpose(0, 1).repeat_interleave(count // x.shape[1], 0)
+
+
+class _Tokens(NamedTuple):
+    """n tokens of a sequence, by value heads."""
+
+    query: Tensor  # [Hv, n, Dk]
+    keys: Tensor  # [Hv, n, Dk]
+    values: Tensor  # [Hv, n, Dv]
+    beta: Tensor  # [Hv, n]
+    decay: Tensor  # [Hv, n]
+
+    def part(self, start: int, stop: int) -> _Tokens:
+        return _Tokens(*(each[:, start:stop] for each in self))
+
+
+class _Net:
+    """The delta rule of a sequence."""
+
+    def __init__(self, sequence: _Sequence, states: DeltaStates, size: int, raw_keys: Tensor) -> None:
+        """raw_keys [n, Hk, Dk]: as they are stored."""
+        self._sequence, self._states, self._size, self._raw = sequence, states, size, raw_keys
+
+    def run(self, new: _Tokens, out: Tensor) -> None:
+        """Write the outputs [n, Hv, Dv], and the states."""
+        (_, first, end, table), size, s = self._sequence, self._size, self._states
+        num_heads, key_dim, value_dim = s.before.shape[1:]
+        position, start = first, first - first % size
+        old: tuple[Tensor, Tensor, Tensor] | None = None
+        state = torch.zeros(num_heads, key_dim, value_dim)
+        if first:
+            index = (first - 1) // size
+            block, count = table[index], first - index * size
+            if index:
+                state = s.before[block]
+            keys = _heads(s.keys[block, :count], num_heads)
+            old = keys, s.updates[block, :count].transpose(0, 1), s.decays[block, :count].T
+            if count == size:  # the block is full: the step begins with the next one
+                state, old = _after(state, *old), None
+        while position < end:
+            index = start // size
+            if (block := table[index]) >= 0 and position == start:
+                s.before[block] = state
+            stop = self._stop(start, position, end)
+            part = new.part(position - first, stop - first)
+            outputs, keys, updates, decays = _solve(part, old, state)
+            out[position - first : stop - first] = outputs.transpose(0, 1)
+            if block >= 0:
+                self._store(block, position, min(stop, start + size), start, updates, decays)
+            if stop < end:
+                state = _after(state, keys, updates, decays)
+            position = start = stop
+            old = None
+
+    def _stop(self, start: int, position: int, end: int) -> int:
+        """Return where a chunk from `start` on ends: before the next block that is held, and after a part of one."""
+        size, table = self._size, self._sequence.table
+        stop = start + size
+        if position > start:
+            return min(stop, end)
+        while stop < end and stop - start < CHUNK and table[stop // size] < 0:
+            stop += size
+        return min(stop, end)
+
+    def _store(self, block: int, position: int, stop: int, start: int, updates: Tensor, decays: Tensor) -> None:
+        """Store what the tokens from `position` to `stop` change in the block that begins at `start`."""
+        s, slots, first = self._states, slice(position - start, stop - start), self._sequence.first
+        s.keys[block, slots] = self._raw[position - first : stop - first]
+        s.updates[block, slots] = updates[:, slots].transpose(0, 1)
+        s.decays[block, slots] = decays[:, slots].T
+
+
+def _after(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
+    """Return the state [Hv, Dk, Dv] after tokens with keys [Hv, n, Dk], updates [Hv, n, Dv] and decays [Hv, n]."""
+    last = decays[:, -1:]
+    weighted = keys * (last - decays).exp().unsqueeze(2)
+    return torch.baddbmm(state * last.exp().unsqueeze(2), weighted.transpose(1, 2), updates)
+
+
+def _solve(
+    new: _Tokens, old: tuple[Tensor, Tensor, Tensor] | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the outputs [Hv, n, Dv] of new tokens after old ones, whose keys, updates and decays are given.
+
+    Also returns keys [Hv, m, Dk], updates [Hv, m, Dv] and decays [Hv, m] since `state` of all tokens.
+    """
+    own, num_old = new.decay.cumsum(1), 0
+    keys, updates, decays = new.keys, new.values[:, :0], own
+    if old is not None:
+        num_old, own = old[0].shape[1], own + old[2][:, -1:]
+        keys, updates, decays = torch.cat((old[0], new.keys), 1), old[1], torch.cat((old[2], own), 1)
+    shrunk, count = own.exp().unsqueeze(2), own.shape[1]
+    between = own.unsqueeze(2) - decays.unsqueeze(1)  # [Hv, n, m]
+    if count > 1:
+        is_past = torch.ones(count, keys.shape[1], dtype=torch.bool).tril(num_old)
+        between = between.masked_fill(~is_past, -torch.inf)
+    between = between.exp()
+    beta = new.beta.unsqueeze(2)
+    solved = (new.values - shrunk * torch.bmm(new.keys, state)) * beta
+    if keys.shape[1] > 1:
+        similar = torch.bmm(new.keys, keys.transpose(1, 2)) * between * beta
+        if num_old:
+            solved -= torch.bmm(similar[:, :, :num_old], updates)
+        if count > 1:
+            similar = similar[:, :, num_old:].tril(-1)
+            solved = torch.linalg.solve_triangular(similar, solved, upper=False, unitriangular=True)
+    updates = torch.cat((updates, solved), 1) if num_old else solved
+    seen = torch.bmm(new.query, keys.transpose(1, 2)) * between
+    outputs = torch.baddbmm(shrunk * torch.bmm(new.query, state), seen, updates)
+    return outputs, keys, updates, decays
