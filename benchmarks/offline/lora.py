@@ -1,0 +1,149 @@
+"""Speed with LoRA adapters beside that without, in this process, on random weights.
+
+    python -m benchmarks.offline.lora qwen3-8b out/models --rank 16 --json out/lora.json
+
+Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with 32.
+Columns: milliseconds a token of one request and of eight; tokens a second of 256 requests. Then how long the largest
+adapter took to load, and by how much the longest step grew meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.model_shapes import model_folder
+from benchmarks.result_files import save
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.machine import environment
+from engine.models.adapters import PREFIX, AdapterLayout
+from engine.models.families import read_spec
+from engine.models.lora import CONFIG, WEIGHTS
+from engine.models.weights import decoder_of_shapes
+from engine.offline.llm import LLM
+from engine.processing.adapters import LoRARequest, find_adapter
+
+NUM_ADAPTERS = 32
+NUM_REQUESTS = (1, 8, 256)
+PROMPT, ANSWER = 128, 128
+
+
+def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRARequest:
+    """Write random adapters of all linear layers, small enough to leave the model's numbers finite."""
+    spec = read_spec(model)
+    layout = AdapterLayout(decoder_of_shapes(spec, torch.bfloat16, model), spec, rank, torch.bfloat16)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for module, (target, *_) in layout.targets.items():
+        channels, rows = layout.layers[target.layer].linear.columns.total, target.part.rows.total
+        shapes = {"A": (rank, channels), "B": (rows, rank)}
+        for half, shape in shapes.items():
+            values: Tensor = torch.randn(shape, generator=generator) * 0.01
+            tensors[f"{PREFIX}{module}.lora_{half}.weight"] = values.bfloat16()
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    save_file(tensors, folder / WEIGHTS)
+    return LoRARequest(folder.name, seed + 1, str(folder))
+
+
+def tokens_per_second(llm: LLM, count: int, adapters: list[LoRARequest | None], runs: int = 3) -> float:
+    """Return the best of several runs of `count` requests, without the time of their prompts."""
+    prompts: Any = [{"prompt_token_ids": [(7 * i + j) % 1000 for j in range(PROMPT)]} for i in range(count)]
+    given = [adapters[i % len(adapters)] for i in range(count)]
+    seconds = []
+    for answer in (1, ANSWER):
+        sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        times = []
+        for _ in range(runs + 1):
+            start = time.perf_counter()
+            llm.generate(prompts, sampling, use_tqdm=False, lora_request=given)
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times[1:]))
+    return count * (ANSWER - 1) / (seconds[1] - seconds[0])
+
+
+def measure(model: Path, rank: int, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "device": device, "max_model_len": 1024,
+        "enable_prefix_caching": False, "max_num_seqs": 256,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        requests = [write_adapter(Path(temporary) / f"a{i}", model, rank, i) for i in range(NUM_ADAPTERS)]
+        lora = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": rank}
+        for options, rows in (
+            ({}, {"without LoRA": [None]}),
+            (lora, {"no adapter in use": [None], "one adapter": requests[:1], "32 adapters": requests}),
+        ):
+            llm = LLM(str(model), **settings, **options)
+            for name, adapters in rows.items():
+                found[name] = {count: tokens_per_second(llm, count, list(adapters)) for count in NUM_REQUESTS}
+                shown = ", ".join(f"{count}: {speed:,.0f} tokens/s" for count, speed in found[name].items())
+                ratios = [found[name][count] / found["without LoRA"][count] for count in NUM_REQUESTS]
+                print(f"{name:18} {shown}  ({', '.join(f'{ratio:.3f}' for ratio in ratios)})", flush=True)
+            if options:
+                extra = write_adapter(Path(temporary) / "late", model, rank, NUM_ADAPTERS)
+                found["loading"] = loading(llm, requests[:1], extra)
+                print(found["loading"])
+            llm.close()
+    return found
+
+
+def loading(llm: LLM, running: list[LoRARequest], late: LoRARequest) -> dict[str, float]:
+    """Return how long an adapter takes until its first token while 64 requests run, and the longest steps."""
+    engine = llm._engine
+    sampling = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True, detokenize=False)
+    adapter = find_adapter(running[0].lora_name, running[0].lora_path)
+    for index in range(64):
+        engine.add_request(EngineRequest(f"stream {index}", [index + 1] * PROMPT, sampling, adapter=adapter))
+    times: list[float] = []
+    for _ in range(100):
+        engine.step()
+        times.append(time.perf_counter())
+    usual = max(after - before for before, after in pairwise(times[20:]))
+    sent = time.perf_counter()
+    added = find_adapter(late.lora_name, late.lora_path)
+    engine.add_request(EngineRequest("late", [5] * 4, sampling, adapter=added))
+    times, first = [time.perf_counter()], 0.0
+    while not first and len(times) < 500:
+        outputs = engine.step()
+        times.append(time.perf_counter())
+        if any(output.request_id == "late" for output in outputs):
+            first = times[-1] - sent
+    longest = max(after - before for before, after in pairwise(times))
+    for index in range(64):
+        engine.abort(f"stream {index}")
+    engine.abort("late")
+    while engine.has_work():
+        engine.step()
+    return {"seconds_to_first_token": first, "longest_step_before": usual, "longest_step_while_loading": longest}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offline.lora", description="Speed with LoRA adapters beside that without."
+    )
+    parser.add_argument("shape", help="of benchmarks.model_shapes")
+    parser.add_argument("folder", type=Path, help="where the model's config.json is written")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", metavar="FILE", help="where to save the results")
+    args = parser.parse_args(argv)
+    result = measure(model_folder(args.shape, args.folder), args.rank, args.device)
+    if args.json:
+        save({"shape": args.shape, "rank": args.rank, "results": result, "environment": environment()}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
