@@ -3,8 +3,8 @@
     python -m benchmarks.offline.lora qwen3-8b out/models --rank 16 --json out/lora.json
 
 Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with 32.
-Columns: milliseconds a token of one request and of eight; tokens a second of 256 requests. Then how long the largest
-adapter took to load, and by how much the longest step grew meanwhile.
+Columns: tokens a second of one request, of eight and of 256, and their ratio to the first row. Then how long another
+adapter took to load while 64 requests ran, and their longest step meanwhile.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def measure(model: Path, rank: int, device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         requests = [write_adapter(Path(temporary) / f"a{i}", model, rank, i) for i in range(NUM_ADAPTERS)]
         lora = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": rank}
-        for options, rows in (
-            ({}, {"without LoRA": [None]}),
-            (lora, {"no adapter in use": [None], "one adapter": requests[:1], "32 adapters": requests}),
-        ):
+        with_lora = {"no adapter in use": [None], "one adapter": requests[:1], "32 adapters": requests}
+        parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (lora, with_lora)]
+        for options, rows in parts:
             llm = LLM(str(model), **settings, **options)
             for name, adapters in rows.items():
                 found[name] = {count: tokens_per_second(llm, count, list(adapters)) for count in NUM_REQUESTS}
