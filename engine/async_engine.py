@@ -227,8 +227,9 @@ class AsyncEngine:
         return all(await asyncio.gather(*(replica.call("reset_prefix_cache") for replica in self._replicas)))
 
     @property
-    def serves_adapters(self) -> bool:
-        return self._config.enable_lora
+    def max_loras(self) -> int:
+        """Number of LoRA adapters that run at a time on each replica; 0: none are served."""
+        return self._config.max_loras if self._config.enable_lora else 0
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
         """Return the LoRA adapter in a folder for requests, once all replicas have read and checked it.

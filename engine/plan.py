@@ -18,6 +18,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.gpu_specs import GPU, GPUS, known_gpu
+from engine.models.adapters import AdapterLayout
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
@@ -128,6 +129,7 @@ class Plan:
     activations: int  # estimated peak of the largest step, in bytes
     num_blocks: int  # of the KV cache
     num_states: int = 0  # blocks of states of recurrent layers
+    adapters: int = 0  # bytes of the slots of LoRA adapters
 
     @property
     def num_parameters(self) -> int:
@@ -231,7 +233,8 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
-    held = sum(weights.values()) + buffers + activations
+    adapters = _adapter_bytes(spec, options, folder)
+    held = sum(weights.values()) + buffers + activations + adapters
     if gpu.is_cpu:
         gpu = _measured(gpu, sum(weights.values()), options.dtype)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
@@ -243,7 +246,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
         num_blocks, num_states = blocks_that_fit(layout, memory, options)
     parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
-    counts = num_blocks, num_states
+    counts = num_blocks, num_states, adapters
     return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, *counts)
 
 
@@ -256,6 +259,15 @@ def _weight_bytes(
     """
     decoder = decoder_of_shapes(spec, dtype, folder, shard)
     return decoder.spec, bytes_of_parts(decoder)
+
+
+def _adapter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int:
+    """Return the bytes of all slots of LoRA adapters on a rank."""
+    if options.adapters is None:
+        return 0
+    decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
+    layout = AdapterLayout(decoder, spec, options.adapters.max_rank, options.dtype)
+    return options.adapters.num_slots * layout.slot_bytes
 
 
 def on_all_devices(config: EngineConfig) -> Iterator[Plan]:

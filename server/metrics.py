@@ -248,6 +248,23 @@ class SampleWatch:
                 metrics._per_token.observe(decode / (self.num_tokens - 1))
 
 
+class AdapterCollector(Collector):
+    """Collects the names of the LoRA adapters in use on each scrape."""
+
+    def __init__(self, max_loras: int, in_use: Callable[[], tuple[set[str], set[str]]]) -> None:
+        """`max_loras`: that run at a time. `in_use`: names with requests that have begun, and with others."""
+        self._max_loras, self._in_use = max_loras, in_use
+
+    def collect(self) -> Iterator[Metric]:
+        running, waiting = self._in_use()
+        help = "LoRA adapters of running and waiting requests; the value is the time of this look"
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        info = GaugeMetricFamily("vllm:lora_requests_info", help, labels=labels)
+        names = ",".join(sorted(waiting)), ",".join(sorted(running))
+        info.add_metric((str(self._max_loras), *names), time.time())
+        yield info
+
+
 class RequestHistogram(Collector):
     """A histogram for events of each request or token, several times as fast as the library's. Not thread-safe."""
 

@@ -87,6 +87,7 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
         "weight_bytes": dict(plan.weights),
         "buffer_bytes": plan.buffers,
         "activation_bytes": plan.activations,
+        "adapter_bytes": plan.adapters,
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_blocks": plan.num_blocks,
         "states": plan.num_states,  # of recurrent layers
@@ -149,6 +150,7 @@ def _memory(plan: Plan) -> str:
         ("largest step", _gib(plan.activations + plan.buffers), f"{step_tokens:,} tokens; an estimate"),
         ("KV cache", _gib(plan.num_blocks * plan.layout.block_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
         *_states(plan),
+        *_adapters(plan),
         ("context", f"{context:,}" if context else "none", fits),
         ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
@@ -161,6 +163,14 @@ def _states(plan: Plan) -> list[tuple[str, str, str]]:
     if not plan.num_states:
         return []
     return [("states", _gib(plan.num_states * num_bytes), f"{plan.num_states:,} × {num_bytes / 2**20:,.1f} MiB")]
+
+
+def _adapters(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the row of the slots of LoRA adapters, if there are any."""
+    if (slots := plan.options.adapters) is None:
+        return []
+    about = f"{slots.num_slots} × {_gib(plan.adapters / slots.num_slots)}: up to rank {slots.max_rank}"
+    return [("adapters", _gib(plan.adapters), about)]
 
 
 def _speed(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from server.generation.generation import Generation
 from server.generation.model import Model
 from server.generation.queue import RequestQueue
 from server.generation.rate_limits import RateLimits
-from server.metrics import Metrics
+from server.metrics import AdapterCollector, Metrics
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
@@ -35,6 +35,8 @@ class ServerState:
         self.queue = RequestQueue(
             self.engine.in_flight, self.engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
+        if self.engine.max_loras:
+            metrics.registry.register(AdapterCollector(self.engine.max_loras, self.adapters_in_use))
         self.recorder: TrafficRecorder | None = None
         if settings.record_trace is not None:
             self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), self.engine.block_size)
@@ -54,6 +56,16 @@ class ServerState:
             "num_blocks": self.engine.num_blocks,
             "num_free_blocks": stats.num_free_blocks if stats is not None else self.engine.num_blocks,
         }
+
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the names of the adapters with requests that have begun, and of those with requests that wait."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for generation in self.running.values():
+            if self.model.adapters.find(generation.model) is not None:
+                has_begun = any(sample.watch.timings is not None for sample in generation.samples)
+                (running if has_begun else waiting).add(generation.model)
+        return running, waiting
 
     async def reset_prefix_cache(self, caller: Caller) -> None:
         """Empty the prefix cache. Raises `NotPermittedError`, `ConflictError` if requests run, `UnavailableError`."""

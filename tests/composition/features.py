@@ -63,6 +63,7 @@ FEATURES = (
     Feature("step isolation", "setting", how="a step fails"),
     Feature("expert load", "setting", {"expert_load_interval": 1}),
     Feature("sleep", "setting", how="`POST /sleep`, `LLM.sleep`"),
+    Feature("LoRA adapters", "setting", {"enable_lora": True, "max_loras": 1}),
     Feature("tensor parallel", "setting", {"tensor_parallel_size": 2}),
     Feature("pipeline parallel", "setting", {"pipeline_parallel_size": 2}),
     Feature("data parallel", "setting", {"data_parallel_size": 2}),
@@ -125,6 +126,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
+    frozenset({"LoRA adapters", "pipeline parallel"}): "enable_lora needs pipeline_parallel_size 1",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, AsyncEngine, BeamSearchParams, EngineConfig, EngineRequest, SamplingParams
+from engine import LLM, Adapter, AsyncEngine, BeamSearchParams, EngineConfig, EngineRequest, LoRARequest, SamplingParams
 from engine.core.batch import SchedulerStats
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.structured import StructuredOutputs
+from engine.processing.adapters import find_adapter
 from engine.processing.output_collector import EmbeddingOutput, Logprob, logprobs_by_id, with_samples
 from tests.composition import faults
 from tests.composition.configurations import Configuration
 from tests.composition.features import BY_NAME, CHECKPOINTS
 from tests.oracles.families import make_checkpoint
 from tests.oracles.quantised import make_quantised
+from tests.oracles.random_adapters import write_random_adapter
 
 BLOCK = 8
 SHARED = [7 * i % 250 + 1 for i in range(3 * BLOCK)]  # the prefix of some prompts
@@ -31,16 +33,23 @@ COMMON: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 104, "block_size": BLOCK, "debug_checks": True,
 }  # fmt: skip
 PLAIN: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 200}
+ADAPTERS = ("first", "second")
 ARITHMETIC = ("quantization", "kv_cache_dtype")  # settings that change what a model computes
 
 
 @dataclass(frozen=True)
 class Request:
-    """`feature`: which feature of requests it uses; the answers of others are wanted in every configuration."""
+    """`feature`: which feature it uses; requests without one are in every configuration. `adapter`: the name of its
+    LoRA adapter.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
     feature: str = ""
+    adapter: str = ""
+
+    def find_adapter(self, model: Path) -> Adapter | None:
+        return find_adapter(self.adapter, str(model / self.adapter)) if self.adapter else None
 
 
 def _sampling(**fields: Any) -> SamplingParams:
@@ -71,6 +80,10 @@ REQUESTS = {
         ),
         "filters and penalties",
     ),
+    **{
+        f"{adapter} adapter": Request([*SHARED, 9], _sampling(max_tokens=20, logprobs=2), "LoRA adapters", adapter)
+        for adapter in ADAPTERS
+    },
 }  # fmt: skip
 BEAM = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
 
@@ -97,6 +110,9 @@ def make_model(configuration: Configuration, folder: Path, tokenizer: Path) -> P
         make_quantised(formats[0], folder, shape=shape, family=configuration.checkpoint)
     else:
         make_checkpoint(configuration.checkpoint, folder, shape)
+    if "LoRA adapters" in configuration:
+        for seed, name in enumerate(ADAPTERS):
+            write_random_adapter(folder / name, folder, 8, seed)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
     return folder
@@ -119,15 +135,15 @@ def settings_of(configuration: Configuration, folder: Path) -> dict[str, Any]:
 def alone(configuration: Configuration, model: Path) -> dict[str, Answer]:
     """Run each request by itself."""
     settings = settings_of(configuration, model)
-    names = [*ARITHMETIC]
+    names = [*ARITHMETIC, "enable_lora"]
     if any(BY_NAME[name].kind == "weights" for name in configuration.features):
         names.append("tensor_parallel_size")  # each rank rounds its part of what it multiplies, by a scale of its own
     arithmetic = {name: settings[name] for name in names if name in settings}
     llm = LLM(str(model), **COMMON | PLAIN | arithmetic)
     try:
         found: dict[str, Answer] = {}
-        for name, request in REQUESTS.items():
-            found |= _generate(llm, {name: request})
+        for name, request in _wanted(configuration).items():
+            found |= _generate(llm, {name: request}, model)
         return found | _others(llm)
     finally:
         llm.close()
@@ -179,7 +195,7 @@ def _offline(
             for level in _sleep_levels(configuration):
                 llm.sleep(level)
                 llm.wake_up()
-            found.append(_generate(llm, _wanted(configuration)) | _others(llm))
+            found.append(_generate(llm, _wanted(configuration), model) | _others(llm))
         return found, llm._engine.stats()
     finally:
         llm.close()
@@ -200,11 +216,15 @@ def _wanted(configuration: Configuration) -> dict[str, Request]:
     )
 
 
-def _generate(llm: LLM, requests: dict[str, Request]) -> dict[str, Answer]:
+def _generate(llm: LLM, requests: dict[str, Request], model: Path) -> dict[str, Answer]:
     results = llm.generate(
         [{"prompt_token_ids": each.prompt} for each in requests.values()],
         [each.sampling for each in requests.values()],
         use_tqdm=False,
+        lora_request=[
+            LoRARequest(each.adapter, 1, str(model / each.adapter)) if each.adapter else None
+            for each in requests.values()
+        ],
     )
     found = {}
     for name, result in zip(requests, results, strict=True):
@@ -245,7 +265,7 @@ def _async(
                     await engine.wake_up()
                 names = list(requests := _wanted(configuration))
                 answers = await asyncio.gather(
-                    *(_stream(engine, f"{name} {number}", requests[name]) for name in names),
+                    *(_stream(engine, f"{name} {number}", requests[name], model) for name in names),
                     _embed(engine, str(number)),
                 )
                 found.append(dict(zip([*names, "embeddings"], answers, strict=True)))
@@ -259,12 +279,14 @@ def _async(
     return asyncio.run(run())
 
 
-async def _stream(engine: AsyncEngine, name: str, request: Request) -> Answer:
+async def _stream(engine: AsyncEngine, name: str, request: Request, model: Path) -> Answer:
     """Run the completions of a request as the server does, each with a seed of its own."""
     sampling = await engine.prepare(request.sampling)
     completions = await asyncio.gather(
         *(
-            _completion(engine, f"{name} {index}", request.prompt, each)
+            _completion(
+                engine, EngineRequest(f"{name} {index}", request.prompt, each, adapter=request.find_adapter(model))
+            )
             for index, each in enumerate(with_samples(sampling))
         )
     )
@@ -276,16 +298,16 @@ async def _stream(engine: AsyncEngine, name: str, request: Request) -> Answer:
     )
 
 
-async def _completion(engine: AsyncEngine, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+async def _completion(engine: AsyncEngine, request: EngineRequest) -> Answer:
     tokens: list[int] = []
     found = Answer([tokens], [None])
-    async for update in engine.generate(EngineRequest(request_id, prompt, sampling)):
+    async for update in engine.generate(request):
         tokens += update.token_ids
         found.ends = [update.finish_reason]
         if update.logprobs:
             found.positions += map(_numbers, logprobs_by_id(update.token_ids, update.logprobs, None))
         if update.prompt_logprobs:
-            found.values += _scores(logprobs_by_id(prompt[1:], update.prompt_logprobs, None))
+            found.values += _scores(logprobs_by_id(request.prompt_token_ids[1:], update.prompt_logprobs, None))
     return found
 
 

@@ -51,6 +51,16 @@ def test_scales_of_rounded_weights_are_counted(plan_of: Any) -> None:
     assert rounded["mlp"] == floats["mlp"] / 2 * (4 + 16 / 32) / 8
 
 
+def test_slots_of_adapters_are_counted_as_they_are_allocated(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), device="cpu", enable_lora=True, max_loras=3, max_lora_rank=20)
+    plan = make_plan(config, planning.cpu_here())
+    runner = build_runner(tiny_model, read_spec(tiny_model), runner_options(config, read_spec(tiny_model), False))
+    slots = runner.adapters
+    assert slots is not None
+    assert plan.adapters == slots._values.nbytes + slots._floats.nbytes
+    runner.close()
+
+
 def test_compressed_experts_are_counted(plan_of: Any) -> None:
     floats, compressed = (plan_of("qwen3-30b-a3b", compress_experts=on) for on in (False, True))
     assert compressed.weights["experts"] == pytest.approx(0.755 * floats.weights["experts"])

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.adapters import PREFIX
+from engine.models.adapters import PREFIX, AdapterLayout
+from engine.models.families import read_spec
 from engine.models.lora import WEIGHTS
+from engine.models.weights import decoder_of_shapes
 from kernels.data.lora import LoraWeights, RowGroup
 
 
@@ -91,3 +93,15 @@ def merge(stored: dict[str, Tensor], adapter: dict[str, Tensor], scale: float) -
             matrix = matrix * (magnitude / matrix.norm(dim=1)).unsqueeze(1)
         result[module + ".weight"] = matrix.to(stored[module + ".weight"].dtype)
     return result
+
+
+def write_random_adapter(folder: Path, model: Path, rank: int, seed: int, size: float = 0.5) -> Path:
+    """Write an adapter of all layers of a model's folder that may have one. `size`: of its changes."""
+    spec = read_spec(model)
+    layout = AdapterLayout(decoder_of_shapes(spec, torch.float32, model), spec, rank, torch.float32)
+    shapes = {
+        name: (target.part.rows.total, layout.layers[target.layer].linear.columns.total)
+        for name, (target, *_) in layout.targets.items()
+    }
+    tensors = random_adapter(shapes, rank, torch.Generator().manual_seed(seed))
+    return write_adapter(folder, {"r": rank, "lora_alpha": rank * size}, tensors)

@@ -109,7 +109,7 @@ class FakeEngine:
         self.priorities: list[int] = []
         self.ended: dict[str, int] = {}  # tokens that each request got
         self.num_resets = 0  # of the prefix cache
-        self.serves_adapters = False
+        self.max_loras = 0  # no adapters are served
         self.adapters: list[str | None] = []  # names, of each request's
         self.sleep_level = 0
         self.cannot_sleep = ""  # why

@@ -34,6 +34,12 @@ def test_a_model_on_a_gpu(tmp_path: Path, capsys: Capture) -> None:
     assert fitting.rstrip().endswith(f"quire serve {model} --hf-overrides '{overrides}' --quantization fp8")
 
 
+def test_slots_of_adapters(tmp_path: Path, capsys: Capture) -> None:
+    model = str(model_folder("llama-3.1-8b", tmp_path))
+    assert main(["plan", model, "--gpu", "h200", "--enable-lora", "--max-loras", "8"]) == 0
+    assert "8 × 90.5 MiB: up to rank 16" in capsys.readouterr().out
+
+
 def test_as_json(tmp_path: Path, capsys: Capture) -> None:
     model = str(model_folder("llama-3.1-8b", tmp_path))
     assert main(["plan", "--model", model, "--gpu", "h200", "--json"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 @contextmanager
 def served(**settings: Any) -> Iterator[tuple[TestClient, FakeEngine]]:
     engine = FakeEngine()
-    engine.serves_adapters = True
+    engine.max_loras = 4
     with TestClient(create_app(engine, ServerConfig(**settings)), base_url="http://127.0.0.1") as client:
         yield client, engine
 
@@ -93,6 +94,28 @@ def test_every_api_takes_an_adapter_as_model(folder: Path, path: str, body: dict
         assert response.status_code == 200, response.text
         assert engine.adapters in ([], ["sql"])
         assert bool(engine.adapters) == ("token" not in path)
+
+
+def test_metrics_name_the_adapters_in_use(folder: Path) -> None:
+    def look(client: TestClient) -> str:
+        lines = client.get("/metrics").text.splitlines()
+        [line] = [each for each in lines if each.startswith("vllm:lora_requests_info{")]
+        return line.partition("}")[0]
+
+    names = [f"{name}={folder / name}" for name in ("sql", "poems")]
+    with served(lora_modules=tuple(names)) as (client, engine):
+        before = look(client)
+        assert before.endswith('max_lora="4",running_lora_adapters="",waiting_lora_adapters=""')
+        engine.holds = True
+        body = {"model": "sql", "prompt": "Hi", "request_id": "held"}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.post, "/v1/completions", json=body)
+            while look(client) == before:
+                pass
+            assert 'running_lora_adapters="",waiting_lora_adapters="sql"' in look(client)
+            assert client.post("/v1/requests/cmpl-held/abort").status_code == 200
+            assert answer.result().status_code == 200
+        assert look(client) == before
 
 
 def test_ollama_lists_adapters(folder: Path) -> None:
@@ -204,7 +227,7 @@ def test_two_configured_adapters_have_different_names(folder: Path) -> None:
 
 def test_a_server_without_adapters_says_so(folder: Path) -> None:
     with served(lora_folder=str(folder)) as (client, engine):
-        engine.serves_adapters = False
+        engine.max_loras = 0
         response = load(client, "a", "sql")
         assert response.status_code == 400
         assert "--enable-lora" in message(response)

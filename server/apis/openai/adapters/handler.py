@@ -19,7 +19,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
 
     def check(caller: Caller, what: str) -> None:
         check_admin(caller, what)
-        if not server.engine.serves_adapters:
+        if not server.engine.max_loras:
             raise APIError(400, "this server serves no LoRA adapters: start it with --enable-lora", lead=None)
 
     @app.post("/v1/load_lora_adapter", response_model=None)
