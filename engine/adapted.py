@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import Adapter
@@ -48,7 +49,7 @@ class AdaptedRequests:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._used: OrderedDict[str, None] = OrderedDict()  # versions of adapters in slots, least recently used first
         # In host memory, or being read; the least recently used first.
-        self._loaded: OrderedDict[str, tuple[Adapter, Future[None]]] = OrderedDict()
+        self._loaded: OrderedDict[str, tuple[Adapter, Future[Any]]] = OrderedDict()
         self._held: dict[str, _Held] = {}  # by version, in order of the oldest request
         self._adapter_of: dict[str, str] = {}  # request id → version, of all unfinished requests
 
@@ -62,7 +63,7 @@ class AdaptedRequests:
         running = [slot.adapter.name for slot in self._slots if slot.adapter is not None and slot.users]
         return sorted(running), sorted(held.adapter.name for held in self._held.values())
 
-    def load(self, adapter: Adapter) -> Future[None]:
+    def load(self, adapter: Adapter) -> Future[Any]:
         """Begin to read an adapter into host memory, if it is not there. The result is a `ModelError` if it is bad."""
         version = adapter.version
         found = self._loaded.get(version)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -207,7 +207,7 @@ class Engine:
             raise ValueError("adapters are not served: start the engine with enable_lora")
         reason: Future[str] = Future()
 
-        def done(ready: Future[None]) -> None:
+        def done(ready: Future[Any]) -> None:
             error = ready.exception()
             if error is None or isinstance(error, ModelError):
                 reason.set_result("" if error is None else str(error))

@@ -28,8 +28,7 @@ DUMMY = Adapter("", "", "")  # that dummy requests have
 class _Held:
     """An adapter in host memory, or one that a thread is reading."""
 
-    loaded: LoadedAdapter
-    ready: Future[None]
+    ready: Future[LoadedAdapter]
     copied: Event | None = None  # the device has read it, as far as it was to
 
 
@@ -72,16 +71,14 @@ class AdapterSlots:
             ends = packed[segment + 1 : segment + num_seqs + 1]
             index = torch.arange(num_tokens, dtype=ends.dtype, device=ends.device)
             slots = slots[torch.searchsorted(ends, index, right=True).clamp(max=num_seqs - 1)]
-        return kernels.AdapterTokens.of(slots.int(), self._options.num_slots)
+        return kernels.AdapterTokens(slots.int(), self._options.num_slots)
 
-    def load(self, adapter: Adapter) -> Future[None]:
+    def load(self, adapter: Adapter) -> Future[LoadedAdapter]:
         """Begin to read an adapter into host memory. The result is a `ModelError` if it cannot be used."""
         if (held := self._held.get(adapter.version)) is not None:
             return held.ready
-        spare = self._spare.popleft() if self._spare else None
-        loaded = self._allocated() if spare is None else spare.loaded
-        ready = self._thread.submit(self._read, adapter, loaded, None if spare is None else spare.copied)
-        self._held[adapter.version] = _Held(loaded, ready)
+        ready = self._thread.submit(self._read, adapter, self._spare.popleft() if self._spare else None)
+        self._held[adapter.version] = _Held(ready)
         return ready
 
     def _allocated(self) -> LoadedAdapter:
@@ -92,30 +89,32 @@ class AdapterSlots:
         )
 
     @torch.inference_mode()
-    def _read(self, adapter: Adapter, into: LoadedAdapter, free: Event | None) -> None:
-        """Read an adapter into memory whose content the device has read after `free`."""
-        if free is not None:
-            free.synchronize()
+    def _read(self, adapter: Adapter, spare: _Held | None) -> LoadedAdapter:
+        """Read an adapter into new memory, or that of a dropped one once the device has read it."""
+        if spare is not None and spare.copied is not None:
+            spare.copied.synchronize()
         folder = Path(adapter.path)
         if adapter_version(folder) != adapter.version:
             raise ModelError(f"{folder}: its files have changed since the adapter was loaded; load it again")
+        into = self._allocated() if spare is None else spare.ready.result()
         self.layout.read(folder, into)
+        return into
 
     def drop(self, adapter: Adapter) -> None:
         """Forget an adapter in host memory. Unknown ones are ignored; one that is in a slot stays there."""
         held = self._held.pop(adapter.version, None)
         if held is not None:
             held.ready.cancel()
-            if held.ready.done():
+            if held.ready.done() and not held.ready.cancelled() and held.ready.exception() is None:
                 self._spare.append(held)
 
     @torch.inference_mode()
     def place(self, adapter: Adapter, slot: int) -> None:
         """Queue the copy of an adapter in host memory to a slot that no unfinished request uses."""
         held = self._held[adapter.version]
-        held.ready.result()
+        loaded = held.ready.result()
         self._slots = {version: at for version, at in self._slots.items() if at != slot}
-        self.layout.place(held.loaded, slot, self._values, self._floats)
+        self.layout.place(loaded, slot, self._values, self._floats)
         held.copied = self._device.record_event()
         self._slots[adapter.version] = slot
 

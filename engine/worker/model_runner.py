@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class ModelRunner:
         self._sampling.clear()
         self.device.reset_peak_memory()
 
-    def load_adapter(self, adapter: Adapter) -> Future[None]:
+    def load_adapter(self, adapter: Adapter) -> Future[Any]:
         """See `AdapterSlots.load`."""
         return self._slots.load(adapter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -53,27 +54,36 @@ class LoraWeights:
         return torch.tensor(blocks, dtype=torch.int32, device=device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterTokens:
-    """The slots of a step's T tokens, and the tokens sorted by slot in tiles that have one slot each.
+class Tiles(NamedTuple):
+    """Tokens sorted by slot, and tiles of them that have one slot each."""
 
-    All shapes depend on T alone, so that a CUDA graph can compute them.
-    """
-
-    slots: Tensor  # [T] int32: -1: no adapter
     order: Tensor  # [T] int32: tokens sorted by slot, those without an adapter last
     tiles: Tensor  # [N, 3] int32: slot, first and end in `order`; slot -1: an unused tile
-    tile_tokens: int  # most tokens of a tile
-    num_slots: int
+    size: int  # most tokens of a tile
+
+
+class AdapterTokens:
+    """The slots of a step's T tokens. What kernels need of them is computed once, when the first layer asks for it."""
+
+    def __init__(self, slots: Tensor, num_slots: int) -> None:
+        """slots [T] int32: of each token, below `num_slots`; -1: no adapter."""
+        self.slots, self.num_slots = slots, num_slots
 
     def __getitem__(self, tokens: slice | Tensor) -> AdapterTokens:
-        """Return the slots of some of the tokens, sorted anew."""
-        return AdapterTokens.of(self.slots[tokens], self.num_slots)
+        """Return the slots of some of the tokens."""
+        return AdapterTokens(self.slots[tokens], self.num_slots)
 
-    @classmethod
-    def of(cls, slots: Tensor, num_slots: int) -> AdapterTokens:
-        """slots [T] int32, each below `num_slots`. Does not wait for the device."""
-        count, device = len(slots), slots.device
+    @cached_property
+    def by_slot(self) -> list[tuple[int, Tensor | None]]:
+        """The slots in use, with the indices of their tokens; None: all tokens. Waits for the device."""
+        used = [slot for slot in self.slots.unique().tolist() if slot >= 0]
+        found = [(slot, (self.slots == slot).nonzero().flatten()) for slot in used]
+        return [(slot, None if len(at) == len(self.slots) else at) for slot, at in found]
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Computed without waiting for the device, in shapes that depend on T alone: a CUDA graph can do so."""
+        slots, num_slots, count, device = self.slots, self.num_slots, len(self.slots), self.slots.device
         size = LARGE_TILE if count >= LARGE_STEP else SMALL_TILE
         keys = torch.where(slots < 0, num_slots, slots).long()
         order = torch.argsort(keys, stable=True)
@@ -88,4 +98,4 @@ class AdapterTokens:
         end = torch.minimum(first + size, token_ends[slot])
         used = found < num_slots
         tiles = torch.stack([torch.where(used, each, no) for each, no in ((slot, -1), (first, 0), (end, 0))], 1)
-        return cls(slots, order.int(), tiles.int(), size, num_slots)
+        return Tiles(order.int(), tiles.int(), size)

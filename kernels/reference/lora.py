@@ -14,10 +14,8 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
     y → factor · y + up · (down · x) + shift of the token's slot; y stays as it is for tokens without an adapter.
     """
     rank = weights.rank
-    for slot in tokens.slots.unique().tolist():
-        if slot < 0:
-            continue
-        at = (tokens.slots == slot).nonzero().flatten()
+    for slot, some in tokens.by_slot:
+        at: Tensor | slice = slice(None) if some is None else some
         inner = to_wide(x[at]) @ to_wide(weights.down[slot]).T
         inner = to_wide(inner.to(y.dtype))
         result = to_wide(y[at]) * weights.factor[slot] + weights.shift[slot]

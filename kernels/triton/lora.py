@@ -102,7 +102,8 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
     assert x.stride(1) == y.stride(1) == 1
     assert weights.factor.stride() == weights.shift.stride()
     num_ranks, channels = weights.down.shape[1:]
-    rank, (num_tiles, tile) = weights.rank, (len(tokens.tiles), tokens.tile_tokens)
+    rank, (order, tiles, tile) = weights.rank, tokens.tiles
+    num_tiles = len(tiles)
     block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
     num_parts = cdiv(num_ranks, block_ranks)
     splits = _num_splits(num_tiles * num_parts, channels, x.device)
@@ -112,13 +113,13 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     options = pdl_options(x.device)
     _down_kernel[num_tiles, num_parts, splits](
-        x, weights.down, tokens.order, tokens.tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
+        x, weights.down, order, tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
         NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=64, PRECISION=precision, num_warps=4,
         **options,
     )  # fmt: skip
     block_ranks = min(max(next_power_of_2(rank), 16), MAX_RANKS)
     _up_kernel[num_tiles, len(weights.blocks)](
-        y, inner, weights.up, weights.factor, weights.shift, tokens.order, tokens.tiles, weights.blocks,
+        y, inner, weights.up, weights.factor, weights.shift, order, tiles, weights.blocks,
         y.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
         NUM_RANKS=num_ranks, RANK=rank, TILE=tile, BLOCK_N=BLOCK_ROWS, BLOCK_R=block_ranks,
         PRECISION=precision, num_warps=4, **options,

@@ -43,7 +43,7 @@ def check_lora_kernels(
                 label = f"lora {name}, rank {rank}, {dtype}: {count} tokens, {kind}"
                 if not checks.wants(label):
                     continue
-                tokens = kernels.AdapterTokens.of(slots, NUM_SLOTS)
+                tokens = kernels.AdapterTokens(slots, NUM_SLOTS)
                 want = merged(y, x, weights, slots)
                 got = kernels.lora_add(y.clone(), x, weights, tokens)
                 used = len(slots[slots >= 0].unique())

@@ -386,7 +386,7 @@ class RankedRunner:
         for follower in self.followers:
             follower.send(data)
 
-    def load_adapter(self, adapter: Adapter) -> Future[None]:
+    def load_adapter(self, adapter: Adapter) -> Future[Any]:
         """See `AdapterSlots.load`. Each rank reads its part of the files in a thread."""
         self._tell(AdapterCall("load_adapter", (adapter,)))
         return self._runner.load_adapter(adapter)

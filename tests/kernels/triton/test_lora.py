@@ -30,7 +30,7 @@ def test_adapters_change_their_tokens_as_merged_matrices_do(
     x = torch.randn(num_tokens, channels + 8).to(dtype)[:, :channels]  # rows that lie apart
     y = torch.randn(num_tokens, sum(group_rows) + 8).to(dtype)[:, : sum(group_rows)]
     want = merged(y, x, weights, slots)
-    got = lora_add(y, x, weights, AdapterTokens.of(slots, 4))
+    got = lora_add(y, x, weights, AdapterTokens(slots, 4))
     assert got is y
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
@@ -40,7 +40,7 @@ def test_large_steps_have_large_tiles() -> None:
     torch.manual_seed(0)
     slots = torch.full((1030,), -1, dtype=torch.int32)
     slots[500:600] = 1
-    weights, tokens = random_slots(2, 16, 64, (64,)), AdapterTokens.of(slots, 2)
+    weights, tokens = random_slots(2, 16, 64, (64,)), AdapterTokens(slots, 2)
     x, y = torch.randn(1030, 64), torch.randn(1030, 64)
     want = merged(y, x, weights, slots)
     torch.testing.assert_close(lora_add(y, x, weights, tokens).double(), want, atol=1e-5, rtol=1e-5)
