@@ -48,8 +48,7 @@ class AdapterSlots:
         self._values = torch.empty(num_slots, self.layout.num_values, dtype=dtype, device=where)
         self._floats = torch.empty(num_slots, self.layout.num_floats, dtype=torch.float32, device=where)
         self.layout.attach(self._values, self._floats)
-        # Version of an adapter → its slot; the empty first slot serves dummy runs.
-        self._slots: dict[str, int] = {DUMMY.version: 0}
+        self._slots: dict[str, int] = {}  # version of an adapter → its slot
         self._held: dict[str, _Held] = {}
         self._spare: deque[_Held] = deque()  # dropped adapters, whose memory can be used again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -59,8 +58,10 @@ class AdapterSlots:
         return self.layout.slot_bytes
 
     def slot_of(self, adapter: Adapter | None) -> int:
-        """Return the slot of a request's adapter, which is in one; -1: it has none."""
-        return -1 if adapter is None else self._slots[adapter.version]
+        """Return the slot of a request's adapter, which is in one; -1: it has none. Dummy runs use any slot."""
+        if adapter is None:
+            return -1
+        return 0 if adapter is DUMMY else self._slots[adapter.version]
 
     def tokens(
         self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, state: RowState
