@@ -22,7 +22,7 @@ class StateContext:
     rows: Tensor  # [B] int32
     query_start: Tensor  # [B + 1] int32: sequence i has the tokens [query_start[i], query_start[i + 1])
     context_lens: Tensor  # [B] int32: number of tokens including the step's; arbitrary in padding rows
-    sequence_of: Tensor  # [T] int32: the sequence of each token
+    sequence_of: Tensor  # [T] int32: the sequence of each token, the last one where none has it
     block_size: int
     only_decodes: bool = False  # each sequence has exactly one token
 
@@ -42,7 +42,7 @@ class StateContext:
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
         sequence_of = tokens
         if not only_decodes:
-            sequence_of = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True, out_int32=True)
+            sequence_of = torch.searchsorted(query_start[1:-1].contiguous(), tokens, right=True, out_int32=True)
         return cls(block_tables, rows, query_start, context_lens, sequence_of, block_size, only_decodes)
 
 

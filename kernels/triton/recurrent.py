@@ -53,9 +53,9 @@ def _causal_conv_kernel(
     is_token, is_channel = token < num_tokens, channel < num_channels
     sequence = tl.load(sequence_of + token, mask=is_token, other=0)
     row = tl.load(rows + sequence)
-    real = is_token & (row < num_rows - 1)
     start = tl.load(query_start + sequence)
     end = tl.load(query_start + sequence + 1)
+    real = is_token & (row < num_rows - 1) & (token < end)
     first = tl.where(real, tl.load(context_lens + sequence, mask=real, other=0) - (end - start), 0)
     position = first + token - start
     table = block_tables + row.to(tl.int64) * stride_table

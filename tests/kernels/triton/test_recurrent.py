@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import recurrent as cpu
-from kernels.data.state import DeltaStates
+from kernels.data.state import DeltaStates, StateContext
 from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule
 from tests.oracles.state_steps import StateSteps
 
@@ -131,3 +131,22 @@ def test_gated_rms_norm(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         recurrent.gated_rms_norm(x, gate, weight, 1e-6), expected, atol=tolerance, rtol=tolerance
     )
+
+
+def test_steps_whose_sequences_have_no_tokens_change_no_state() -> None:
+    """Graphs are captured with such a step, all zeros."""
+    zeros = torch.zeros(9, dtype=torch.int32)
+    context = StateContext.of_step(zeros[:8].view(4, 2), zeros[:4], zeros[:5], zeros[:4], 40, 16)
+    assert context.sequence_of.max() < 4
+    x, inputs = torch.randn(40, 72), torch.full((2, 4, 24), 7.0)
+    recurrent.short_conv(x, torch.randn(24, 3), None, inputs, context)
+    recurrent.causal_conv(x[:, :24], torch.randn(24, 4), inputs, context)
+    states = DeltaStates(
+        torch.full((2, 2, 8, 8), 7.0),
+        torch.full((2, 16, 1, 8), 7.0),
+        torch.full((2, 16, 2, 8), 7.0),
+        inputs.new_full((2, 16, 2), 7.0),
+    )
+    delta.delta_rule(x[:, :32], x[:, :4], torch.ones(2), torch.zeros(2), states, context)
+    for each in (inputs, states.before, states.keys, states.updates, states.decays):
+        assert (each == 7).all()
