@@ -53,6 +53,7 @@ constexpr int side_by_side(Kind kind, int tokens) {
 }
 constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;  // side by side: few registers have no room for both, widened
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
+constexpr int MANY = 3;             // tokens of a register tile that leave time to ask for what comes much later, too
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
 
 inline uint32_t word(const char* p) { return load<uint32_t>(p); }
@@ -62,15 +63,22 @@ template <class V> __attribute__((always_inline)) inline void load_line(const ch
     each<WIDE>([&](auto n) { v[n] = load<V>(at + n * VECTOR); });
     each<(LINE + 63) / 64>([&](auto n) { __builtin_prefetch(at + n * 64 + AHEAD); });
 }
+template <int M> __attribute__((always_inline)) inline void ask_for(const char* at, int bytes) {  // the second cache shall have it
+    if constexpr (M >= MANY)
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
 
 inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >> w.kind; }  // a kind has half the bits of the last
 
 template <int M> using Sums = Floats[M][WIDE];  // of M tokens
 
-// J tiles, one behind the other, of W in float32 or bfloat16 (T), x in float32: sums [J, M].
-template <class T, int M, int J> inline void dot_floats(const Weight& w, const char* at, const char* const* x, Sums<M>* acc) {
+// J tiles, one behind the other, of W in float32 or bfloat16 (T), x in float32: sums [J, M]. What lies `next` bytes behind them is
+// asked for meanwhile.
+template <class T, int M, int J>
+inline void dot_floats(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>* acc) {
     const int64_t tile = tile_bytes(w);
-    for (int64_t k = 0; k < w.channels; ++k, at += TILE_ROWS * sizeof(T))
+    for (int64_t k = 0; k < w.channels; ++k, at += TILE_ROWS * sizeof(T)) {
+        ask_for<M>(at + next, TILE_ROWS * sizeof(T));
         each<J>([&](auto j) {
             const T* line = (const T*)(at + j * tile);
             Floats v[WIDE];
@@ -81,12 +89,14 @@ template <class T, int M, int J> inline void dot_floats(const Weight& w, const c
                 each<WIDE>([&](auto n) { acc[j][m][n] += v[n] * y; });
             });
         });
+    }
 }
 
-template <int M> inline void dot_pairs(const Weight& w, const char* at, const char* const* x, Sums<M>& acc) {
+template <int M> inline void dot_pairs(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels / 2; ++k, at += LINE) {
         Words v[WIDE];
         load_line(at, v);
+        ask_for<M>(at + next, LINE);
         if constexpr (DOTS_BF16) {
             each<M>([&](auto m) {
                 uint32_t y = word(x[m] + k * 4);
@@ -192,14 +202,15 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
         });
 }
 
-// The products of M tokens, from `token` on, and J tiles: [J, M, WIDE].
-template <Kind KIND, class SCALES, int M, int J = 1> void multiply(const Weight& w, const Rows& rows, int tile, int token, Floats* to) {
+// The products of M tokens, from `token` on, and J tiles: [J, M, WIDE]. `next`: see `dot_floats`; of codes there are too few bytes.
+template <Kind KIND, class SCALES, int M, int J = 1>
+void multiply(const Weight& w, const Rows& rows, int tile, int token, int64_t next, Floats* to) {
     const char *at = w.data + tile * tile_bytes(w), *x[M];
     each<M>([&](auto m) { x[m] = rows.data + (token + m) * rows.row_bytes; });
     Sums<M> acc[J] = {};
-    if constexpr (KIND == FLOAT32) dot_floats<float, M, J>(w, at, x, acc);
-    else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M, J>(w, at, x, acc);
-    else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, x, *acc);
+    if constexpr (KIND == FLOAT32) dot_floats<float, M, J>(w, at, next, x, acc);
+    else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M, J>(w, at, next, x, acc);
+    else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, next, x, *acc);
     else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, *acc);
     each<WIDE>([&](auto n) {
         Floats scale = all(1.0f);
@@ -208,7 +219,7 @@ template <Kind KIND, class SCALES, int M, int J = 1> void multiply(const Weight&
     });
 }
 
-using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, Floats* to);
+using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, int64_t next, Floats* to);
 template <Kind KIND, class SCALES> Multiply multiply_codes(int tokens) {
     return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
          : multiply<KIND, SCALES, tall(KIND)>;
@@ -275,14 +286,16 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
-// All tokens of some tiles, which stay in the core's cache meanwhile.
-template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tiles, int tokens) {
+// All tokens of some tiles, which stay in the core's cache meanwhile. The first tokens wait for the memory; from then on it brings
+// `next`, the tile that this thread will probably read after them.
+template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tiles, int next, int tokens) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
     for (int token = 0, m; token < tokens; token += m) {
         m = tokens_at_once(w.kind, tokens - token);
         const Multiply multiply = multiply_for(w, m, tiles);
-        multiply(w, rows, tile, token, acc);
-        if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, up);
+        const int64_t ahead = token ? (next - tile) * tile_bytes(w) : AHEAD;
+        multiply(w, rows, tile, token, ahead, acc);
+        if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, ahead, up);
         for (int j = 0; j < tiles; ++j) finish(w, out, tile + j, token, m, acc + j * m * WIDE, up + j * m * WIDE);
     }
 }
@@ -370,7 +383,8 @@ template <class T, class W> void product(const Product& p) {
         const int end = int(i + 1) * piece < tiles ? int(i + 1) * piece : tiles;
         for (int tile = int(i) * piece, count; tile < end; tile += count) {
             count = tile + together <= end ? together : 1;
-            all_tokens(w, rows, out, tile, count, p.tokens);
+            const int next = tile + count < end ? tile + count : end + (pool.threads - 1) * piece;
+            all_tokens(w, rows, out, tile, count, next, p.tokens);
         }
     });
 }
