@@ -27,6 +27,7 @@ from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
+from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
@@ -58,6 +59,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "latent": (check_latent,),
     "lora": (check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
+    "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
     "graphs": (check_graphs,),
     "story": (check_story,),
@@ -77,7 +79,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="cpu: attention, prefill, products, formats, families, experts, lora, windows, story, ranks, faults only",
+        help="cpu: attention, prefill, products, formats, families, experts, lora, windows, drafts, story, ranks and "
+        "faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

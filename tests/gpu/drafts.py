@@ -1,0 +1,132 @@
+"""Drafts on the device: answers with and without them, and what they cost and gain."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_shapes import model_folder
+from engine import LLM, SamplingParams
+from engine.core.drafts.policy import DraftPolicy
+from tests.gpu.checks import Checks
+from tests.oracles.families import VOCAB, make_checkpoint
+from tests.support.drafts import Answers
+
+FAMILIES = ("qwen3", "mistral-window", "qwen3_moe", "glm4_moe_lite")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "filters": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "logprobs": 2},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.2},
+}
+SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", (1, 8, 64), 200
+LEAST_RATIO = 0.98  # of the speed without drafts, if none is right
+
+
+def policy_of(llm: LLM) -> DraftPolicy:
+    policy = llm._engine.scheduler._drafts
+    assert policy is not None
+    return policy
+
+
+def use(llm: LLM, policy: DraftPolicy | None) -> None:
+    """Let the engine have drafts by this policy, or none."""
+    scheduler = llm._engine.scheduler
+    scheduler._drafts = scheduler._steps._drafts = policy
+
+
+def check_draft_texts(checks: Checks) -> None:
+    """Float32: the same tokens with and without drafts, in graphs and kernel by kernel, several kinds of attention."""
+    if importlib.util.find_spec("transformers") is None:
+        print("left out: texts with drafts (transformers is not installed)")
+        return
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(2, 60))] for _ in range(12)]
+    for name in FAMILIES:
+        if not checks.wants(f"drafts of {name}"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(name, Path(folder))
+            for eager in (True, False):
+                _check_texts(checks, f"drafts of {name}, {'eager' if eager else 'graphs'}", folder, prompts, eager)
+
+
+def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]], eager: bool) -> None:
+    config = {"num_speculative_tokens": 5, "enable_adaptive_verification": False}
+    llm = LLM(
+        model=folder, device=checks.device, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
+        max_num_seqs=12, max_num_batched_tokens=256, num_gpu_blocks_override=400, enforce_eager=eager,
+        debug_checks=True, speculative_config=config,
+    )  # fmt: skip
+    policy, answers = policy_of(llm), Answers()
+    policy._proposer = answers
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    for kind, fields in KINDS.items():
+        params = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, detokenize=False, **fields)
+        use(llm, None)
+        expected = [a.outputs[0].token_ids for a in llm.generate(given, params, use_tqdm=False)]
+        answers.answers = {(tuple(p), 6): list(tokens) for p, tokens in zip(prompts, expected, strict=True)}
+        use(llm, policy)
+        for answers.truth in (0.0, 0.8):
+            llm.reset_prefix_cache()
+            before = policy.counts.num_accepted_tokens
+            got = [a.outputs[0].token_ids for a in llm.generate(given, params, use_tqdm=False)]
+            differing = sum(a != b for a, b in zip(expected, got, strict=True)) / len(prompts)
+            checks.add(f"{name}, {kind}, {answers.truth:.0%} right: texts differ", differing, 0.0)
+            accepted = policy.counts.num_accepted_tokens - before
+            checks.saw(f"{name}, {kind}: accepted", (accepted > 100) == (answers.truth > 0), str(accepted))
+    llm.close()
+
+
+def check_draft_speed(checks: Checks) -> None:
+    """A model's shape in bfloat16, dummy weights: tokens per second with drafts beside without, by turns."""
+    if checks.device == "cpu":
+        print("left out: speed with drafts (there is no GPU)")
+        return
+    if not checks.wants("drafts: speed"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            model=str(model_folder(SHAPE, Path(folder))), device=checks.device, load_format="dummy",
+            skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False,
+            speculative_config={"num_speculative_tokens": 8},
+        )  # fmt: skip
+        policy, answers = policy_of(llm), Answers()
+        policy._proposer = answers
+        rng = random.Random(7)
+        for num in STREAMS:
+            prompts = [[rng.randrange(1, 30_000) for _ in range(64)] for _ in range(num)]
+            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=6, ignore_eos=True, detokenize=False)
+            use(llm, None)
+            tokens, _ = _timed(llm, prompts, params)
+            answers.answers = {(tuple(p), 6): list(t) for p, t in zip(prompts, tokens, strict=True)}
+            for truth, least in ((0.0, LEAST_RATIO), (0.9, 1.0)):
+                answers.truth, ratios = truth, list[float]()
+                use(llm, policy)
+                _timed(llm, prompts, params)
+                for _ in range(3):
+                    use(llm, None)
+                    _, plain = _timed(llm, prompts, params)
+                    use(llm, policy)
+                    _, drafted = _timed(llm, prompts, params)
+                    ratios.append(plain / drafted)
+                ratio, speed = sorted(ratios)[1], num * NUM_TOKENS / plain
+                what = f"{ratio:.2f} of {speed:,.0f} tokens/s; step times {_costs(policy)}"
+                checks.saw(f"drafts: speed of {num} streams, {truth:.0%} right", ratio >= least, what)
+        llm.close()
+
+
+def _timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
+    start = time.perf_counter()
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in found], time.perf_counter() - start
+
+
+def _costs(policy: DraftPolicy) -> str:
+    def shown(times: dict[int, Any]) -> str:
+        return ", ".join(f"{size}: {1e3 * each.seconds:.2f}" for size, each in sorted(times.items()) if each.seconds)
+
+    return f"plain {shown(policy._costs._plain)}; drafts {shown(policy._costs._drafted)} ms"
