@@ -279,6 +279,10 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
     return Quantization(method="mxfp4", schemes=((("re:.*\\.mlp\\.experts\\.",), scheme),))
 
 
+def _bitsandbytes(config: Mapping[str, Any]) -> None:
+    """nf4, fp4 and int8 of bitsandbytes: become floats; --quantization int4 or int8 quantises them once more."""
+
+
 def _auto_round(config: Mapping[str, Any]) -> Quantization:
     """int4 and int8 of Intel's auto-round, packed as GPTQ's or AWQ's."""
     packing = _choice(config, "packing_format", tuple(AUTO_ROUND))
@@ -427,6 +431,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
     "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
     "gguf": _gguf,
 }

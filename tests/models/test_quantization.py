@@ -114,7 +114,7 @@ AT = "'config_groups.group_0.weights."
             {},
             "'quant_method' None is not supported; supported: fp8, fbgemm_fp8, compressed-tensors, awq, gptq, modelopt",
         ),
-        ({"quant_method": "bitsandbytes"}, "'quant_method' 'bitsandbytes' is not supported; supported: fp8"),
+        ({"quant_method": "hqq"}, "'quant_method' 'hqq' is not supported; supported: fp8"),
         ({"quant_method": "awq", "bits": 3}, "'bits' 3 is not supported; supported: 4"),
         ({"quant_method": "awq", "version": "gemv"}, "'version' 'gemv' is not supported; supported: gemm"),
         ({"quant_method": "gptq", "bits": 2}, "'bits' 2 is not supported; supported: 4, 8"),

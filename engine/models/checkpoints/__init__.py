@@ -7,10 +7,12 @@ from pathlib import Path
 from engine.models.checkpoints.base import Checkpoint as Checkpoint
 from engine.models.checkpoints.base import RandomWeights as RandomWeights
 from engine.models.checkpoints.base import StoredTensor as StoredTensor
+from engine.models.checkpoints.bitsandbytes import BitsAndBytesFolder as BitsAndBytesFolder
 from engine.models.checkpoints.gguf import GGUFCheckpoint as GGUFCheckpoint
 from engine.models.checkpoints.memory import NamedTensors as NamedTensors
 from engine.models.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from engine.models.errors import ModelError
+from engine.models.files import QUANTIZATION, read_config
 from engine.models.gguf.folder import is_derived
 from engine.models.quantization import NamedQuantization, Quantization
 
@@ -29,4 +31,6 @@ def open_checkpoint(
     if is_derived(folder):
         schemes = quantization.schemes if isinstance(quantization, NamedQuantization) else ()
         return GGUFCheckpoint(folder, keeps={scheme.block for _, scheme in schemes})
-    return SafetensorsFolder(folder)
+    config = read_config(folder).get(QUANTIZATION)
+    decodes = isinstance(config, dict) and config.get("quant_method") == "bitsandbytes"
+    return (BitsAndBytesFolder if decodes else SafetensorsFolder)(folder)
