@@ -60,7 +60,7 @@ def _delta_rule_kernel(
     block = tl.load(table + first_index, mask=is_real, other=0).to(tl.int64)
     at_state = head.to(tl.int64) * (DK * DV) + tl.trans(k_at) * DV + v_at  # [K, V]
     is_state = tl.trans(is_k) & is_v
-    is_there = is_real & (first > 0) & (first_index > 0)
+    is_there = is_real & (end > start) & (first > 0) & (first_index > 0)
     state = tl.load(before + block * (NUM_VALUES * DK * DV) + at_state, mask=is_state & is_there, other=0.0)
 
     for index in range(first_index, last_index + 1):

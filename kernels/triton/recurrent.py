@@ -55,7 +55,7 @@ def _causal_conv_kernel(
     row = tl.load(rows + sequence)
     start = tl.load(query_start + sequence)
     end = tl.load(query_start + sequence + 1)
-    real = is_token & (row < num_rows - 1) & (token < end)
+    real = is_token & (row < num_rows - 1) & (token >= start) & (token < end)
     first = tl.where(real, tl.load(context_lens + sequence, mask=real, other=0) - (end - start), 0)
     position = first + token - start
     table = block_tables + row.to(tl.int64) * stride_table

@@ -150,3 +150,19 @@ def test_steps_whose_sequences_have_no_tokens_change_no_state() -> None:
     delta.delta_rule(x[:, :32], x[:, :4], torch.ones(2), torch.zeros(2), states, context)
     for each in (inputs, states.before, states.keys, states.updates, states.decays):
         assert (each == 7).all()
+
+
+@pytest.mark.parametrize("only_decodes", [False, True])
+def test_sequences_without_tokens_read_and_write_nothing(only_decodes: bool) -> None:
+    """The steps from which graphs are captured have the size of real ones, and rows that compute nothing."""
+    zeros = torch.zeros(4, dtype=torch.int32)
+    table = torch.full((2, 3), 99, dtype=torch.int32)
+    num_tokens = 3 if only_decodes else 8
+    sequences = table, zeros[:3], zeros, zeros[:3] + 40
+    context = StateContext.of_step(*sequences, num_tokens, 16, only_decodes=only_decodes)
+    assert context.sequence_of.max() < 3
+    x, weight, inputs = torch.randn(num_tokens, 48), torch.randn(16, 3), torch.full((1, 4, 16), torch.nan)
+    assert recurrent.short_conv(x, weight, None, inputs, context).count_nonzero() == 0
+    states = DeltaStates(*(torch.full((1, *s), torch.nan) for s in ((1, 16, 16), (16, 1, 16), (16, 1, 16), (16, 1))))
+    delta.delta_rule(x, torch.zeros(num_tokens, 2), torch.ones(1), torch.ones(1), states, context)
+    assert all(each.isnan().all() for each in (inputs, states.before, states.keys, states.updates, states.decays))
