@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from engine.utils.fair_executor import FairExecutor
@@ -74,16 +74,23 @@ class CompileThreads:
             self._fair.shutdown()
 
 
+class _DeepThreads(ThreadPoolExecutor):
+    """Threads with stacks large enough for any grammar. Each starts when all others are busy."""
+
+    _starting = threading.Lock()  # the size of stacks is the whole process's
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        with self._starting:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                return super().submit(function, *args, **kwargs)
+            finally:
+                threading.stack_size(before)
+
+
 def make_executor(num_threads: int) -> ThreadPoolExecutor:
-    """Create threads with stacks large enough for any grammar."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        executor = ThreadPoolExecutor(num_threads, "grammar", initializer=_give_way)
-        together = threading.Barrier(num_threads)
-        wait([executor.submit(together.wait) for _ in range(num_threads)])  # until all threads have started
-    finally:
-        threading.stack_size(before)
-    return executor
+    """Create threads of low priority that can compile any grammar."""
+    return _DeepThreads(num_threads, "grammar", initializer=_give_way)
 
 
 def _give_way() -> None:
