@@ -22,15 +22,18 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FloatFormat
 from engine.models.latent import LatentAttention
-from engine.models.layers import Linear
+from engine.models.layers import Linear, RowsLinear
 from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
+from engine.models.per_layer import PerLayerInput
 from engine.models.quantization import renamed
+from engine.models.recurrent import GatedDeltaNet, ShortConv
 from engine.models.shard import Span
 from engine.models.spec import ModelSpec
 from engine.utils.folder_files import open_file
 
+OWNERS = (Attention, LatentAttention, GatedDeltaNet, ShortConv, MLP, PerLayerInput)  # of layers that are adapted
 ALIGNMENT = 64  # values: addresses of a matrix in a slot
 RANKS = 16  # a slot's ranks are padded to a multiple
 EYE_ROWS = 256  # rows of the identity that a packed matrix is multiplied by at a time
@@ -89,7 +92,7 @@ class LoadedAdapter:
 
 
 class AdapterLayout:
-    """The layers of a decoder that may have adapters: those of attention and of dense MLPs."""
+    """The layers of a decoder that may have adapters: those of mixers and of dense MLPs."""
 
     def __init__(self, model: Decoder, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> None:
         """`model`: may be on the "meta" device. `max_rank`: the most that an adapter's rank may be."""
@@ -104,12 +107,17 @@ class AdapterLayout:
 
     def _add(self, linear: Linear) -> None:
         names = list(dict.fromkeys(part.name for part in linear.parts))
-        groups, start = [], 0
+        groups: list[kernels.RowGroup] = []
+        start = 0
         for part in linear.parts:
             group = names.index(part.name)
             self.targets.setdefault(part.name, []).append(Target(len(self.layers), group, part, start))
-            groups.append(kernels.RowGroup(start, start + len(part.rows), group))
-            start += len(part.rows)
+            stop = start + len(part.rows)
+            if groups and groups[-1].number == group:
+                groups[-1] = groups[-1]._replace(stop=stop)
+            else:
+                groups.append(kernels.RowGroup(start, stop, group))
+            start = stop
         num_ranks, out = len(names) * self.rank, linear.num_rows
         down = self.num_values
         up = _aligned(down + num_ranks * len(linear.columns))
@@ -211,8 +219,7 @@ class AdapterLayout:
         if WHOLE_MODULE.search(module):
             raise ModelError(f"{path}: changes {module}, an embedding or output head, which is not served; {ADVICE}")
         raise ModelError(
-            f"{path}: changes {module}, which is no linear layer of attention or of a dense MLP here"
-            f"{_other_base(config)}"
+            f"{path}: changes {module}, which is no linear layer of a mixer or of a dense MLP here{_other_base(config)}"
         )
 
     def _shape(self, config: AdapterConfig, tensor: _PeftTensor) -> list[int]:
@@ -294,10 +301,10 @@ class _PeftTensor(NamedTuple):
 
 def _adaptable(model: Decoder) -> Iterator[Linear]:
     for owner in model.modules():
-        if isinstance(owner, (Attention, LatentAttention, MLP)):
+        if isinstance(owner, OWNERS):
             for linear in owner.children():
-                if type(linear) is Linear:
-                    yield linear
+                if type(linear) in (Linear, RowsLinear):  # not those whose matrices are read by other kernels
+                    yield linear  # type: ignore[misc]
 
 
 def _renamed(module: str, spec: ModelSpec) -> str:

@@ -19,8 +19,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
-from engine.models.files import WEIGHT_FILES, Progress
+from engine.models.files import WEIGHT_FILES, Progress, silent
 from engine.models.gguf.header import SPLIT
+from engine.models.lora import CONFIG, WEIGHTS
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 # Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
@@ -48,6 +49,11 @@ def download_gguf(
         split = SPLIT.fullmatch(file)
         patterns = [file if split is None else f"{glob.escape(split[1])}-*-of-{split[3]}.gguf"]
     return _download(repo, revision, download_dir, patterns, ["*mmproj*", "*imatrix*"], progress)
+
+
+def download_adapter(repo: str) -> Path:
+    """Return the folder of a LoRA adapter of the Hub. Errors: see `resolve_model`."""
+    return _download(repo, None, None, [CONFIG, WEIGHTS], [], silent)
 
 
 def _download(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.engine_request import Adapter
 from engine.models.lora import adapter_version, read_adapter_config
 
+OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter for requests of `LLM`: its name, a number that has no effect, and its folder, as in vLLM."""
+    """A LoRA adapter for requests of `LLM`, as in vLLM: its name, a number that has no effect, and its folder or its
+    name on the Hub.
+    """
 
     lora_name: str
     lora_int_id: int
@@ -19,11 +24,16 @@ class LoRARequest:
 
 
 def find_adapter(name: str, path: str) -> Adapter:
-    """Return the adapter in a folder as it is now. Raises `ModelError` if its files are missing or of another kind.
+    """Return the adapter in a folder, or of the Hub, as it is now. Raises `ModelError` if its files are missing or of
+    another kind.
 
     Reads only the small file. The engine reads and checks the weights.
     """
     folder = Path(path).expanduser()
+    if OF_HUB.fullmatch(path) and not folder.exists():
+        from engine.models.download import download_adapter  # takes a tenth of a second
+
+        folder = download_adapter(path)
     version = adapter_version(folder)
     read_adapter_config(folder)
     return Adapter(name, str(folder.resolve()), version)

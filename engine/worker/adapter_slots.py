@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +84,12 @@ class AdapterSlots:
         return ready
 
     def _allocated(self) -> LoadedAdapter:
-        pinned = self._device.pinned
-        return LoadedAdapter(
-            pinned(self.layout.num_values, dtype=self._values.dtype),
-            pinned(self.layout.num_floats, dtype=torch.float32),
-        )
+        pinned, device = self._device.pinned, self._device.torch_device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else it is the first GPU's
+            return LoadedAdapter(
+                pinned(self.layout.num_values, dtype=self._values.dtype),
+                pinned(self.layout.num_floats, dtype=torch.float32),
+            )
 
     @torch.inference_mode()
     def _read(self, adapter: Adapter, spare: _Held | None) -> LoadedAdapter:

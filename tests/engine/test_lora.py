@@ -56,6 +56,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "no gate": ("starcoder2", {"r": 8, "target_modules": "all-linear"}),
     "experts without adapters": ("qwen3_moe", {"r": 8, "target_modules": ATTENTION}),
     "shared expert": ("qwen2_moe", {"r": 8, "target_modules": [*ATTENTION, "shared_expert.up_proj"]}),
+    "transposed matrices": ("gpt2", {"r": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    "projections by heads": ("gpt_neox", {"r": 8, "target_modules": "all-linear"}),
+    "short convolutions": ("lfm2-bias", {"r": 8, "target_modules": "all-linear"}),
+    "delta nets": ("qwen3_5", {"r": 8, "target_modules": "all-linear"}),
+    "DoRA of delta nets": ("qwen3_5", {"r": 8, "use_dora": True, "target_modules": "all-linear"}),
+    "delta nets beside experts": ("qwen3_next", {"r": 8, "target_modules": ["in_proj_qkvz", "in_proj_ba", "q_proj"]}),
+    "embeddings per layer": (
+        "gemma4_small",
+        {"r": 8, "target_modules": r".*\.layers\..*(_proj|per_layer_input_gate|per_layer_projection)"},
+    ),
     "latent attention": (
         "glm4_moe_lite",
         {"r": 8, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},

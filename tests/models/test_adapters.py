@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models import download
 from engine.models.adapters import AdapterLayout, LoadedAdapter
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
@@ -96,7 +97,7 @@ def test_other_adapters_are_refused_by_name(folder: Path, config: dict[str, Any]
         ({A: torch.ones(8, 64, dtype=torch.int32)}, "is stored as I32, adapters are floats"),
         ({A: None}, f"lacks lora_A of '{MODULE}'"),
         ({B: None}, f"lacks lora_B of '{MODULE}'"),
-        ({"model__layers__9__self_attn__q_proj__lora_A__weight": torch.ones(8, 64)}, "no linear layer of attention"),
+        ({"model__layers__9__self_attn__q_proj__lora_A__weight": torch.ones(8, 64)}, "no linear layer of a mixer"),
         ({"lm_head__lora_A__weight": torch.ones(8, 64)}, "an embedding or output head"),
         ({"lm_head__weight": torch.ones(300, 64)}, "retrained embeddings or an output head"),
         ({"model__embed_tokens__lora_embedding_A": torch.ones(8, 300)}, "retrained embeddings or an output head"),
@@ -216,3 +217,15 @@ def test_the_version_changes_with_the_files(folder: Path) -> None:
     changed(folder, {"lora_alpha": 9})
     assert adapter_version(folder) != first
     assert read_adapter_config(folder).alpha == 9
+
+
+def test_an_adapter_of_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(repo: str, **options: Any) -> str:
+        assert repo == "someone/their-adapter"
+        assert options["allow_patterns"] == [CONFIG, WEIGHTS]
+        return str(folder)
+
+    monkeypatch.setattr(download, "snapshot_download", answer)
+    assert find_adapter("a", "someone/their-adapter") == find_adapter("a", str(folder))
+    with pytest.raises(ModelError, match="is no folder"):
+        find_adapter("a", "some/other/folder")
