@@ -26,12 +26,122 @@ def _unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _inverse(a, t, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a, where a [n, n] is strictly lower triangular, n = 8 · 2^LEVELS; t: 0 to n - 1.
+
+    First of its blocks of 8 on the diagonal, by (1 - d)(1 + d²)(1 + d⁴), whose terms stay small. Then two neighbours
+    with inverse n and the block e below become one: (1 - n e) n.
+    """
+    row, column = t[:, None], t[None, :]
+    one = tl.where(row == column, 1.0, 0.0)
+    d = tl.where(row // 8 == column // 8, a, 0.0)
+    square = tl.dot(d, d, input_precision=PRECISION)
+    n = tl.dot(one - d, one + square, input_precision=PRECISION)
+    n = tl.dot(n, one + tl.dot(square, square, input_precision=PRECISION), input_precision=PRECISION)
+    for level in tl.static_range(LEVELS):
+        size = 8 << level
+        below = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        n -= tl.dot(tl.dot(n, tl.where(below, a, 0.0), input_precision=PRECISION), n, input_precision=PRECISION)
+    return n
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _delta_decode_kernel(
+    qkv, gates, rate, bias, before, keys, updates, decays, out,
+    block_tables, rows, query_start, context_lens, num_rows, stride_qkv, stride_gates, stride_table,
+    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One token of each sequence: the same without matrix multiplications, but for a block's first token."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    key_head = head // (NUM_VALUES // NUM_KEYS)
+    row = tl.load(rows + sequence)
+    start = tl.load(query_start + sequence)
+    is_real = (row < num_rows - 1) & (tl.load(query_start + sequence + 1) > start)
+    position = tl.where(is_real, tl.load(context_lens + sequence) - 1, 0)
+    table = block_tables + row.to(tl.int64) * stride_table
+    t, k_at = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    v_at = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_k, is_v = (k_at < DK) & is_real, (v_at < DV) & is_real
+    source_index = tl.maximum(position - 1, 0) // SIZE
+    source = tl.load(table + source_index, mask=is_real, other=0).to(tl.int64)
+    target = tl.load(table + position // SIZE, mask=is_real, other=-1).to(tl.int64)
+    is_first = position % SIZE == 0  # of its block
+    num_old = position - source_index * SIZE
+
+    step = qkv + start.to(tl.int64) * stride_qkv
+    new_key = tl.load(step + (NUM_KEYS + key_head) * DK + k_at, mask=is_k, other=0.0)
+    key = new_key.to(tl.float32)
+    key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+    query = tl.load(step + key_head * DK + k_at, mask=is_k, other=0.0).to(tl.float32)
+    query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (DK**-0.5)
+    value = tl.load(step + 2 * NUM_KEYS * DK + head * DV + v_at, mask=is_v, other=0.0).to(tl.float32)
+    gate = gates + start.to(tl.int64) * stride_gates + head
+    beta = tl.load(gate, mask=is_real, other=0.0).to(tl.float32)
+    beta = (1 / (1 + tl.exp(-beta))).to(gates.dtype.element_ty).to(tl.float32)
+    decay = tl.load(gate + NUM_VALUES, mask=is_real, other=0.0).to(tl.float32) + tl.load(bias + head)
+    decay = -tl.load(rate + head) * _softplus(decay)
+
+    at_state = head.to(tl.int64) * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
+    is_state = is_k[:, None] & is_v[None, :]
+    is_there = (position > 0) & (source_index > 0)
+    state = tl.load(before + source * (NUM_VALUES * DK * DV) + at_state, mask=is_state & is_there, other=0.0)
+    is_old = t < num_old
+    slot = source * SIZE + t
+    old_keys = tl.load(
+        keys + (slot[:, None] * NUM_KEYS + key_head) * DK + k_at[None, :],
+        mask=is_old[:, None] & is_k[None, :],
+        other=0.0,
+    )
+    old_keys = _unit(old_keys.to(tl.float32))
+    old_updates = tl.load(
+        updates + (slot[:, None] * NUM_VALUES + head) * DV + v_at[None, :],
+        mask=is_old[:, None] & is_v[None, :],
+        other=0.0,
+    )
+    old_decays = tl.load(decays + slot * NUM_VALUES + head, mask=is_old & is_real, other=0.0)
+    since = tl.sum(tl.where(t == num_old - 1, old_decays, 0.0), 0)
+    if is_first & (position > 0):  # the block before is full
+        weights = tl.where(is_old, tl.exp(since - old_decays), 0.0)
+        state = tl.exp(since) * state + tl.dot(
+            tl.trans(old_keys * weights[:, None]), old_updates, input_precision=PRECISION
+        )
+    tl.store(before + target * (NUM_VALUES * DK * DV) + at_state, state, mask=is_state & is_first & (target >= 0))
+
+    decay += tl.where(is_first, 0.0, since)
+    weights = tl.where(is_old & (not is_first), tl.exp(tl.minimum(decay - old_decays, 0.0)), 0.0)
+    similar = tl.sum(old_keys * key[None, :], 1) * weights
+    seen = tl.sum(old_keys * query[None, :], 1) * weights
+    shrunk = tl.exp(decay)
+    known = shrunk * tl.sum(state * key[:, None], 0) + tl.sum(old_updates * similar[:, None], 0)
+    update = beta * (value - known)
+    output = shrunk * tl.sum(state * query[:, None], 0) + tl.sum(old_updates * seen[:, None], 0)
+    output += tl.sum(key * query, 0) * update
+    token = tl.where(is_real, start, sequence).to(tl.int64)
+    to = out + (token * NUM_VALUES + head) * DV + v_at
+    tl.store(to, output.to(out.dtype.element_ty), mask=v_at < DV)
+
+    slot_of_new = target * SIZE + position % SIZE
+    is_held = is_real & (target >= 0)
+    writes_keys = (tl.program_id(2) == 0) & (head % (NUM_VALUES // NUM_KEYS) == 0)
+    tl.store(keys + (slot_of_new * NUM_KEYS + key_head) * DK + k_at, new_key, mask=is_k & (is_held & writes_keys))
+    tl.store(updates + (slot_of_new * NUM_VALUES + head) * DV + v_at, update, mask=is_v & is_held)
+    tl.store(decays + slot_of_new * NUM_VALUES + head, decay, mask=is_held & (tl.program_id(2) == 0))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _delta_rule_kernel(
     qkv, gates, rate, bias, before, keys, updates, decays, out,
     block_tables, rows, query_start, context_lens, num_rows, stride_qkv, stride_gates, stride_table,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (NUM_VALUES // NUM_KEYS)
@@ -89,7 +199,7 @@ def _delta_rule_kernel(
         beta = tl.load(gate, mask=is_new, other=0.0)
         beta = (1 / (1 + tl.exp(-beta.to(tl.float32)))).to(gates.dtype.element_ty).to(tl.float32)
         step = tl.load(gate + NUM_VALUES, mask=is_new, other=0.0).to(tl.float32) + bias_of_head
-        step = tl.where(step > 20, step, tl.log(1 + tl.exp(tl.minimum(step, 20.0))))
+        step = _softplus(step)
         at_decay = decays + slot * NUM_VALUES + head
         decay = tl.load(at_decay, mask=is_old, other=0.0)
         since_old = tl.sum(tl.where(t == num_old - 1, decay, 0.0), 0)
@@ -108,10 +218,8 @@ def _delta_rule_kernel(
         update += tl.where(new, beta[:, None] * wanted, 0.0)
         update -= tl.dot(tl.where(is_old[None, :], similar, 0.0), tl.where(old, update, 0.0), input_precision=PRECISION)
         similar = tl.where(is_new[None, :], similar, 0.0)
-        for i in range(num_old + 1, tl.minimum(context_len - index * SIZE, SIZE)):  # forward substitution
-            weights = tl.sum(tl.where((t == i)[:, None], similar, 0.0), 0)  # row i
-            total = tl.sum(weights[:, None] * update, 0)[None, :]
-            update -= tl.where((t == i)[:, None], total, 0.0)
+        if num_old + 1 < tl.minimum(context_len - index * SIZE, SIZE):  # several new tokens
+            update = tl.dot(_inverse(similar, t, LEVELS, EXACT), update, input_precision=EXACT)
         tl.store(at_update, update, mask=new & is_v & is_held)
 
         seen = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
@@ -136,14 +244,25 @@ def delta_rule(
         assert each.is_contiguous()
     assert s.keys.dtype == qkv.dtype
     assert qkv.stride(1) == gates.stride(1) == 1
-    out = qkv.new_empty(len(qkv), num_values, value_dim)
-    block_v = min(max(next_power_of_2(value_dim), 16), MAX_BLOCK_V)
-    _delta_rule_kernel[(len(c.rows), num_values, cdiv(value_dim, block_v))](
+    out, wide = qkv.new_empty(len(qkv), num_values, value_dim), qkv.dtype == torch.float32
+    tensors = (
         qkv, gates, rate, bias, s.before, s.keys, s.updates, s.decays, out,
         c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables),
         qkv.stride(0), gates.stride(0), c.block_tables.stride(0),
-        NUM_KEYS=num_keys, NUM_VALUES=num_values, DK=key_dim, DV=value_dim,
-        SIZE=c.block_size, BLOCK_T=max(next_power_of_2(c.block_size), 16), BLOCK_K=max(next_power_of_2(key_dim), 16),
-        BLOCK_V=block_v, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    sizes = {
+        "NUM_KEYS": num_keys, "NUM_VALUES": num_values, "DK": key_dim, "DV": value_dim, "SIZE": c.block_size,
+        "BLOCK_T": max(next_power_of_2(c.block_size), 16), "BLOCK_K": max(next_power_of_2(key_dim), 16),
+    }  # fmt: skip
+    block_v = min(max(next_power_of_2(value_dim), 16), MAX_BLOCK_V)
+    grid = len(c.rows), num_values, cdiv(value_dim, block_v)
+    if c.only_decodes:
+        _delta_decode_kernel[grid](
+            *tensors, **sizes, BLOCK_V=block_v, PRECISION="ieee" if wide else "tf32", num_warps=4
+        )
+        return out
+    _delta_rule_kernel[grid](
+        *tensors, **sizes, BLOCK_V=block_v, PRECISION="ieee" if wide else "tf32", EXACT="ieee" if wide else "tf32x3",
+        LEVELS=sizes["BLOCK_T"].bit_length() - 4, num_warps=4,
     )  # fmt: skip
     return out
