@@ -153,7 +153,9 @@ class AsyncEngine:
         """
         structured, prepare = sampling.structured_outputs, self._input_processor.prepare
         texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
-        if (structured is None or structured.compiled is not None) and sum(map(len, texts)) <= FEW_TEXTS:
+        if (structured is None or structured.compiled is not None) and sum(map(len, texts)) + len(
+            sampling.prediction or ""
+        ) <= FEW_TEXTS:
             return prepare(sampling)
         if self._release is None:
             self._release = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._release_threads)

@@ -39,8 +39,9 @@ class Request:
         self.max_num_tokens = sys.maxsize if sampling.max_tokens is None else self.num_tokens + sampling.max_tokens
         ends_of_text = frozenset() if sampling.ignore_eos else eos_token_ids
         self.stop_ids = ends_of_text.union(sampling.stop_token_ids or (), FAULTS)
-        # Each token is reported in an `EngineOutput`, because it has log-probabilities or advances a grammar.
-        self.needs_full_output = sampling.logprobs is not None or sampling.structured_outputs is not None
+        # Each token is reported in an `EngineOutput`: it has log-probabilities, advances a grammar or may be predicted.
+        full = sampling.logprobs, sampling.structured_outputs, sampling.prediction
+        self.needs_full_output = any(each is not None for each in full)
         self.finish_reason: str | None = None  # "stop", "length", "abort", "timeout" or "error"
         self.error = ""  # with "error": what went wrong
         self.stop_reason: int | None = None  # the stop token id that finished the request, unless it is an end of text
@@ -61,6 +62,7 @@ class Request:
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
         self.drafting: object = None  # of the draft policy; None: it has not been asked for drafts
+        self.num_predicted = [0, 0]  # tokens of the client's prediction that were accepted as drafts, and rejected
         self.is_rewound = False  # the outcome of its drafts is known, but not yet to the worker
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
         self.num_charged = 0  # tokens that have been charged to the tenant
@@ -157,6 +159,7 @@ class Request:
             self.prefix_miss,
             self.error,
             num_known_tokens=self.num_known_tokens,
+            num_predicted=(self.num_predicted[0], self.num_predicted[1]),
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:

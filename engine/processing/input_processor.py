@@ -51,6 +51,7 @@ GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → th
 }
 ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 CHECK_SECONDS = 3.0  # time limit for compiling the schemas of one request's tags
+PREDICTED_CHARACTERS = 16  # of a predicted answer, for each token of the context
 MAX_BAD_TOKENS = 4096
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
 
@@ -181,7 +182,7 @@ class InputProcessor:
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
         breakers = sampling.dry_sequence_breakers
         given = (breakers, sampling.bad_words, *(getattr(sampling, name) for name in ID_FIELDS))
-        if not any(given) and sampling.dry_multiplier == 0:
+        if not any(given) and sampling.dry_multiplier == 0 and sampling.prediction is None:
             return sampling
         changes: dict[str, Any] = {"checked": True}
         if words := sampling.bad_words:
@@ -200,8 +201,12 @@ class InputProcessor:
             each = DRY_SEQUENCE_BREAKERS if breakers is None else breakers
             last = [b if isinstance(b, int) else self._encode_part("dry_sequence_breakers", "a" + b)[-1] for b in each]
             changes["dry_sequence_breakers"] = list(dict.fromkeys(last))
-        sampling = sampling.clone(**changes)
         vocab_size = self.spec.vocab_size
+        if (prediction := sampling.prediction) is not None:
+            changes["prediction"] = predicted = self._predicted(prediction)
+            if predicted and not 0 <= min(predicted) <= max(predicted) < vocab_size:
+                raise ParameterError("prediction", f"must have token ids from 0 to {vocab_size - 1}")
+        sampling = sampling.clone(**changes)
         for name in (*ID_FIELDS, "dry_sequence_breakers"):
             if (highest := max(getattr(sampling, name) or (0,))) >= vocab_size:
                 raise ParameterError(name, f"must be below {vocab_size}, got {highest}")
@@ -316,6 +321,13 @@ class InputProcessor:
         assert self.tokenizer is not None
         ids = sorted(i for i in self.tokenizer.special_ids if i < self.spec.vocab_size)
         return {text: i for i in ids if (text := self.tokenizer.id_to_token(i))}
+
+    def _predicted(self, prediction: str | list[int]) -> list[int]:
+        """Return the tokens of a predicted answer, no more than the context can hold."""
+        if isinstance(prediction, str):
+            text = prediction[: PREDICTED_CHARACTERS * self.max_model_len]
+            prediction = self._encode_part("prediction", text) if text else []
+        return prediction[: self.max_model_len]
 
     def _spellings(self, word: str) -> list[list[int]]:
         """Return a word's tokens at the start of a text and after a space: many vocabularies distinguish them."""

@@ -157,6 +157,9 @@ class Generation:
         self._ended.add(sample.index)
         if sample.index % self.n == 0:  # the other samples share the first one's prompt
             self.usage.cached_tokens += update.num_cached_tokens
+        if (predicted := self.usage.predicted_tokens) is not None:
+            accepted, rejected = update.timings.num_predicted
+            self.usage.predicted_tokens = predicted[0] + accepted, predicted[1] + rejected
         if update.finish_reason == "error":
             if update.is_refused:
                 raise InvalidRequestError(f"the answer cannot be completed: {update.error}")

@@ -190,6 +190,8 @@ async def _begin(
     chat = model.chats.of(request)
     if new_reader is not None and chat is not None and chat.reasoning_format is not None:
         usage.reasoning_tokens = 0
+    if asked[0][1].prediction is not None:
+        usage.predicted_tokens = 0, 0
     role = _role(request.conversation, server.settings.response_role)
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]

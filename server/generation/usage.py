@@ -13,6 +13,9 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     reasoning_tokens: int | None = None  # completion tokens spent on reasoning; None: not counted
+    predicted_tokens: tuple[int, int] | None = (
+        None  # of the prediction: accepted as drafts, rejected; None: it has none
+    )
 
     @property
     def total_tokens(self) -> int:

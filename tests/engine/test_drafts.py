@@ -88,3 +88,26 @@ def test_the_same_answers_with_and_without_drafts(llm: LLM, kind: str) -> None:
                 assert accepted >= 5, "of forced tokens"
     finally:
         policy._proposer = guided
+
+
+def test_a_predicted_answer_comes_in_fewer_steps_and_a_wrong_one_changes_nothing(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **SETTINGS)
+    params, prompt = (
+        SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True),
+        {"prompt_token_ids": [7, 9]},
+    )
+    counts = llm._engine.scheduler.stats
+    [answer] = llm.generate([prompt], params, use_tqdm=False)
+    right = list(answer.outputs[0].token_ids)
+    for prediction, accepted in ((right, 40), ([*right[:20], 3, *right[20:]], 30), ([8] * 60, 0), ([], 0)):
+        before = counts().num_accepted_tokens
+        [again] = llm.generate([prompt], params.clone(prediction=prediction), use_tqdm=False)
+        assert list(again.outputs[0].token_ids) == right
+        assert counts().num_accepted_tokens - before >= accepted
+        assert again.metrics is not None
+        assert again.metrics.num_predicted[0] >= accepted
+    with pytest.raises(ValueError, match="prediction must have token ids from 0 to"):
+        llm.generate([prompt], params.clone(prediction=[10**6]), use_tqdm=False)
+    with pytest.raises(ValueError, match="prediction must be a text or a list of token ids"):
+        params.clone(prediction=3)
+    llm.close()

@@ -11,7 +11,7 @@ from engine.core.drafts.proposer import NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
 from engine.core.request import Request
 
-LEAST_GAIN = 1.03  # tokens per second with drafts over those without, from which on there are drafts
+LEAST_GAIN = 1.1  # tokens per second with drafts over those without, from which on there are drafts
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
@@ -169,6 +169,9 @@ class DraftPolicy:
         """Record how many of a request's drafts in a step were accepted."""
         assert isinstance(request.drafting, _Drafting)
         request.drafting.verified(num_drafts, num_accepted)
+        if request.drafting.proposal.from_prediction:
+            request.num_predicted[0] += num_accepted
+            request.num_predicted[1] += num_drafts - num_accepted
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_drafts

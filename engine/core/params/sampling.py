@@ -162,6 +162,8 @@ class SamplingParams:
     thinking_marks: tuple[int, int] | None = (
         None  # token ids of the marks that open the reasoning (-1: the prompt opens it) and close it
     )
+    # The text that the answer is expected to be, or its tokens: drafts, which change no answer.
+    prediction: str | list[int] | None = None
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
     checked: bool = False  # set by an input processor once texts are token ids and all ids are valid
@@ -184,6 +186,8 @@ class SamplingParams:
                 raise _wrong("stop", self.stop, "unset when detokenize=False")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputs")
+        if self.prediction is not None and not isinstance(self.prediction, str | list):
+            raise _wrong("prediction", self.prediction, "a text or a list of token ids")
         if not self.checked:
             self._check_tokens()
 

@@ -102,4 +102,6 @@ class NgramProposer:
 
     def start(self, request: EngineRequest) -> NgramGuesses:
         """See `Proposer.start`."""
-        return NgramGuesses(self._least, self._longest)
+        prediction = request.sampling.prediction or ()
+        assert not isinstance(prediction, str), "the input processor makes token ids of it"
+        return NgramGuesses(self._least, self._longest, prediction)

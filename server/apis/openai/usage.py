@@ -15,8 +15,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    details: dict[str, int] = {}
     if usage.reasoning_tokens is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        details["reasoning_tokens"] = usage.reasoning_tokens
+    if usage.predicted_tokens is not None:
+        accepted, rejected = usage.predicted_tokens
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    if details:
+        found["completion_tokens_details"] = details
     return found
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from server.apis.openai.conversation import NAMES, ConversationFields, ToolChoiceField, tool_choice
+from server.apis.openai.conversation import NAMES, ConversationFields, TextPart, ToolChoiceField, tool_choice
 from server.apis.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH, SamplingFields, body_class
 from server.apis.parameters import given_sampling, limits
 from server.generation.request import GenerationRequest, ReasoningEffort, Verbosity
-from server.http.bodies import optional, wrong
+from server.http.bodies import Body, one_message, optional, wrong
 
 NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -24,6 +24,17 @@ NOT_YET_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
 }
 _ChatBase: Any = body_class("ChatBase", NOT_YET_IN_BOTH, NOT_YET_IN_CHAT)
+
+
+class Prediction(Body):
+    """The text that the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Annotated[str | list[TextPart], one_message("a string or a list of text parts")]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
 class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # type: ignore[misc]
@@ -48,8 +59,12 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
     verbosity: Verbosity | None = optional("Passed to the chat template: how long the answer should be.")
     enable_thinking: bool | None = optional("Passed to the chat template: whether to reason before the answer.")
     include_reasoning: bool | None = optional("Whether to return the reasoning.", True)
+    prediction: Prediction | None = optional(
+        "The text that the answer is expected to be, for the most part. Where it is, the answer comes faster, if the "
+        "server has drafts (`--speculative-config`). It changes no answer."
+    )
 
-    NO_EFFECT: ClassVar[Any] = NO_EFFECT
+    NO_EFFECT: ClassVar[Any] = {name: values for name, values in NO_EFFECT.items() if name != "prediction"}
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -60,6 +75,8 @@ class ChatCompletionRequest(ConversationFields, SamplingFields, _ChatBase):  # t
     def neutral(self) -> GenerationRequest:
         sampling = given_sampling(self)
         sampling["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        if self.prediction is not None:
+            sampling["prediction"] = self.prediction.text
         structured, names = self.structured_fields()
         names = {**NAMES, "logprobs": "top_logprobs", **names}
         if self.max_completion_tokens is not None:
