@@ -28,7 +28,7 @@ const live = new Map(); // conversation id → the Conversation that answers are
 
 const isKept = () => conversation.messages.size > 0;
 
-// ---- opening conversations ----------------------------------------------------------------------------------------
+// ---- opening conversations ----
 
 const idsInAddress = () => location.hash.match(/^#\/c\/(\w+)(?:\/(\w+))?$/)?.slice(1) ?? [];
 const idInAddress = () => idsInAddress()[0];
@@ -94,7 +94,7 @@ async function changedElsewhere(id) {
   showConversation();
 }
 
-// ---- asking and answering -----------------------------------------------------------------------------------------
+// ---- asking and answering ----
 
 async function ask(text, attachments) {
   const parent = conversation.path().at(-1)?.id ?? ROOT;
@@ -172,7 +172,7 @@ function stop() {
   for (const message of conversation.messages.values()) runs.get(message.id)?.stop();
 }
 
-// ---- what messages offer ------------------------------------------------------------------------------------------
+// ---- what messages offer ----
 
 const actions = {
   manyModels: () => models.length > 1,
@@ -214,7 +214,7 @@ const actions = {
   },
 };
 
-// ---- the parts of the page ----------------------------------------------------------------------------------------
+// ---- the parts of the page ----
 
 const thread = new Thread(actions);
 const composer = new Composer({ send: ask, editLast: () => thread.editLastQuestion() });

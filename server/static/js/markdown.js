@@ -54,7 +54,7 @@ const PURE = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-// ---- libraries that only some answers need ------------------------------------------------------------------------
+// ---- libraries that only some answers need ----
 
 let temml = null;
 let highlighter = null;
@@ -73,7 +73,7 @@ function drawMath(span) {
   else loadTemml().then(draw);
 }
 
-// ---- the text as a tree of nodes -----------------------------------------------------------------------------------
+// ---- the text as a tree of nodes ----
 // A container: { key, tag, attributes, children, line }; a code block: { key, code, line }; else { key: its HTML, line }.
 // Nodes with equal keys can keep their element.
 
@@ -127,7 +127,7 @@ function leaf(tokens, start, end, env) {
   return { key: html, line };
 }
 
-// ---- nodes as elements ---------------------------------------------------------------------------------------------
+// ---- nodes as elements ----
 
 const drawn = new WeakMap(); // element → the node it shows
 
@@ -208,7 +208,7 @@ function highlighted(node) {
   return element("span", { class: `hljs-${(node.scope ?? "").split(".")[0]}` }, ...node.children.map(highlighted));
 }
 
-// ---- answers that are JSON -----------------------------------------------------------------------------------------
+// ---- answers that are JSON ----
 
 /** Return `text` as a code block of Markdown. One that is not `closed` can grow. */
 export function fenced(text, language = "", closed = true) {
@@ -244,7 +244,7 @@ export function indented(json) {
   return tokens.map(written).join("");
 }
 
-// ---- public interface ----------------------------------------------------------------------------------------------
+// ---- public interface ----
 
 /** Shows a growing text in an element. */
 export class MarkdownView {
