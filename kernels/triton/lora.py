@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.lora import BLOCK_ROWS, AdapterTokens, LoraWeights
-from kernels.gpu.device import num_multiprocessors
+from kernels.data.lora import BLOCK_ROWS, LARGE_STEP, AdapterTokens, LoraWeights
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
-MAX_SPLITS = 16
 MIN_CHANNELS = 256  # that a program of A multiplies
 MAX_RANKS = 64  # rows of A of a program
+# Partial sums of A · x, so that enough programs read A: for steps of at most so many tokens. B's kernel loads all of a
+# tile at once.
+SPLITS = ((64, 16), (256, 8), (LARGE_STEP - 1, 4))
+LARGE_SPLITS = 2
 
 
 @triton.jit
@@ -58,10 +60,12 @@ def _down_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _up_kernel(
     y, inner, up, factor, shift, order, tiles, blocks, stride_y, stride_up, stride_factor, stride_split, splits,
-    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, N] → factor · y + B · (sum of inner's partial sums) + shift, in place."""
+    """y [T, N] → factor · y + B · (sum of inner's partial sums) + shift, in place. SPLITS: a power of two, at least
+    splits.
+    """
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -81,9 +85,8 @@ def _up_kernel(
             is_rank = rank < RANK
             mask = is_row[:, None] & is_rank[None, :]
             part = inner + row.to(tl.int64)[:, None] * NUM_RANKS + (group * RANK + rank)[None, :]
-            u = tl.zeros([TILE, BLOCK_R], tl.float32)
-            for split in range(splits):
-                u += tl.load(part + split * stride_split, mask=mask, other=0.0)
+            split = tl.arange(0, SPLITS)[:, None, None]
+            u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
             b = tl.load(
                 up + slot * stride_up + n.to(tl.int64)[:, None] * RANK + rank[None, :],
                 mask=is_n[:, None] & is_rank[None, :], other=0.0,
@@ -104,30 +107,26 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
     num_ranks, channels = weights.down.shape[1:]
     rank, (order, tiles, tile) = weights.rank, tokens.tiles
     num_tiles = len(tiles)
+    wanted = next((splits for tokens, splits in SPLITS if len(x) <= tokens), LARGE_SPLITS)
+    block_channels = 64 if x.dtype == torch.float32 else 128
+    own = cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), block_channels) * block_channels
+    splits = cdiv(channels, own)
     block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
     num_parts = cdiv(num_ranks, block_ranks)
-    splits = _num_splits(num_tiles * num_parts, channels, x.device)
-    own = cdiv(cdiv(channels, splits), 64) * 64
-    splits = cdiv(channels, own)
     inner = torch.empty(splits, len(x), num_ranks, dtype=torch.float32, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     options = pdl_options(x.device)
     _down_kernel[num_tiles, num_parts, splits](
         x, weights.down, order, tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
-        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=64, PRECISION=precision, num_warps=4,
-        **options,
+        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=block_channels, PRECISION=precision,
+        num_warps=4, **options,
     )  # fmt: skip
-    block_ranks = min(max(next_power_of_2(rank), 16), MAX_RANKS)
+    padded = next_power_of_2(splits)
+    block_ranks = max(min(next_power_of_2(rank), 256 // padded, MAX_RANKS), 16)
     _up_kernel[num_tiles, len(weights.blocks)](
         y, inner, weights.up, weights.factor, weights.shift, order, tiles, weights.blocks,
         y.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
-        NUM_RANKS=num_ranks, RANK=rank, TILE=tile, BLOCK_N=BLOCK_ROWS, BLOCK_R=block_ranks,
+        NUM_RANKS=num_ranks, RANK=rank, SPLITS=padded, TILE=tile, BLOCK_N=BLOCK_ROWS, BLOCK_R=block_ranks,
         PRECISION=precision, num_warps=4, **options,
     )  # fmt: skip
     return y
-
-
-def _num_splits(num_programs: int, channels: int, device: torch.device) -> int:
-    """Return among how many programs the channels are divided, so that these fill the GPU. Depends on sizes alone."""
-    wanted = cdiv(num_multiprocessors(device), num_programs)
-    return max(min(next_power_of_2(wanted), MAX_SPLITS, channels // MIN_CHANNELS), 1)
