@@ -250,7 +250,8 @@ class PositionEmbedding(CheckpointModule):
         self.weight, self._offset, self._name = scope.empty(spec.count, hidden_size), spec.offset, scope.name("weight")
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        return hidden.add_(self.weight[positions + self._offset])
+        # While kernels are only compiled, nothing writes the positions, and they may be out of range.
+        return hidden.add_(self.weight[(positions + self._offset).clamp(0, len(self.weight) - 1)])
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)
