@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.cache_groups import CacheGroup
 
+SPARE_STATES = 4  # running requests for which one state is left free when another request starts
 UNHELD = -1  # block table entry where the request holds no block: no query reads or writes it
 
 
@@ -27,6 +28,7 @@ class BlockPools:
         assert {group.pool for group in groups} == set(range(len(num_blocks))), "a pool for each size of blocks"
         self.pools = [BlockPool(count, len(groups)) for count in num_blocks]
         self.of_group = [self.pools[group.pool] for group in groups]
+        self._have_states = [any(group.is_state for group in groups if group.pool == p) for p in range(len(num_blocks))]
         self._groups_of = [[g for g, group in enumerate(groups) if group.pool == p] for p in range(len(num_blocks))]
 
     @property
@@ -54,10 +56,10 @@ class BlockPools:
 
     def has_room(self, counts: Sequence[int], held: Sequence[Sequence[int]], num_spare: int) -> bool:
         """Return whether each group can take `counts` new blocks and hold published ones, with `num_spare` blocks for
-        each group left free in every pool.
+        each group left free in every pool. Of states, fewer are: a request needs a third one for a few tokens only.
         """
-        for pool, groups in zip(self.pools, self._groups_of, strict=True):
-            num_taken = num_spare * len(groups)
+        for pool, groups, has_states in zip(self.pools, self._groups_of, self._have_states, strict=True):
+            num_taken = -(-num_spare // SPARE_STATES) if has_states else num_spare * len(groups)
             for g in groups:
                 num_taken += counts[g] + (pool.num_unheld(held[g]) if held[g] else 0)
             if num_taken > pool.num_free:
