@@ -327,13 +327,14 @@ class GrammarManager(Generic[T]):
         try:
             for number, row in rows:
                 draft = drafts[row][-1]
-                if matcher.is_stopped() or not masks[before].view(np.uint32)[draft >> 5] >> (draft & 31) & 1:
+                if not masks[before].view(np.uint32)[draft >> 5] >> (draft & 31) & 1:
                     break
                 if number < len(forced) and list(drafts[row]) == forced[:number]:
                     _allow_one(masks[row], forced[number])
                 else:
-                    matcher.consume_tokens(list(drafts[row][num_taken:]))
-                    num_taken = number
+                    while num_taken < number and not matcher.is_stopped():  # at its end it takes no more
+                        matcher.consume_token(drafts[row][num_taken])
+                        num_taken += 1
                     matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * num_bytes, num_bytes)
                 before = row
         finally:

@@ -270,3 +270,43 @@ def test_large_grammars_of_one_tenant_hold_no_other(compiler: Compiler, monkeypa
         followed.remove(name)
     assert not followed._weights
     assert not followed.num_held
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_after_drafts_are_those_of_a_grammar_that_has_taken_them(compiler: Compiler, seed: int) -> None:
+    rng, names = random.Random(seed), [f"request-{seed}"]
+    drafted, history = follow(compiler, names), list[int]()
+    for _ in range(15):
+        drafts, expected = list[int](), []
+        taken = follow(compiler, names)
+        for token in history:
+            taken.advance(names[0], [token])
+        for _ in range(4):  # drafts that are allowed, but for some
+            mask = np.zeros((1, WORDS), dtype=np.int32)
+            taken.fill(names, mask)
+            expected.append(mask[0])
+            right = allowed(mask[0])
+            drafts.append(rng.choice(right) if rng.random() < 0.9 else 7)
+            if drafts[-1] not in right:
+                break
+            taken.advance(names[0], drafts[-1:])
+        masks = np.zeros((len(drafts) + 1, WORDS), dtype=np.int32)
+        befores = [drafts[:number] for number in range(len(drafts) + 1)]
+        assert drafted.fill(names * len(befores), masks, drafts=befores) == ([], {})
+        for mask, wanted in zip(masks, expected, strict=False):
+            assert np.array_equal(mask, wanted)
+        kept = drafts[: rng.randint(0, len(expected) - 1)] or [rng.choice(allowed(expected[0]))]
+        drafted.advance(names[0], kept)
+        history += kept
+
+
+def test_masks_after_drafts_are_late_with_the_first_one(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_manager, "LEAST", 1)
+    names = ["a", "b"]
+    followed = follow(compiler, names)
+    monkeypatch.setattr(followed._fill, "number_in", lambda seconds: 0)
+    masks = np.zeros((4, WORDS), dtype=np.int32)
+    late, errors = followed.fill(["a", "a", "b", "b"], masks, by_deadline=True, drafts=[[], [3], [], [3]])
+    assert errors == {}
+    assert len(late) == 3, "one first mask is filled"
+    assert {1, 3} <= set(late)

@@ -12,6 +12,8 @@ from engine.core.drafts.step_costs import StepCosts
 from engine.core.request import Request
 
 LEAST_GAIN = 1.1  # tokens per second with drafts over those without, from which on there are drafts
+# Drafts of a step. There are few sizes, since each takes time to be captured and measured.
+NUMBERS = frozenset({1, 2, 4, 8, 16, 32, 64})
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
@@ -208,7 +210,7 @@ class DraftPolicy:
         expected, best_rate, best = float(num_seqs), LEAST_GAIN * num_seqs / plain, 0
         for number, (survives, *_) in enumerate(slots[:room], 1):
             expected -= survives
-            if expected <= best_rate * plain:  # even if the drafts took no time
+            if number not in NUMBERS or expected <= best_rate * plain:  # even if the drafts took no time
                 continue
             rate = expected / self._costs.drafted(num_seqs, num_seqs + number)
             if rate > best_rate:
