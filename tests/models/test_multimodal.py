@@ -41,6 +41,7 @@ def wrap(folder: Path, architecture: str, field: str, prefix: str) -> None:
     [
         ("qwen3", "InternVLChatModel", "llm_config", "language_model."),
         ("qwen2", "Qwen2VLForConditionalGeneration", "", ""),
+        ("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
         ("deepseek_v3", "KimiVLForConditionalGeneration", "text_config", "language_model."),
     ],
 )

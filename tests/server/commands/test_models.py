@@ -16,10 +16,25 @@ def test_it_lists_every_family_and_format(capsys: pytest.CaptureFixture[str]) ->
         assert any(name in line.split() and line.endswith(about) for line in lines), name
 
 
+# Architectures that tests in tests/models compare: of code that comes with models, multimodal ones, other spellings.
+ELSEWHERE = {
+    *("InternLMForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM", "ExaoneForCausalLM", "ChatGLMModel"),
+    *("BaichuanForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "OrionForCausalLM", "InternVLChatModel"),
+    *("KimiVLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    *("RWForCausalLM", "ChatGLMForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+    *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+}
+
+
 def test_the_tests_compare_all_that_is_listed() -> None:
-    compared = {f"{name}ForCausalLM" for name, _ in family_cases.CASES.values()}
-    assert {name for name in families() if not name.endswith("ForConditionalGeneration")} == compared
-    assert {name.replace("ForConditionalGeneration", "ForCausalLM") for name in families()} == compared
+    cases = family_cases.CASES | family_cases.MORE_WITH_IMAGES
+    compared = {name if name.endswith(("Generation", "Model")) else f"{name}ForCausalLM" for name, _ in cases.values()}
+    assert {plain(name) for name in families()} == {plain(name) for name in compared | ELSEWHERE}
     configs = [config for config, _ in quantised.FORMATS.values()]
     configs += [config for _, _, config, _ in quantised.EXPERTS.values()]
-    assert set(quantizations()) == {config["quant_method"] for config in configs} | {"gguf"}  # see test_gguf_models
+    elsewhere = {"gguf", "bitsandbytes", "auto-round", "modelopt_fp4", "modelopt_mixed"}  # in tests/models
+    assert set(quantizations()) == {config["quant_method"] for config in configs} | elsewhere
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "")
