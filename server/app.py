@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 import engine as quire
 from server.apis import anthropic, ollama, service
@@ -30,6 +32,7 @@ from server.generation.engine_client import EngineClient
 from server.generation.model import Model
 from server.generation.rate_limits import RateLimits
 from server.generation.server_state import ServerState
+from server.generation.siblings import MergedRegistry, Siblings
 from server.generation.workers import Workers
 from server.http.auth import APIKeyMiddleware
 from server.http.browsers import BrowserMiddleware, PreflightMiddleware
@@ -73,19 +76,24 @@ def create_app(
     kv_cache_dtype: str = "auto",
     readiness: Readiness | None = None,
     server_metrics: ServerMetrics | None = None,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
     """Create the app that serves a running `engine`. It neither starts nor closes the engine.
 
     `served_model_names`: the names that clients may use, by default the engine's; answers have the requested name.
     `log_stats`: log statistics at intervals. `kv_cache_dtype`: its name in the metrics. `readiness`, `server_metrics`:
-    those of `create_starting_app`, if there was one. Raises `ConfigError` if the chat template in `settings` is
-    invalid.
+    those of `create_starting_app`, if there was one. `siblings`: shared by the apps of several models.
+
+    Raises `ConfigError` if the chat template in `settings` is invalid.
     """
     names = list(served_model_names) or [engine.model.name]
     readiness = readiness or Readiness(engine)
     server_metrics = server_metrics or ServerMetrics(engine)
+    registry = server_metrics.registry
+    if siblings is not None:
+        registry = siblings.registries[names[0]] = CollectorRegistry()
     metrics = Metrics(
-        server_metrics.registry,
+        registry,
         names[0],
         engine.replicas,
         max_model_len=engine.model.max_model_len,
@@ -93,14 +101,15 @@ def create_app(
         cache_dtype=kv_cache_dtype,
     )
     workers = Workers()
-    server = ServerState(Model(engine, settings, names, workers), settings, metrics, readiness)
+    server = ServerState(Model(engine, settings, names, workers), settings, metrics, readiness, siblings)
+    server.exposed = server_metrics.registry if siblings is None else _merged(server_metrics, siblings)
     traces = _traces(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.model.adapters.load_configured()
         log_interval = settings.log_stats_interval if log_stats else None
-        async with _background_tasks(engine, server_metrics, log_interval):
+        async with _background_tasks(engine, server_metrics if siblings is None else None, log_interval):
             try:
                 yield
             finally:
@@ -112,6 +121,7 @@ def create_app(
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
     max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.model.max_model_len)
+    app.state.server = server
     app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers, strict=settings.strict)
     _add_middleware(app, settings, server_metrics, traces, server.rate_limits)
     for api in APIS:
@@ -123,10 +133,12 @@ def create_app(
 
 @contextlib.asynccontextmanager
 async def _background_tasks(
-    engine: EngineClient, server_metrics: ServerMetrics, log_interval: float | None
+    engine: EngineClient, server_metrics: ServerMetrics | None, log_interval: float | None
 ) -> AsyncIterator[None]:
-    """Run the background tasks. `log_interval`: seconds between lines of statistics; None: no such lines."""
-    tasks = [asyncio.create_task(server_metrics.lag.watch())]
+    """Run the background tasks. `server_metrics`: None: another app's task updates them. `log_interval`: seconds
+    between lines of statistics; None: no such lines.
+    """
+    tasks = [] if server_metrics is None else [asyncio.create_task(server_metrics.lag.watch())]
     if log_interval is not None:
         tasks.append(asyncio.create_task(log_statistics(lambda: engine.stats, log_interval)))
     try:
@@ -142,6 +154,29 @@ def create_starting_app(settings: ServerConfig, readiness: Readiness, server_met
     _add_middleware(app, settings, server_metrics)
     add_starting_routes(app, readiness, server_metrics.registry, settings.page_servers)
     return app
+
+
+def error_formats() -> ErrorFormats:
+    """Return the error format of each API's paths."""
+    own_errors = {path: api.errors.body for api in APIS if api.errors is not None for path in api.errors.below}
+    return ErrorFormats(error_body, own_errors)
+
+
+def guarded(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
+    """Return an app that refuses other sites' pages before `app`, if the server needs no keys."""
+    if settings.read_keys() is not None:
+        return app
+    return BrowserMiddleware(app, error_formats(), **_browser_limits(settings))
+
+
+def _browser_limits(settings: ServerConfig) -> dict[str, Sequence[str]]:
+    # A Unix socket is behind a proxy, which may pass on any host name; browsers cannot reach the socket.
+    hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
+    return {"allowed_hosts": hosts, "allowed_origins": settings.allowed_origins}
+
+
+def _merged(server_metrics: ServerMetrics, siblings: Siblings) -> MergedRegistry:
+    return MergedRegistry(lambda: [server_metrics.registry, *siblings.registries.values()])
 
 
 def _traces(settings: ServerConfig) -> Traces | None:
@@ -160,8 +195,7 @@ def _add_middleware(
     rate_limits: RateLimits | None = None,
 ) -> None:
     """Add the middleware, from the innermost to the outermost, and the error handlers."""
-    own_errors = {path: api.errors.body for api in APIS if api.errors is not None for path in api.errors.below}
-    formats = ErrorFormats(error_body, own_errors)
+    formats = error_formats()
     add_error_handlers(app, formats)
     app.add_middleware(FairMiddleware)
     if (keys := settings.read_keys()) is not None:
@@ -169,11 +203,7 @@ def _add_middleware(
             app.add_middleware(RateLimitMiddleware, limits=rate_limits, formats=formats)
         app.add_middleware(APIKeyMiddleware, find_caller=keys.find, formats=formats, open_metrics=settings.open_metrics)
     else:
-        # A Unix socket is behind a proxy, which may pass on any host name; browsers cannot reach the socket.
-        hosts = ("*",) if settings.uds else (*settings.allowed_hosts, settings.host)
-        app.add_middleware(
-            BrowserMiddleware, formats=formats, allowed_hosts=hosts, allowed_origins=settings.allowed_origins
-        )
+        app.add_middleware(BrowserMiddleware, formats=formats, **_browser_limits(settings))
     if settings.allowed_origins:
         app.add_middleware(
             PreflightMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

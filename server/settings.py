@@ -141,6 +141,24 @@ class ServerConfig:
     )
     strict: bool = flag(False, "reject requests with unknown or ineffective fields instead of returning warnings")
 
+    max_loaded_models: int | None = flag(
+        None,
+        "of several models: how many are awake at a time; the others sleep, or are not loaded yet (default: 1)",
+        at_least=1,
+    )
+    sleep_level: int | None = flag(
+        None,
+        "of several models: where those that sleep keep their weights; 1: in host memory; 2: nowhere, they are loaded "
+        "again (default: 1, with several ranks 2)",
+        at_least=1,
+        at_most=2,
+    )
+    model_keep_alive: float | None = flag(
+        None,
+        "of several models: seconds without a request after which one sleeps; Ollama's keep_alive in a request "
+        "overrides it (default: when another one needs its place)",
+        at_least=0,
+    )
     max_stored_responses: int = flag(
         1000, "maximum number of /v1/responses responses kept in memory for retrieval and continuation", at_least=0
     )

@@ -76,7 +76,9 @@ ALLOWED = {
     "engine.replicas": ENGINE,
     "engine": ENGINE,
     "server": SERVER | {"server.docs", "engine.stats"},
-    "server.cli": SERVER | {"server.cli", "engine.gpu_specs", "engine.machine", "engine.models.catalog", "engine.plan"},
+    "server.several": SERVER | {"server.several", "engine.models.hub"},
+    "server.cli": SERVER
+    | {"server.cli", "server.several", "engine.gpu_specs", "engine.machine", "engine.models.catalog", "engine.plan"},
     "server.docs": SERVER | {"server.docs", "engine.models.catalog"},
     "server.http": FACE
     | {

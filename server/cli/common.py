@@ -75,6 +75,16 @@ SAMPLING_FLAGS = dataclasses.make_dataclass(
 )
 
 
+def models_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_arguments",
+        metavar="MODEL",
+        nargs="*",
+        help="folder, .gguf file or Hugging Face id of the model, as --model; several: each is loaded when it is first "
+        "asked for, and sleeps while others need its place",
+    )
+
+
 def model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_argument",

@@ -15,14 +15,14 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import ConfigError, EngineConfig, EngineError
 from engine.flags import add_flags
 from engine.utils.log import configure_logging, debugging, traceback_without_text
-from server.cli.common import load_with_model, model_argument
+from server.cli.common import load_with_model, models_argument
 from server.cli.exposure import command_line_warning, exposure_warning, reachable_urls
 from server.cli.vllm_options import ADVICE
 from server.settings import ServerConfig
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from engine import AsyncEngine
     from server.http.connections import Connections
     from server.observability.readiness import Readiness
+    from server.observability.server_metrics import ServerMetrics
+    from server.several.pool import ModelPool
 
 _log = logging.getLogger(__name__)
 UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
@@ -43,6 +45,7 @@ EPILOG = """examples:
   quire serve                                      the bundled demo model, chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B --port 9000
   quire serve ./my-model --max-model-len 32k --api-key-file keys.yaml
+  quire serve Qwen/Qwen3-0.6B ./my-model           two models behind one port, each loaded when it is asked for
   quire serve --config serve.yaml                  "name: value" lines, with the names of the options above
 
 Each option can also be set by an environment variable, such as QUIRE_MAX_MODEL_LEN=32k. The command line takes
@@ -58,7 +61,7 @@ def add_parser(commands: Any) -> None:
         description="Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.",
         epilog=EPILOG,
     )
-    model_argument(parser)
+    models_argument(parser)
     add_flags(parser, EngineConfig, ServerConfig)
     parser.advice = ADVICE
     parser.set_defaults(run=run)
@@ -66,7 +69,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; SIGHUP restarts the engine. The socket is bound before the model is loaded."""
+    first, *others = args.model_arguments or [None]
+    args.model_argument = first
+    del args.model_arguments
     config, settings = load_with_model(args, EngineConfig, ServerConfig)
+    configs = _configs(config, settings, others)
     check_adapters(config, settings)
     from server.observability.logs import RequestFields
 
@@ -79,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(config, settings, listener))
+                return runner.run(_serve(configs, settings, listener))
         finally:
             if settings.uds:
                 Path(settings.uds).unlink(missing_ok=True)
@@ -139,14 +146,35 @@ def _listen_unix(path: str) -> socket.socket:
     return listener
 
 
-async def _serve(config: EngineConfig, settings: ServerConfig, listener: socket.socket) -> int:
+def _configs(config: EngineConfig, settings: ServerConfig, others: Sequence[str]) -> list[EngineConfig]:
+    """Return the configuration of each model. Raises `ConfigError`, and `ModelError` as `load_with_model`."""
+    if not others:
+        for name in ("max_loaded_models", "sleep_level", "model_keep_alive"):
+            if getattr(settings, name) is not None:
+                raise ConfigError(f"{name} needs several models: quire serve MODEL MODEL ...")
+        return [config]
+    from engine.models.catalog import check_local
+    from server.several.pool import configs_of
+
+    for model in others:
+        check_local(model, config.hf_overrides)
+    return configs_of(config, settings, others)
+
+
+async def _serve(configs: Sequence[EngineConfig], settings: ServerConfig, listener: socket.socket) -> int:
     from engine import AsyncEngine
 
     service = _Service()
     with service.signals():
-        engine = AsyncEngine.launch(config)
+        engine: AsyncEngine | ModelPool
+        if len(configs) == 1:
+            engine = AsyncEngine.launch(configs[0])
+        else:
+            from server.several.pool import ModelPool
+
+            engine = ModelPool(configs, settings)
         try:
-            await service.serve(engine, config, settings, listener)
+            await service.serve(engine, configs[0], settings, listener)
             return 1 if engine.state.phase == "dead" else 0
         except asyncio.CancelledError:
             if service.received:
@@ -225,7 +253,7 @@ class _Service:
         self._main = asyncio.current_task()
         self._server: Any = None
         self._readiness: Readiness | None = None
-        self._engine: AsyncEngine | None = None  # set once the engine is ready
+        self._engine: AsyncEngine | ModelPool | None = None  # set once the engine is ready
         self._stopping: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._connections: Connections | None = None
@@ -245,12 +273,17 @@ class _Service:
                 loop.remove_signal_handler(number)
 
     async def serve(
-        self, engine: AsyncEngine, engine_config: EngineConfig, settings: ServerConfig, listener: socket.socket
+        self,
+        engine: AsyncEngine | ModelPool,
+        engine_config: EngineConfig,
+        settings: ServerConfig,
+        listener: socket.socket,
     ) -> None:
         """Serve until a signal. Before the engine is ready, answer only that it starts. Raises the errors of
         `AsyncEngine.ready`, and `ConfigError` when another process listens on the address by now.
         """
-        from server.app import create_app, create_starting_app
+        from engine import AsyncEngine
+        from server.app import create_starting_app
         from server.observability.readiness import Readiness
         from server.observability.server_metrics import ServerMetrics
         from server.starting import Switch
@@ -268,21 +301,13 @@ class _Service:
             if not ready.done():
                 await serving  # raises: the server could not start
             await ready
-            app = create_app(
-                engine,
-                settings,
-                served_model_names=engine_config.served_model_name,
-                log_stats=not engine_config.disable_log_stats,
-                kv_cache_dtype=engine_config.kv_cache_dtype,
-                readiness=readiness,
-                server_metrics=metrics,
-            )
             _tune_interpreter()
-            async with app.router.lifespan_context(app):
+            async with _opened(engine, engine_config, settings, readiness, metrics) as app:
                 switch.switch_to(app)
                 self._engine = engine
                 _say(engine.summary, settings)
-                _say(ready_lines(engine.model.name, settings, listener), settings)
+                name = engine.model.name if isinstance(engine, AsyncEngine) else engine.name
+                _say(ready_lines(name, settings, listener), settings)
                 await self._until_stopped(engine, serving)
         finally:
             ready.cancel()
@@ -302,7 +327,7 @@ class _Service:
         if not self._server.started:
             raise EngineError("the HTTP server could not start; the log says why")
 
-    async def _until_stopped(self, engine: AsyncEngine, serving: asyncio.Task[None]) -> None:
+    async def _until_stopped(self, engine: AsyncEngine | ModelPool, serving: asyncio.Task[None]) -> None:
         watch = asyncio.create_task(self._end_with(engine))
         try:
             await serving
@@ -312,7 +337,7 @@ class _Service:
                 if task is not None:
                     task.cancel()
 
-    async def _end_with(self, engine: AsyncEngine) -> None:
+    async def _end_with(self, engine: AsyncEngine | ModelPool) -> None:
         """Stop the server once the engine is dead, so that the supervisor of the server can restart it."""
         state = engine.state
         while state.phase != "dead":
@@ -375,6 +400,37 @@ class _Service:
             if time.monotonic() > close:
                 self._connections.abort()
             await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    engine: AsyncEngine | ModelPool,
+    config: EngineConfig,
+    settings: ServerConfig,
+    readiness: Readiness,
+    metrics: ServerMetrics,
+) -> AsyncIterator[ASGIApp]:
+    """Provide the app of an engine that is ready, or of several models, in the block."""
+    from engine import AsyncEngine
+    from server.app import create_app
+
+    if not isinstance(engine, AsyncEngine):
+        from server.several.front import Front
+
+        async with engine.opened(readiness, metrics):
+            yield Front(engine, settings)
+        return
+    app = create_app(
+        engine,
+        settings,
+        served_model_names=config.served_model_name,
+        log_stats=not config.disable_log_stats,
+        kv_cache_dtype=config.kv_cache_dtype,
+        readiness=readiness,
+        server_metrics=metrics,
+    )
+    async with app.router.lifespan_context(app):
+        yield app
 
 
 def _say(text: str, settings: ServerConfig) -> None:

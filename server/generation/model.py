@@ -40,6 +40,7 @@ class Model:
         self.engine, self._settings, self._workers = engine, settings, workers
         self.names = list(served_model_names)
         self.adapters = ServedAdapters(engine, settings, self.names)
+        self.list_names: Callable[[], list[str]] = lambda: self.all_names  # of all models of the server
         self.started = int(time.time())
         self.chats = ChatFormats(engine.model.tokenizer, settings, self.names[0])
         # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
@@ -54,10 +55,15 @@ class Model:
         """Return whether this is a name of the model or of one of its adapters."""
         return name in self.names or self.adapters.find(name) is not None
 
+    @property
+    def all_names(self) -> list[str]:
+        """Its names and those of its adapters."""
+        return [*self.names, *(each.name for each in self.adapters.all)]
+
     def check_name(self, name: str | None) -> None:
         """Raise `RequestError` if `name` is not a served name. None and "" stand for the served model."""
         if name and not self.serves(name):
-            names = [*self.names, *(each.name for each in self.adapters.all)]
+            names = self.list_names()
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             reason = f"The model `{name}` does not exist. Served here: {', '.join(names[:_MOST_NAMED])}{more}."
             raise NotFoundError(reason, "model", lead=None)

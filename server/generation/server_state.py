@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 from engine import EngineError
 from server.generation.caller import Caller
@@ -14,6 +17,7 @@ from server.generation.generation import Generation
 from server.generation.model import Model
 from server.generation.queue import RequestQueue
 from server.generation.rate_limits import RateLimits
+from server.generation.siblings import ListedModel, MergedRegistry, Siblings
 from server.metrics import AdapterCollector, Metrics
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
@@ -24,14 +28,31 @@ from server.settings import ServerConfig
 class ServerState:
     """The objects that all endpoints share."""
 
-    def __init__(self, model: Model, settings: ServerConfig, metrics: Metrics, readiness: Readiness) -> None:
-        """Raises `ConfigError` if the trace cannot be written."""
+    exposed: CollectorRegistry | MergedRegistry  # the metrics to show
+
+    def __init__(
+        self,
+        model: Model,
+        settings: ServerConfig,
+        metrics: Metrics,
+        readiness: Readiness,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """`siblings`: what it shares with the servers of other models.
+
+        Raises `ConfigError` if the trace cannot be written.
+        """
         self.model, self.settings, self.metrics, self.readiness = model, settings, metrics, readiness
         self.engine: EngineClient = model.engine
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
-        self.requests = RequestLog()
-        metrics.registry.register(self.requests)
-        self.rate_limits = RateLimits()
+        self.exposed = metrics.registry
+        if siblings is None:
+            self.requests, self.rate_limits = RequestLog(), RateLimits()
+            metrics.registry.register(self.requests)
+        else:
+            self.requests, self.rate_limits = siblings.requests, siblings.rate_limits
+            model.list_names = lambda: [name for each in siblings.listed() for name in each.all_names]
+        self._siblings = siblings
         self.queue = RequestQueue(
             self.engine.in_flight, self.engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
@@ -44,6 +65,12 @@ class ServerState:
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Return all models of the server."""
+        if self._siblings is not None:
+            return self._siblings.listed()
+        return [ListedModel(self.model.names, self.model.started, self.model, is_awake=True)]
 
     def load(self) -> dict[str, Any]:
         """Return the server's load. Values not yet reported by the engine are 0."""

@@ -174,7 +174,7 @@ def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Understood):
             module.main(args.rest)
     elif args.command == "serve":
-        given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "model_argument")}
+        given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "model_arguments")}
         find = importlib.util.find_spec  # of extras, which need not be installed
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name == "ray" or find(name, *more))
         load(given | {"model": "configs/demo"}, EngineConfig, ServerConfig, environ={})

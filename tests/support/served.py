@@ -30,11 +30,11 @@ def serve(model: Path, *flags: str) -> Iterator[str]:
         "quire",
         "serve",
         str(model),
+        *flags,
         "--host",
         "127.0.0.1",
         "--port",
         str(port),
-        *flags,
     ]
     with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

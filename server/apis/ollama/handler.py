@@ -21,6 +21,7 @@ from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.model import Model
 from server.generation.request import EmbeddingRequest
 from server.generation.server_state import ServerState
+from server.generation.siblings import ListedModel
 from server.generation.start import embed, generate
 from server.generation.warnings import Warnings
 from server.http.bodies import warnings_about
@@ -48,12 +49,13 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         warnings, asked = await converted(request, body, lambda body: body.neutral(name, has_template))
         if body.is_empty:
             model.check_name(name)
+            unloads = body.keep_alive in (0, "0", "0s") and len(server.listed()) > 1  # a single model stays loaded
             line = {
                 "model": body.model,
                 "created_at": _now(),
                 **shape.members(Blocks()),
                 "done": True,
-                "done_reason": "load",
+                "done_reason": "unload" if unloads else "load",
             }
             return json_response(line, warnings)
         generation = await generate(server, asked, warnings, caller_of(request))
@@ -104,12 +106,11 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
-        return {"models": [{**_card(model, name), "modified_at": _time(model.started)} for name in _names(model)]}
+        return {"models": [card for listed in server.listed() for card in _tags(listed)]}
 
     @app.get("/api/ps")
     async def ollama_ps() -> dict[str, Any]:
-        more = {"expires_at": _FOREVER, "size_vram": 0, "context_length": model.info.max_model_len}
-        return {"models": [{**_card(model, name), **more} for name in _names(model)]}
+        return {"models": [card for listed in server.listed() if listed.is_awake for card in _running(listed)]}
 
     @app.get("/api/version")
     async def ollama_version() -> dict[str, str]:
@@ -137,16 +138,25 @@ def served_name(model: Model, name: str) -> str:
     return name if model.serves(name) else name.removesuffix(LATEST)
 
 
-def _names(model: Model) -> list[str]:
-    return [*model.names, *(each.name for each in model.adapters.all)]
+def _tags(listed: ListedModel) -> list[dict[str, Any]]:
+    return [{**_card(listed.model, name), "modified_at": _time(listed.created)} for name in listed.all_names]
+
+
+def _running(listed: ListedModel) -> list[dict[str, Any]]:
+    """Return the cards of a model that is awake."""
+    assert listed.model is not None
+    expires = _FOREVER if listed.expires is None else _time(listed.expires)
+    more = {"expires_at": expires, "size_vram": 0, "context_length": listed.model.info.max_model_len}
+    return [{**_card(listed.model, name), **more} for name in listed.all_names]
 
 
 def _tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-def _details(model: Model) -> dict[str, Any]:
-    family = _family(model)
+def _details(model: Model | None) -> dict[str, Any]:
+    """`model`: None: it has not been loaded so far."""
+    family = "" if model is None else _family(model)
     return {
         "parent_model": "",
         "format": "safetensors",
@@ -161,7 +171,7 @@ def _family(model: Model) -> str:
     return model.info.architecture.removesuffix("ForCausalLM").lower()
 
 
-def _card(model: Model, name: str) -> dict[str, Any]:
+def _card(model: Model | None, name: str) -> dict[str, Any]:
     tagged, digest = _tagged(name), hashlib.sha256(name.encode()).hexdigest()
     return {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details(model)}
 

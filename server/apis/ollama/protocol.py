@@ -82,7 +82,10 @@ class _Loading(Body):
 
     model: str = Field(description="One of the names that `/api/tags` lists, with or without `:latest`.")
     options: Options | None = optional("Sampling options.")
-    keep_alive: float | str | None = optional("Accepted; the model stays loaded.")
+    keep_alive: float | str | None = optional(
+        "With several models: how long the model stays awake without a request, in seconds or as `5m`; negative: until "
+        "another one needs its place. A single model stays loaded."
+    )
 
 
 class _Answering(_Loading):

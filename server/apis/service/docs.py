@@ -98,7 +98,8 @@ ENDPOINTS = (
         "As in vLLM. `?level=1`, the default: the KV cache is freed and the weights move to host memory; `?level=2`: "
         "the weights are dropped, and loaded again by `/wake_up`. `?mode=abort`, the default, ends running requests, "
         "`?mode=wait` waits for them. Until `/wake_up`, requests for the model get a 503. With several ranks, level 2 "
-        "only. Requires a key with `admin: true`, if the server requires keys.",
+        "only. With several models `?model=NAME`; requests wake it up then. Requires a key with `admin: true`, if the "
+        "server requires keys.",
         text="",
         statuses=(400, 403, 503),
     ),

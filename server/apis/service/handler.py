@@ -69,7 +69,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     async def metrics(request: Request) -> Response:
         caller = caller_of(request)
         by_key = server.requests.usage(None if caller.is_admin else caller.name)
-        text = generate_latest(server.metrics.registry) + generate_latest(by_key)
+        text = generate_latest(server.exposed) + generate_latest(by_key)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -11,6 +11,7 @@ from server.generation.checks import warn_of_changes
 from server.generation.errors import spelled
 from server.generation.model import Model
 from server.generation.server_state import ServerState
+from server.generation.siblings import ListedModel
 from server.generation.warnings import Warnings
 from server.http.bodies import warnings_about
 from server.http.callers import caller_of
@@ -25,11 +26,11 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": _cards(model)}
+        return {"object": "list", "data": _all_cards(server)}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> dict[str, Any]:
-        return _card(model, name)
+        return _card(server, name)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -69,24 +70,32 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         )
 
 
-def _cards(model: Model) -> list[dict[str, Any]]:
-    """Return one card for each served name, also those of adapters. Clients read `max_model_len`."""
-    names: list[tuple[str, str | None]] = [(name, None) for name in model.names]
-    names += [(each.name, each.parent) for each in model.adapters.all]
+def _all_cards(server: ServerState) -> list[dict[str, Any]]:
+    return [card for listed in server.listed() for card in _cards(listed)]
+
+
+def _cards(listed: ListedModel) -> list[dict[str, Any]]:
+    """Return one card for each served name, also those of adapters. Clients read `max_model_len`; null: the model has
+    not been loaded so far.
+    """
+    model = listed.model
+    names: list[tuple[str, str | None]] = [(name, None) for name in listed.names]
+    if model is not None:
+        names += [(each.name, each.parent) for each in model.adapters.all]
     return [
         {
             "id": name,
             "object": "model",
-            "created": model.started,
+            "created": listed.created,
             "owned_by": "quire",
-            "root": model.names[0],
+            "root": listed.names[0],
             "parent": parent,
-            "max_model_len": model.info.max_model_len,
+            "max_model_len": None if model is None else model.info.max_model_len,
             "permission": [
                 {
                     "id": f"modelperm-{number}",
                     "object": "model_permission",
-                    "created": model.started,
+                    "created": listed.created,
                     "allow_create_engine": False,
                     "allow_sampling": True,
                     "allow_logprobs": True,
@@ -103,10 +112,13 @@ def _cards(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def _card(model: Model, name: str) -> dict[str, Any]:
+def _card(server: ServerState, name: str) -> dict[str, Any]:
     """Return the card of a served name. Raises `APIError` 404 for other names."""
-    model.check_name(name)
-    return next(card for card in _cards(model) if card["id"] == name)
+    found = next((card for card in _all_cards(server) if card["id"] == name), None)
+    if found is None:
+        server.model.check_name(name or "\0")
+    assert found is not None
+    return found
 
 
 def _tokens(model: Model, ids: list[int], with_strs: bool, warnings: Warnings) -> Response:
