@@ -15,6 +15,7 @@ from engine.flags import check, flag
 from engine.speculative import parse as parse_speculative_config
 
 QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+CPU_LORAS = 4  # adapters in host memory for each that can run, by default
 MAX_OVERRIDES = 1 << 16  # characters
 
 
@@ -253,6 +254,11 @@ class EngineConfig:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV cache: give only one"
             )
+
+    @property
+    def num_loaded_loras(self) -> int:
+        """The number of LoRA adapters in host memory."""
+        return self.max_cpu_loras or CPU_LORAS * self.max_loras
 
     @property
     def num_ranks(self) -> int:

@@ -61,7 +61,6 @@ _log = logging.getLogger(__name__)
 SLEEP_LEVELS = (1, 2)
 
 
-CPU_LORAS = 4  # adapters in host memory for each in a slot, by default
 BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher, lost), as `ranks.build_runner`
 
 
@@ -196,8 +195,7 @@ class Engine:
         """Return the holder of requests with adapters, of which none is loaded. None: they are not served."""
         if not config.enable_lora:
             return None
-        max_loaded = config.max_cpu_loras or CPU_LORAS * config.max_loras
-        return AdaptedRequests(self.runner, config.max_loras, max_loaded, self._queue)
+        return AdaptedRequests(self.runner, config.max_loras, config.num_loaded_loras, self._queue)
 
     def load_adapter(self, name: str, path: str, version: str) -> Future[str]:
         """Begin to read an adapter into host memory. The result says why it cannot be used; empty: it can."""

@@ -104,13 +104,17 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         enforce_eager=config.enforce_eager,
         compress_experts=config.compress_experts,
         expert_load_interval=config.expert_load_interval,
-        adapters=AdapterOptions(num_slots=config.max_loras, max_rank=config.max_lora_rank)
-        if config.enable_lora
-        else None,
+        adapters=_adapters(config),
         num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
         max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
     )
+
+
+def _adapters(config: EngineConfig) -> AdapterOptions | None:
+    if not config.enable_lora:
+        return None
+    return AdapterOptions(num_slots=config.max_loras, max_rank=config.max_lora_rank, num_loaded=config.num_loaded_loras)
 
 
 def _step_tokens(config: EngineConfig, device: Device, offline: bool) -> int:

@@ -20,6 +20,7 @@ MAX_RANK = 512
 MAX_BYTES = 16 << 30  # of a file of weights
 MAX_PATTERNS, MAX_PATTERN, MAX_REPEATS = 1024, 256, 3  # of rank_pattern and alpha_pattern
 ADVICE = "merge it into the model (PEFT's merge_and_unload) and serve the result"
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # that leave the base model as it is
 # Fields of PEFT's LoraConfig whose adapters do something else at inference → what that is.
 OTHER_KINDS = {
     "alora_invocation_tokens": "an aLoRA, which begins at a token of the prompt",
@@ -98,6 +99,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     for name, what in OTHER_KINDS.items():
         if config.get(name):
             raise ModelError(f"{path}: {name!r} is set: {what} is not served; {ADVICE}")
+    init = config.get("init_lora_weights")
+    if not isinstance(init, bool | None) and init not in PLAIN_INITS:
+        raise ModelError(
+            f"{path}: 'init_lora_weights' is {_shown(init)}, which changed the base model, too: save the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
     rank = _rank(path, "r", config.get("r"))
     return AdapterConfig(
         path,

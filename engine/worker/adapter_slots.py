@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from engine.worker.device import Device, Event
 from engine.worker.options import AdapterOptions
 from kernels.data.layout import ADAPTER, RowState
 
+# Pinned at start: allocating it while steps run would delay them by a tenth of a second.
+PINNED_BYTES = 4 << 30
 DUMMY = Adapter("", "", "")  # that dummy requests have
 
 
@@ -29,8 +31,16 @@ DUMMY = Adapter("", "", "")  # that dummy requests have
 class _Held:
     """An adapter in host memory, or one that a thread is reading."""
 
-    ready: Future[LoadedAdapter]
-    copied: Event | None = None  # the device has read it, as far as it was to
+    memory: _Memory
+    ready: Future[None]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Host memory for an adapter."""
+
+    content: LoadedAdapter
+    copied: Event | None = None  # the device has read the content, as far as it was to
 
 
 class AdapterSlots:
@@ -51,7 +61,8 @@ class AdapterSlots:
         self.layout.attach(self._values, self._floats)
         self._slots: dict[str, int] = {}  # version of an adapter → its slot
         self._held: dict[str, _Held] = {}
-        self._spare: deque[_Held] = deque()  # dropped adapters, whose memory can be used again
+        num_pinned = min(options.num_loaded, PINNED_BYTES // max(self.slot_bytes, 1) + 1)
+        self._spare = deque(_Memory(self._allocated(device.pinned)) for _ in range(num_pinned))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     @property
@@ -75,50 +86,47 @@ class AdapterSlots:
             slots = slots[torch.searchsorted(ends, index, right=True).clamp(max=num_seqs - 1)]
         return kernels.AdapterTokens(slots.int(), self._options.num_slots)
 
-    def load(self, adapter: Adapter) -> Future[LoadedAdapter]:
+    def load(self, adapter: Adapter) -> Future[None]:
         """Begin to read an adapter into host memory. The result is a `ModelError` if it cannot be used."""
         if (held := self._held.get(adapter.version)) is not None:
             return held.ready
-        ready = self._thread.submit(self._read, adapter, self._spare.popleft() if self._spare else None)
-        self._held[adapter.version] = _Held(ready)
+        memory = self._spare.popleft() if self._spare else _Memory(self._allocated(torch.empty))
+        ready = self._thread.submit(self._read, adapter, memory)
+        self._held[adapter.version] = _Held(memory, ready)
         return ready
 
-    def _allocated(self) -> LoadedAdapter:
-        pinned, device = self._device.pinned, self._device.torch_device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else it is the first GPU's
-            return LoadedAdapter(
-                pinned(self.layout.num_values, dtype=self._values.dtype),
-                pinned(self.layout.num_floats, dtype=torch.float32),
-            )
+    def _allocated(self, allocate: Callable[..., Tensor]) -> LoadedAdapter:
+        return LoadedAdapter(
+            allocate(self.layout.num_values, dtype=self._values.dtype),
+            allocate(self.layout.num_floats, dtype=torch.float32),
+        )
 
     @torch.inference_mode()
-    def _read(self, adapter: Adapter, spare: _Held | None) -> LoadedAdapter:
-        """Read an adapter into new memory, or that of a dropped one once the device has read it."""
-        if spare is not None and spare.copied is not None:
-            spare.copied.synchronize()
+    def _read(self, adapter: Adapter, into: _Memory) -> None:
+        """Read an adapter into memory, once the device has read what was there."""
+        if into.copied is not None:
+            into.copied.synchronize()
         folder = Path(adapter.path)
         if adapter_version(folder) != adapter.version:
             raise ModelError(f"{folder}: its files have changed since the adapter was loaded; load it again")
-        into = self._allocated() if spare is None else spare.ready.result()
-        self.layout.read(folder, into)
-        return into
+        self.layout.read(folder, into.content)
 
     def drop(self, adapter: Adapter) -> None:
         """Forget an adapter in host memory. Unknown ones are ignored; one that is in a slot stays there."""
         held = self._held.pop(adapter.version, None)
         if held is not None:
             held.ready.cancel()
-            if held.ready.done() and not held.ready.cancelled() and held.ready.exception() is None:
-                self._spare.append(held)
+            if held.ready.done():  # otherwise the thread is writing into it
+                self._spare.append(held.memory)
 
     @torch.inference_mode()
     def place(self, adapter: Adapter, slot: int) -> None:
         """Queue the copy of an adapter in host memory to a slot that no unfinished request uses."""
         held = self._held[adapter.version]
-        loaded = held.ready.result()
+        held.ready.result()
         self._slots = {version: at for version, at in self._slots.items() if at != slot}
-        self.layout.place(loaded, slot, self._values, self._floats)
-        held.copied = self._device.record_event()
+        self.layout.place(held.memory.content, slot, self._values, self._floats)
+        held.memory.copied = self._device.record_event()
         self._slots[adapter.version] = slot
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ class AdapterOptions:
 
     num_slots: int  # adapters that steps can use
     max_rank: int
+    num_loaded: int  # adapters in host memory, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

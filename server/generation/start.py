@@ -196,7 +196,8 @@ async def _begin(
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
     record = new_record(public_id, caller.name, name, n, watches, asked[0][1])
-    ended = _at_the_end(server, caller, usage, Ended(record.received, request.cache_salt, prompts, watches))
+    scope = request.cache_salt if adapter is None else f"{request.cache_salt}\0{adapter.version}"
+    ended = _at_the_end(server, caller, usage, Ended(record.received, scope, prompts, watches))
     return Generation(
         public_id, caller.name, request.tenant, now, name, role, n, prompts, samples, usage, record,
         server.metrics, server.requests, server.running, ended,

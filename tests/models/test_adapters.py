@@ -71,6 +71,8 @@ A, B = (MODULE.replace(".", "__") + f"__lora_{half}__weight" for half in "AB")
         ({"alpha_pattern": {"(a+)+": 1}}, "a pattern that is too complex"),
         ({"alpha_pattern": {".*" * 9: 1}}, "a pattern that is too complex"),
         ({"alpha_pattern": {"[": 1}}, "no regular expression"),
+        ({"init_lora_weights": "pissa_niter_4"}, "which changed the base model, too"),
+        ({"init_lora_weights": ["olora"]}, "which changed the base model, too"),
         ({"use_qalora": True}, "'use_qalora' is set: a QA-LoRA"),
         ({"alora_invocation_tokens": [1]}, "an aLoRA"),
         ({"layer_replication": [[0, 2]]}, "replicated layers"),

@@ -29,8 +29,8 @@ ENDPOINTS = (
         "`other_tokens`: other prompts went on differently after `cached_tokens`; `not_seen`: none went on there; "
         "`evicted`: it held `known_tokens` of the prompt once; `no_state`: of recurrent layers; "
         "`other_salt`: the same start was last sent with another "
-        "`cache_salt`; `disabled`; or `not_read` where each token of the prompt has a result of its own; null: all of "
-        "it was.",
+        "`cache_salt` or LoRA adapter; `disabled`; or `not_read` where each token of the prompt has a result of its "
+        "own; null: all of it was.",
         answer={
             "id": "chatcmpl-2f1b",
             "x_request_id": "5d0f",
