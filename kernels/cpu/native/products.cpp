@@ -4,7 +4,7 @@
 // bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
 // the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16: as BF16_CHANNELS says.)
 //
-// Every sum is that of its token and row alone, in the order of the channels, however many tokens and tiles are computed at once.
+// Every sum is that of its token and row alone, in the order of the channels, however many tokens are computed at once.
 #include <iterator>
 #include <vector>
 
@@ -46,11 +46,6 @@ constexpr int tall(Kind kind) {
     if (REGISTERS == 32 || kind <= BFLOAT16 || (kind == INT8 && !QUIRE_PAIRS)) return TALL;
     return kind == INT4 && QUIRE_PAIRS ? 5 : 4;
 }
-// Tiles of floats that one or two tokens are multiplied with at once: a single one's few accumulators wait for each other.
-constexpr int side_by_side(Kind kind, int tokens) {
-    if (WIDE > 2 || tokens > 2 || kind > BFLOAT16) return 1;
-    return kind == BFLOAT16 && tokens == 1 ? 4 : 2;
-}
 constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;  // side by side: few registers have no room for both, widened
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int MANY = 3;             // tokens of a register tile that leave time to ask for what comes much later, too
@@ -72,22 +67,17 @@ inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >
 
 template <int M> using Sums = Floats[M][WIDE];  // of M tokens
 
-// J tiles, one behind the other, of W in float32 or bfloat16 (T), x in float32: sums [J, M]. What lies `next` bytes behind them is
-// asked for meanwhile.
-template <class T, int M, int J>
-inline void dot_floats(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>* acc) {
-    const int64_t tile = tile_bytes(w);
+// W in float32 or bfloat16 (T), x in float32. What lies `next` bytes behind the tile is asked for meanwhile.
+template <class T, int M>
+inline void dot_floats(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels; ++k, at += TILE_ROWS * sizeof(T)) {
+        Floats v[WIDE];
+        each<WIDE>([&](auto n) { v[n] = load_lanes((const T*)at + n * LANES); });
+        for (int i = 0; i < TILE_ROWS * int(sizeof(T)); i += 64) __builtin_prefetch(at + i + AHEAD);
         ask_for<M>(at + next, TILE_ROWS * sizeof(T));
-        each<J>([&](auto j) {
-            const T* line = (const T*)(at + j * tile);
-            Floats v[WIDE];
-            each<WIDE>([&](auto n) { v[n] = load_lanes(line + n * LANES); });
-            for (int i = 0; i < TILE_ROWS * int(sizeof(T)); i += 64) __builtin_prefetch((const char*)line + i + AHEAD);
-            each<M>([&](auto m) {
-                Floats y = all(load<float>(x[m] + k * 4));
-                each<WIDE>([&](auto n) { acc[j][m][n] += v[n] * y; });
-            });
+        each<M>([&](auto m) {
+            Floats y = all(load<float>(x[m] + k * 4));
+            each<WIDE>([&](auto n) { acc[m][n] += v[n] * y; });
         });
     }
 }
@@ -202,20 +192,20 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
         });
 }
 
-// The products of M tokens, from `token` on, and J tiles: [J, M, WIDE]. `next`: see `dot_floats`; of codes there are too few bytes.
-template <Kind KIND, class SCALES, int M, int J = 1>
+// The products of M tokens, from `token` on, and a tile: [M, WIDE]. `next`: see `dot_floats`; of codes there are too few bytes.
+template <Kind KIND, class SCALES, int M>
 void multiply(const Weight& w, const Rows& rows, int tile, int token, int64_t next, Floats* to) {
     const char *at = w.data + tile * tile_bytes(w), *x[M];
     each<M>([&](auto m) { x[m] = rows.data + (token + m) * rows.row_bytes; });
-    Sums<M> acc[J] = {};
-    if constexpr (KIND == FLOAT32) dot_floats<float, M, J>(w, at, next, x, acc);
-    else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M, J>(w, at, next, x, acc);
-    else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, next, x, *acc);
-    else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, *acc);
+    Sums<M> acc = {};
+    if constexpr (KIND == FLOAT32) dot_floats<float, M>(w, at, next, x, acc);
+    else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M>(w, at, next, x, acc);
+    else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, next, x, acc);
+    else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
     each<WIDE>([&](auto n) {
         Floats scale = all(1.0f);
         if (KIND == INT8 && std::is_void_v<SCALES>) scale = load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
-        each<J>([&](auto j) { each<M>([&](auto m) { to[(j * M + m) * WIDE + n] = acc[j][m][n] * scale; }); });
+        each<M>([&](auto m) { to[m * WIDE + n] = acc[m][n] * scale; });
     });
 }
 
@@ -224,16 +214,15 @@ template <Kind KIND, class SCALES> Multiply multiply_codes(int tokens) {
     return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
          : multiply<KIND, SCALES, tall(KIND)>;
 }
-template <Kind KIND> Multiply multiply_floats(int tokens, int tiles) {
-    if (tiles > 1) return tokens == 1 ? multiply<KIND, void, 1, side_by_side(KIND, 1)> : multiply<KIND, void, 2, side_by_side(KIND, 2)>;
+template <Kind KIND> Multiply multiply_floats(int tokens) {
     constexpr Multiply OF[] = {multiply<KIND, void, 1>, multiply<KIND, void, 2>, multiply<KIND, void, 3>,
                                multiply<KIND, void, 4>, multiply<KIND, void, 5>, multiply<KIND, void, 6>};
     static_assert(std::size(OF) == TALL);
     return OF[tokens - 1];
 }
-inline Multiply multiply_for(const Weight& w, int tokens, int tiles) {
-    if (w.kind == FLOAT32) return multiply_floats<FLOAT32>(tokens, tiles);
-    if (w.kind == BFLOAT16) return multiply_floats<BFLOAT16>(tokens, tiles);
+inline Multiply multiply_for(const Weight& w, int tokens) {
+    if (w.kind == FLOAT32) return multiply_floats<FLOAT32>(tokens);
+    if (w.kind == BFLOAT16) return multiply_floats<BFLOAT16>(tokens);
     if (w.kind == INT8) return w.grouped ? multiply_codes<INT8, float>(tokens) : multiply_codes<INT8, void>(tokens);
     return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
 }
@@ -286,17 +275,17 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
-// All tokens of some tiles, which stay in the core's cache meanwhile. The first tokens wait for the memory; from then on it brings
-// `next`, the tile that this thread will probably read after them.
-template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int tiles, int next, int tokens) {
+// All tokens of a tile, which stays in the core's cache meanwhile. The first tokens wait for the memory; from then on it brings
+// `next`, the tile that this thread will probably read after this one.
+template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int tokens) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
     for (int token = 0, m; token < tokens; token += m) {
         m = tokens_at_once(w.kind, tokens - token);
-        const Multiply multiply = multiply_for(w, m, tiles);
+        const Multiply multiply = multiply_for(w, m);
         const int64_t ahead = token ? (next - tile) * tile_bytes(w) : AHEAD;
         multiply(w, rows, tile, token, ahead, acc);
         if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, ahead, up);
-        for (int j = 0; j < tiles; ++j) finish(w, out, tile + j, token, m, acc + j * m * WIDE, up + j * m * WIDE);
+        finish(w, out, tile, token, m, acc, up);
     }
 }
 
@@ -377,15 +366,11 @@ template <class T, class W> void product(const Product& p) {
     const Rows rows = prepare<T, W>(p, scratch);
     const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
     const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
-    const int together = side_by_side(w.kind, p.tokens);
-    const int piece = tile_bytes(w) * together < PIECE_BYTES ? PIECE_BYTES / (tile_bytes(w) * together) * together : together;
+    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1;
     pool.run((tiles + piece - 1) / piece, [&](int64_t i) {
         const int end = int(i + 1) * piece < tiles ? int(i + 1) * piece : tiles;
-        for (int tile = int(i) * piece, count; tile < end; tile += count) {
-            count = tile + together <= end ? together : 1;
-            const int next = tile + count < end ? tile + count : end + (pool.threads - 1) * piece;
-            all_tokens(w, rows, out, tile, count, next, p.tokens);
-        }
+        for (int tile = int(i) * piece; tile < end; ++tile)
+            all_tokens(w, rows, out, tile, tile + 1 < end ? tile + 1 : end + (pool.threads - 1) * piece, p.tokens);
     });
 }
 
