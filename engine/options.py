@@ -76,8 +76,6 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
             "without its state"
         )
     drafts = speculative_config(config.speculative_config, device.is_accelerator)
-    if drafts is not None and spec.has_states:
-        raise ConfigError("speculative_config must be left out for recurrent layers: their states cannot go back yet")
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
@@ -108,6 +106,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_ranks_per_stage=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
         max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
+        max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
     )
 
 

@@ -25,8 +25,8 @@ class RecurrentSpec:
     window: ClassVar[int] = 0
     kv_of: ClassVar[None] = None
 
-    def state(self, block_size: int) -> tuple[StateTensor, ...]:
-        """Return the parts of a block."""
+    def state(self, block_size: int, max_drafts: int = 0) -> tuple[StateTensor, ...]:
+        """Return the parts of a block. `max_drafts`: of a request, which may all be taken back."""
         raise NotImplementedError
 
     def for_rank(self, shard: Shard) -> RecurrentSpec:
@@ -47,8 +47,8 @@ class ShortConvSpec(RecurrentSpec):
     kernel_size: int  # tokens that an output depends on, the newest included
     bias: bool = False  # of convolution and projections
 
-    def state(self, block_size: int) -> tuple[StateTensor, ...]:
-        return (StateTensor((num_inputs(self.kernel_size), self.channels)),)
+    def state(self, block_size: int, max_drafts: int = 0) -> tuple[StateTensor, ...]:
+        return (StateTensor((num_inputs(self.kernel_size + max_drafts), self.channels)),)
 
     def for_rank(self, shard: Shard) -> ShortConvSpec:
         return replace(self, channels=len(shard.span("hidden_size", self.channels)))
@@ -77,10 +77,10 @@ class DeltaNetSpec(RecurrentSpec):
         """Numbers per token of all queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def state(self, block_size: int) -> tuple[StateTensor, ...]:
+    def state(self, block_size: int, max_drafts: int = 0) -> tuple[StateTensor, ...]:
         heads, size = self.num_value_heads, self.value_dim
         return (
-            StateTensor((num_inputs(self.kernel_size), self.conv_channels)),
+            StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
             StateTensor((heads, self.key_dim, size), "float32"),
             StateTensor((block_size, self.num_key_heads, self.key_dim)),
             StateTensor((block_size, heads, size), "float32"),
@@ -99,6 +99,8 @@ class DeltaNetSpec(RecurrentSpec):
         return 2 * self.conv_channels + 4 * self.num_value_heads * self.value_dim
 
 
-def num_inputs(kernel_size: int) -> int:
-    """Return how many inputs of a convolution a block holds: those that its newest token saw, at least."""
-    return 1 << (kernel_size - 1).bit_length()
+def num_inputs(count: int) -> int:
+    """Return how many inputs of a convolution a block holds. It needs `count`: those that its newest token saw,
+    whichever of the newest tokens are taken back.
+    """
+    return 1 << (count - 1).bit_length()

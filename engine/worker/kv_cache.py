@@ -148,13 +148,14 @@ class KVCacheLayout:
         own_layers = stage.layers(len(spec.layers))
         if not spec.has_states:
             return replace(whole, own_layers=own_layers)
-        return whole._beside_states(at, StateLayout.of_model(spec, options, own_layers))
+        states = StateLayout.of_model(spec, options, own_layers)
+        return whole._beside_states(at, states, 1 + options.max_request_drafts)
 
-    def _beside_states(self, at: Sequence[int], states: StateLayout | None) -> KVCacheLayout:
+    def _beside_states(self, at: Sequence[int], states: StateLayout | None, max_retracted: int) -> KVCacheLayout:
         """Return the layout of a model whose layers `at` are those of this one. All others have states."""
         assert states is not None
         num_layers, index = len(states.parts), {layer: i for i, layer in enumerate(at)}
-        state_group = len(self.groups)
+        pool, state_group = 1 + max(group.pool for group in self.groups), len(self.groups)
 
         def spread(values: Sequence[T], other: T) -> tuple[T, ...]:
             return tuple(values[index[i]] if i in index else other for i in range(num_layers))
@@ -162,7 +163,7 @@ class KVCacheLayout:
         return replace(
             self,
             layers=spread(self.layers, NO_KV),
-            groups=(*self.groups, CacheGroup(pool=1 + max(group.pool for group in self.groups), is_state=True)),
+            groups=(*self.groups, CacheGroup(pool=pool, is_state=True, max_retracted=max_retracted)),
             group_of=spread(self.group_of, state_group),
             slot_of=spread(self.slot_of, NO_SLOT),
             offset_of=spread(self.offset_of, 0),

@@ -46,6 +46,7 @@ class RunnerOptions:
     num_ranks_per_stage: int = 1  # tensor-parallel ranks of a stage, each on its own device
     num_stages: int = 1  # pipeline stages, of successive layers
     max_step_drafts: int = 0  # of all requests in a step
+    max_request_drafts: int = 0  # of a request in a step
 
     @property
     def num_step_buffers(self) -> int:

@@ -33,7 +33,8 @@ class StateLayout:
         if not spec.has_states:
             return None
         mixers = [layer.mixer for layer in spec.layers]
-        parts = (m.state(options.block_size) if isinstance(m, RecurrentSpec) else () for m in mixers)
+        sizes = options.block_size, options.max_request_drafts
+        parts = (m.state(*sizes) if isinstance(m, RecurrentSpec) else () for m in mixers)
         return cls(tuple(parts), own_layers, options.dtype)
 
     @property

@@ -122,7 +122,6 @@ CHECKPOINTS = {
 
 # Pairs that are refused at start → a part of the error.
 REFUSED: dict[frozenset[str], str] = {
-    frozenset({"drafts", "recurrent layers"}): "speculative_config must be left out for recurrent layers",
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",

@@ -19,6 +19,7 @@ from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
 from tests.oracles.hybrids import NUM_TOKENS, fill_unwritten, make_hybrid
 from tests.oracles.paged_runner import decode
 from tests.support.answers import greedy_answers
+from tests.support.drafts import Answers
 from tests.support.loaded import load
 
 CASES = ["lfm2", "qwen3_5"]
@@ -152,6 +153,26 @@ def test_several_ranks_answer_as_one(model: Any, ranks: dict[str, int]) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == answers
     llm.close()
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.7])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_drafts_change_no_answer(model: Any, truth: float, enforce_eager: bool) -> None:
+    folder, prompts, answers = model
+    drafts = {"num_speculative_tokens": 5, "enable_adaptive_verification": False}
+    engine, found = start(folder, speculative_config=drafts, enforce_eager=enforce_eager), Answers()
+    found.answers = {
+        (tuple(prompt), i): answer for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    }
+    found.truth, policy = truth, engine.scheduler._drafts
+    assert policy is not None
+    policy._proposer = found
+    for _ in range(2):
+        assert greedy_answers(engine, prompts, NUM_TOKENS) == answers
+    assert policy.counts.num_draft_tokens > 100
+    assert (policy.counts.num_accepted_tokens > 50) == (truth > 0)
+    assert engine.stats().prefix_hits >= 300
+    engine.close()
 
 
 def test_a_prefix_cache_file_is_refused(model: Any, tmp_path: Path) -> None:

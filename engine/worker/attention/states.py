@@ -22,7 +22,7 @@ class StateSteps(GroupAttention):
     def metadata(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> AttentionMetadata:
         tables, slots = step.block_tables[self.index], step.slot_mapping[self._padding_index]
         sequences = step.rows, step.query_start, step.context_lens
-        only_decodes = prefills is None and step.decode_lens is None
+        only_decodes = step.num_decodes == len(step.rows) and step.decode_lens is None
         states = StateContext.of_step(tables, *sequences, len(slots), self._block_size, only_decodes=only_decodes)
         return StateMetadata(
             num_decodes=step.num_decodes,
