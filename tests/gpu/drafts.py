@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.2},
 }
 SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", (1, 8, 64), 200
-LEAST_RATIO = 0.98  # of the speed without drafts, if none is right
+LEAST_RATIO = 0.98  # of the speed without drafts
 
 
 def policy_of(llm: LLM) -> DraftPolicy:
@@ -95,34 +95,36 @@ def check_draft_speed(checks: Checks) -> None:
             speculative_config={"num_speculative_tokens": 8},
         )  # fmt: skip
         policy, answers = policy_of(llm), Answers()
-        policy._proposer = answers
+        lookup = policy._proposer
         rng = random.Random(7)
         for num in STREAMS:
             prompts = [[rng.randrange(1, 30_000) for _ in range(64)] for _ in range(num)]
             params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=6, ignore_eos=True, detokenize=False)
             use(llm, None)
-            tokens, _ = _timed(llm, prompts, params)
-            answers.answers = {(tuple(p), 6): list(t) for p, t in zip(prompts, tokens, strict=True)}
-            for truth, least in ((0.0, LEAST_RATIO), (0.9, 1.0)):
-                answers.truth, ratios = truth, list[float]()
+            _timed(llm, prompts, params)
+            for name, proposer in (("all wrong", answers), ("lookup", lookup)):  # dummy weights repeat themselves
+                policy._proposer, ratios = proposer, list[float]()
+                counts = policy.counts.num_accepted_tokens, policy.counts.num_draft_tokens
                 use(llm, policy)
                 _timed(llm, prompts, params)
                 for _ in range(3):
                     use(llm, None)
-                    _, plain = _timed(llm, prompts, params)
+                    plain = _timed(llm, prompts, params)
                     use(llm, policy)
-                    _, drafted = _timed(llm, prompts, params)
+                    drafted = _timed(llm, prompts, params)
                     ratios.append(plain / drafted)
                 ratio, speed = sorted(ratios)[1], num * NUM_TOKENS / plain
-                what = f"{ratio:.2f} of {speed:,.0f} tokens/s; step times {_costs(policy)}"
-                checks.saw(f"drafts: speed of {num} streams, {truth:.0%} right", ratio >= least, what)
+                accepted = policy.counts.num_accepted_tokens - counts[0]
+                tried = policy.counts.num_draft_tokens - counts[1]
+                what = f"{ratio:.2f} of {speed:,.0f} tokens/s, {accepted} of {tried} accepted; {_costs(policy)}"
+                checks.saw(f"drafts: speed of {num} streams, {name}", ratio >= LEAST_RATIO, what)
         llm.close()
 
 
-def _timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
+def _timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
     start = time.perf_counter()
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in found], time.perf_counter() - start
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - start
 
 
 def _costs(policy: DraftPolicy) -> str:

@@ -37,6 +37,7 @@ class _Times:
     def record(self, seconds: float, step: int) -> None:
         if step - self.last_used > STALE:
             self._recent.clear()
+            self.seconds = 0.0
         self.last_used = step
         self._recent.append(seconds)
         count = len(self._recent)

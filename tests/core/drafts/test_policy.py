@@ -19,14 +19,14 @@ from engine.core.request import Request
 class Fixed:
     """Proposes the same tokens always."""
 
-    def __init__(self, tokens: list[int], basis: int = 3) -> None:
-        self.tokens, self.basis = tokens, basis
+    def __init__(self, tokens: list[int], basis: int = 3, predicted: bool = False) -> None:
+        self.tokens, self.basis, self.predicted = tokens, basis, predicted
 
     def start(self, request: EngineRequest) -> Fixed:
         return self
 
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
-        return Proposal(self.tokens[:most], self.basis)
+        return Proposal(self.tokens[:most], self.basis, self.predicted)
 
 
 def decoding(name: str = "a", max_tokens: int = 100) -> Request:
@@ -97,6 +97,10 @@ def test_unmeasured_sizes_are_between_the_measured_ones() -> None:
     for _ in range(STALE + 1):
         costs.record(2, False, 1.0)
     assert costs.drafted(2, 6) < 1.5, "it is to be measured again"
+    costs.record(6, True, 3.0)
+    assert costs.drafted(2, 6) < 1.5
+    costs.record(6, True, 3.0)
+    assert costs.drafted(2, 6) == 3.0
 
 
 def test_sizes_of_more_tokens_are_measured_together() -> None:
@@ -168,3 +172,12 @@ def test_without_adaptation_all_drafts_are_verified() -> None:
     counts = policy.counts
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (1, 2, 1)
     assert counts.accepted_at == [1, 0]
+
+
+def test_tokens_of_a_prediction_are_counted_by_request() -> None:
+    policy = DraftPolicy(Fixed([5, 6, 7], predicted=True), DraftLimits(3, 3), adaptive=False)
+    request = decoding()
+    policy.choose([request], 1, 100)
+    policy.verified(request, 3, 2)
+    policy.verified(request, 3, 0)
+    assert request.num_predicted == [2, 4]
