@@ -15,6 +15,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.families import read_spec
+from engine.plan import cpu_here, make_plan
 from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
 from tests.oracles.hybrids import NUM_TOKENS, fill_unwritten, make_hybrid
 from tests.oracles.paged_runner import decode
@@ -172,6 +173,20 @@ def test_drafts_change_no_answer(model: Any, truth: float, enforce_eager: bool) 
     assert policy.counts.num_draft_tokens > 100
     assert (policy.counts.num_accepted_tokens > 50) == (truth > 0)
     assert engine.stats().prefix_hits >= 300
+    engine.close()
+
+
+def test_a_plan_counts_states(model: Any) -> None:
+    settings = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    plan = make_plan(EngineConfig(model=str(model[0]), device="cpu", **settings), cpu_here())
+    engine = start(model[0], **settings)
+    runner, stats = engine.runner, engine.stats()
+    assert (plan.num_blocks, plan.num_states) == (runner.num_blocks, runner.num_states)
+    assert plan.kv_cache_bytes == runner.kv_cache_bytes <= 8 << 20
+    assert plan.layout.state_bytes * plan.num_states <= 4 << 20, "half of the memory at most"
+    assert plan.num_requests(32) <= plan.num_states / 2
+    assert (stats.num_states, stats.num_free_states, stats.state_usage) == (plan.num_states, plan.num_states, 0)
+    assert f"{plan.num_states:,} states" in engine.summary()
     engine.close()
 
 
