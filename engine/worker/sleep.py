@@ -93,9 +93,11 @@ class SleepingRunner:
 
 def free_unused(device: torch.device) -> None:
     """Return the memory of what nothing refers to any more, such as captured graphs in cycles, to the system."""
+    is_frozen = gc.get_freeze_count() > 0  # in an engine process; offline, the process is the user's
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    if is_frozen:
+        gc.freeze()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
