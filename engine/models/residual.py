@@ -155,7 +155,12 @@ class ResidualEpilogue:
         return self.following.fused(self.hidden)
 
     def _unquantised_norm(self) -> WeightAndEps | None:
-        """Return `next_norm` for kernels that cannot quantise it: None if it is to be quantised."""
+        """Return `next_norm` for kernels that cannot quantise it: None if it is to be quantised. With adapters, every
+        sum is a kernel of its own, which may as well compute the norm.
+        """
+        if self.following is not None and self.stream.context.adapters is not None:
+            own = self.following.norm
+            return (own.weight, own.eps) if isinstance(own, RMSNorm) else None
         norm = self.next_norm()
         return None if norm is None or norm.rounded is not None else (norm.weight, norm.eps)
 

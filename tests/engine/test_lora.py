@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sublayers in parallel": ("cohere", {"r": 8, "target_modules": "all-linear"}),
     "no gate": ("starcoder2", {"r": 8, "target_modules": "all-linear"}),
     "experts without adapters": ("qwen3_moe", {"r": 8, "target_modules": ATTENTION}),
+    "dense MLP beside experts": ("gemma4_moe", {"r": 8, "target_modules": r".*(self_attn\..*|mlp\..*)_proj"}),
     "shared expert": ("qwen2_moe", {"r": 8, "target_modules": [*ATTENTION, "shared_expert.up_proj"]}),
     "transposed matrices": ("gpt2", {"r": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
     "projections by heads": ("gpt_neox", {"r": 8, "target_modules": "all-linear"}),
