@@ -5,15 +5,18 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.models.classifier import Classifier
 from server.apis.endpoint import MODEL, Endpoint
 from server.app import APIS
 from server.http.auth import PROBES
 from server.settings import ServerConfig
+from tests.oracles.random_adapters import random_adapter, write_adapter
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import Live, run_server, wait_until
 from tests.support.templates import HERMES
@@ -23,9 +26,20 @@ NAME = 'org/"one"'
 
 
 @pytest.fixture(scope="module")
-def described() -> Iterator[Live]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of an adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    shapes = {"model.layers.0.self_attn.q_proj": (8, 8)}
+    write_adapter(folder / "sql", {}, random_adapter(shapes, 2, torch.Generator().manual_seed(0)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def described(adapters: Path) -> Iterator[Live]:
     engine = FakeEngine(template=HERMES, max_model_len=2048)
-    with run_server(engine, served_model_names=[NAME, MODEL]) as live:
+    engine.max_loras = 1
+    settings = ServerConfig(lora_folder=str(adapters))
+    with run_server(engine, settings, served_model_names=[NAME, MODEL]) as live:
         yield live
 
 
@@ -47,7 +61,7 @@ def test_every_endpoint_is_described(described: Live) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda each: f"{each.method} {each.path}")
-def test_examples(described: Live, endpoint: Endpoint) -> None:
+def test_examples(described: Live, adapters: Path, endpoint: Endpoint) -> None:
     schema = described.http.get("/openapi.json").json()
     operation = schema["paths"][endpoint.path][endpoint.method.lower()]
     examples = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("examples", {})
@@ -57,10 +71,14 @@ def test_examples(described: Live, endpoint: Endpoint) -> None:
         Classifier([array("f", [1] * 8)], ["A"], "sigmoid") if "classify" in endpoint.path else None
     )
     conversation = described.post("/v1/conversations").json()["id"]
+    if "unload" in endpoint.path:
+        described.post("/v1/load_lora_adapter", lora_name="sql", lora_path=str(adapters / "sql"))
     for title, example in examples.items():
         body = example["value"]
         assert body.get("model", NAME) == NAME
         path = endpoint.path.replace("{conversation_id}", conversation)
+        if "lora_path" in body:
+            body = body | {"lora_path": str(adapters / Path(body["lora_path"]).name)}
         response = described.post(path, **body)
         assert response.status_code == 200, (title, response.text)
         kind = response.headers["content-type"].partition(";")[0]
@@ -70,6 +88,8 @@ def test_examples(described: Live, endpoint: Endpoint) -> None:
             assert set(re.findall("^event: .*", documented["example"], re.M)) <= set(
                 re.findall("^event: .*", response.text, re.M)
             )
+        elif kind == "text/plain":
+            assert response.text == documented["example"]
         else:
             assert set(documented["schema"]["required"]) <= response.json().keys()
             if title == next(iter(examples)):
