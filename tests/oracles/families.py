@@ -792,6 +792,17 @@ CASES |= {
     "qwen3_next": ("Qwen3Next", {**DELTA_NET, **DELTA_EXPERTS}),
     "qwen3_5": ("Qwen3_5", {**DELTA_NET, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA_NET, **DELTA_EXPERTS}),
+    "qwen3_5_vl": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": DELTA_NET
+            | {
+                "rope_parameters": SECTIONS
+                | {"mrope_interleaved": True, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+            },
+            "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [], "num_position_embeddings": 16},
+        },
+    ),
 }
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch

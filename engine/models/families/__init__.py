@@ -25,10 +25,12 @@ from engine.models.families import (
 )
 from engine.models.families.fields import Config
 from engine.models.families.missing import A_FUNCTION, missing
-from engine.models.files import read_config
+from engine.models.files import read_config, read_json
 from engine.models.generation_config import read_eos_token_ids
 from engine.models.pooling_config import is_embedding_model
 from engine.models.spec import ModelSpec
+
+INDEX = "model.safetensors.index.json"
 
 
 def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -38,6 +40,10 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
     which names the file and the field that is missing, invalid or not supported.
     """
     config = read_config(folder, overrides)
+    if "qwen3_5_moe" in str(config.get("model_type")) and (folder / INDEX).is_file():
+        names = read_json(folder / INDEX, folder).get("weight_map")
+        is_stacked = isinstance(names, dict) and any(name.endswith(".experts.gate_up_proj") for name in names)
+        config.setdefault("separate_experts", not is_stacked)
     if config.get("architectures") is None and (found := _architecture_of_type(config.get("model_type"), config)):
         config["architectures"] = [found]
     try:

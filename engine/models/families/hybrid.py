@@ -83,9 +83,9 @@ def qwen3_5_moe(config: Config) -> ModelSpec:
 
 
 def qwen3_5_moe_stacked(config: Config) -> ModelSpec:
-    """Qwen3.5 with experts as published: in stacked tensors, unless they are quantised."""
+    """Qwen3.5 with experts as published: in stacked tensors, unless they are quantised or the index says otherwise."""
     spec = qwen3_5_moe(config)
-    if spec.quantization is not None:
+    if spec.quantization is not None or flag(config, "separate_experts"):
         return spec
     layers = (
         replace(layer, mlp=replace(layer.mlp, names=replace(layer.mlp.names, stacked=STACKED, suffix="_")))
