@@ -35,8 +35,10 @@ KINDS = [
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ForwardPass._layers
 
-    def with_nan(self: ForwardPass, num_tokens: int, groups: Any, indices: torch.Tensor | None = None) -> torch.Tensor:
-        hidden, ids = forward(self, num_tokens, groups, indices), self.step.input_ids[:num_tokens]
+    def with_nan(
+        self: ForwardPass, num_tokens: int, groups: Any, indices: torch.Tensor | None, adapters: Any
+    ) -> torch.Tensor:
+        hidden, ids = forward(self, num_tokens, groups, indices, adapters), self.step.input_ids[:num_tokens]
         return hidden.masked_fill(((ids if indices is None else ids[indices]) == POISON).unsqueeze(1), float("nan"))
 
     monkeypatch.setattr(ForwardPass, "_layers", with_nan)

@@ -177,7 +177,7 @@ def test_drafts_change_no_answer(model: Any, truth: float, enforce_eager: bool) 
 
 
 def test_a_plan_counts_states(model: Any) -> None:
-    settings = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    settings: dict[str, Any] = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
     plan = make_plan(EngineConfig(model=str(model[0]), device="cpu", **settings), cpu_here())
     engine = start(model[0], **settings)
     runner, stats = engine.runner, engine.stats()

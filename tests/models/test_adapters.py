@@ -118,7 +118,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 def test_the_base_that_the_adapter_names_is_shown(layout: AdapterLayout, folder: Path) -> None:
-    changed(folder, **{A: torch.ones(8, 128)})
+    changed(folder, None, **{A: torch.ones(8, 128)})
     with pytest.raises(ModelError, match=r"another base model .adapter_config\.json names someone/their-model"):
         read(layout, folder)
 

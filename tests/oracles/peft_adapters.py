@@ -36,7 +36,7 @@ def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> Any:
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a bias of B has one dimension, as it must
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(str(folder))
     return adapted.merge_and_unload().eval()
 
 

@@ -11,6 +11,7 @@ from engine.models.shard import Stage
 from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
+from tests.support.kv_tensors import allocate_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def test_blocks_come_back_in_other_blocks(
     layout = KVCacheLayout.of(windows, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
     layout = replace(layout, own_layers=stage.layers(len(windows)))
     generator = torch.Generator().manual_seed(0)
-    kv_cache = layout.allocate(7, device)
+    kv_cache = allocate_kv(layout, 7, device)
     for kv in kv_cache:
         kv.copy_(torch.randn(kv.shape, generator=generator).to(dtype))
     before = [kv.clone().view(torch.uint8) for kv in kv_cache]

@@ -19,13 +19,15 @@ from engine.worker.kv_cache import (
 )
 from engine.worker.options import RunnerOptions
 from engine.worker.sampling.token_history import TokenHistory
+from tests.support.kv_tensors import allocate_kv
 
 CPU = CpuDevice()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_are_zeros_and_keep_what_is_written(dtype: torch.dtype) -> None:
-    layers = KVCacheLayout.of([0, 0], num_kv_heads=3, head_dim=8, block_size=16, dtype=dtype).allocate(5, CPU)
+    layout = KVCacheLayout.of([0, 0], num_kv_heads=3, head_dim=8, block_size=16, dtype=dtype)
+    layers = allocate_kv(layout, 5, CPU)
     assert [(tuple(layer.shape), layer.dtype) for layer in layers] == [((2, 5, 3, 16, 8), dtype)] * 2
     assert not any(layer.float().any() for layer in layers)
     layers[0][1, 4] = 1
@@ -40,7 +42,7 @@ def test_blocks_that_nobody_wrote_take_no_memory() -> None:
 
     layout = KVCacheLayout.of([0, 0], num_kv_heads=4, head_dim=64, block_size=16, dtype=torch.float32)
     before = resident()
-    layers = layout.allocate((1 << 30) // layout.block_bytes, CPU)
+    layers = allocate_kv(layout, (1 << 30) // layout.block_bytes, CPU)
     assert sum(layer.nbytes for layer in layers) == 1 << 30
     assert resident() - before < 1 << 28
 
@@ -69,7 +71,7 @@ def test_layers_share_blocks_of_one_size(windows: list[int], groups: list[int], 
     assert len(set(slots)) == len(windows), "two layers write the same part of a block"
     assert max(layout.slot_of) < num_slots
     assert len(layout.groups) * num_slots <= 1.15 * len(windows)
-    layers = layout.allocate(2, CPU)
+    layers = allocate_kv(layout, 2, CPU)
     assert sum(layer.nbytes for layer in {id(layer): layer for layer in layers}.values()) == 2 * layout.block_bytes
 
 
@@ -81,7 +83,7 @@ def test_narrow_layers_share_a_slot() -> None:
     assert (len(layout.groups), layout.num_slots) == (3, 1)
     assert layout.group_of == (0, 0, 1, 2, 2, 1)
     assert layout.block_bytes == 2 * 4 * 32 * 2
-    kv_cache = layout.allocate(5, CPU)
+    kv_cache = allocate_kv(layout, 5, CPU)
     assert [kv.shape[2:] for kv in kv_cache] == [(layer.num_kv_heads, 4, 8) for layer in layers]
     assert kv_cache[4] is kv_cache[3]
     assert kv_cache[5] is kv_cache[2]

@@ -24,6 +24,7 @@ from engine.worker.block_store.cache_file import ALIGNMENT, Name
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.parallel.rank_files import FileCall, Followers, Leader, of_rank
+from tests.support.kv_tensors import allocate_kv
 
 NUM_BLOCKS = 8
 SLOT_BYTES = 8192  # of the blocks below
@@ -39,7 +40,7 @@ class Rank:
         self.index = index
         layout = KVCacheLayout.of([0, 0, 0], num_kv_heads=1, head_dim=64, block_size=4, dtype=torch.float32)
         self.layout = replace(layout, own_layers=stage.layers(3))
-        self.kv_cache = self.layout.allocate(NUM_BLOCKS, CpuDevice())
+        self.kv_cache = allocate_kv(self.layout, NUM_BLOCKS, CpuDevice())
         self.copier = BlockCopier(self.kv_cache, self.layout, CpuDevice(), 2)
         self.forget()
         self.file: BlockFile | None = None

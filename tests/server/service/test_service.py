@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ from tests.support.live_server import Live
 
 
 def stats(**values: int) -> SchedulerStats:
-    return SchedulerStats(**{**{field.name: 0 for field in dataclasses.fields(SchedulerStats)}, **values})
+    needed = (field.name for field in dataclasses.fields(SchedulerStats) if field.default is dataclasses.MISSING)
+    fields: dict[str, Any] = dict.fromkeys(needed, 0) | values
+    return SchedulerStats(**fields)
 
 
 def test_models(serve: Callable[..., Live]) -> None:
