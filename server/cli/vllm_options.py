@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _ALWAYS = "Quire always does this; leave it out"
 _ITSELF = "Quire chooses this automatically; leave it out"
-_NOT_YET = "not supported yet"
 
 ADVICE = {
     "--trust-remote-code": "code that comes with models is never executed; leave it out",
@@ -35,9 +34,8 @@ ADVICE = {
     "--fully-sharded-loras": _ITSELF,
     "--enable-lora-bias": "biases of adapters are always served; leave it out",
     "--lora-dtype": "adapters have the data type of the model; leave it out",
-    "--speculative-config": _NOT_YET,
-    "--speculative-model": _NOT_YET,
-    "--enable-sleep-mode": _NOT_YET,
+    "--speculative-model": "drafts are set by --speculative-config (docs/drafts.md); draft models are not supported",
+    "--enable-sleep-mode": "POST /sleep works without it; leave it out",
     "--limit-mm-per-prompt": "only text is supported; leave it out",
     "--disable-fastapi-docs": "/docs requires an API key if the server does",
 }

@@ -32,7 +32,7 @@ from engine.core.scheduler import Scheduler
 from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding, states_of
 
 NUM_WORKLOADS = 1400
-NUM_TESTS = 4
+NUM_TESTS = 2
 MAX_DRAFTS = 7  # of a request
 # Each of these happens among the workloads of each test, or the workloads are no test.
 EXPECTED_EVENTS = [

@@ -198,7 +198,7 @@ def test_tools_are_called_as_the_chat_page_defines_them() -> None:
 
 def test_the_suggestions_of_the_page_are_trained() -> None:
     page = (ROOT / "server" / "static" / "index.html").read_text()
-    suggested = re.findall(r'class="suggestion" type="button">([^<]+)<', page)
+    suggested = re.findall(r'class="suggestion">([^<]+)<', page)
     rng = random.Random(1)
     trained = {
         turn.user for _ in range(800) for turn in make_chat(rng, length=256).turns if turn.skill == "suggestions"

@@ -42,7 +42,8 @@ def parsed(words: list[str]) -> tuple[EngineConfig, ServerConfig]:
     parser = Parser()
     serve_command.add_parser(parser.add_subparsers())
     given = vars(parser.parse_args(["serve", *words]))
-    given["model"] = given.pop("model_argument") or given.get("model", ...)
+    models = given.pop("model_arguments")
+    given["model"] = models[0] if models else given.get("model", ...)
     config, settings = load(
         argparse.Namespace(**{k: v for k, v in given.items() if v is not ...}), EngineConfig, ServerConfig
     )

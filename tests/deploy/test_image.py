@@ -80,7 +80,7 @@ def test_it_ends_as_a_user_without_rights_and_serves(steps: list[Any]) -> None:
     parser = Parser()
     serve_command.add_parser(parser.add_subparsers())
     given = vars(parser.parse_args([*entrypoint[1:], *command]))
-    config, settings = load({**given, "model": given["model_argument"]}, EngineConfig, ServerConfig)
+    config, settings = load({**given, "model": given["model_arguments"][0]}, EngineConfig, ServerConfig)
     assert (settings.host, str(settings.port)) == ("0.0.0.0", values(steps, "EXPOSE")[0][0])
     assert config.model.removeprefix("/app/") == "configs/demo"
     (check,) = [step for step in steps if step.cmd.upper() == "HEALTHCHECK"]
@@ -141,7 +141,7 @@ def test_compose_starts_a_server_that_may_finish() -> None:
         ({"MODEL": "/models/mine", "NAME": "mine"}, "/models/mine", "mine"),
     ):
         given = vars(parser.parse_args(["serve", *(substituted(word, environment) for word in service["command"])]))
-        config, settings = load({**given, "model": given["model_argument"]}, EngineConfig, ServerConfig)
+        config, settings = load({**given, "model": given["model_arguments"][0]}, EngineConfig, ServerConfig)
         assert (config.model, config.served_model_name) == (model, (name,))
         assert service["stop_grace_period"].endswith("s")
         assert int(service["stop_grace_period"][:-1]) > settings.shutdown_timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 import warnings
@@ -824,7 +825,7 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
         warnings.simplefilter("ignore", DeprecationWarning)  # GPTBigCode's module uses torch.jit
         named = family.endswith(("Generation", "Model"))
         model_class = getattr(transformers, family if named else f"{family}ForCausalLM")
-    changes = {**changes, **(shape or {})}
+    changes = copy.deepcopy({**changes, **(shape or {})})  # transformers writes into its objects
     if (text := changes.get("text_config")) is not None:
         whole = {name: value for name, value in changes.items() if name not in SHAPE}
         changes = whole | {"text_config": {**SHAPE, **text, **(shape or {})}}

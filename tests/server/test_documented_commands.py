@@ -55,7 +55,10 @@ ONLY_READ = {
     "QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks": "minutes, and another engine",
     "python -m tests": "minutes, a GPU, a browser, or other programs",
 }
-ONLY_COMPILED = {"from ray ": "needs a Ray cluster: tests/server/ray"}  # how a snippet begins
+ONLY_COMPILED = {  # how a snippet begins
+    "from ray ": "needs a Ray cluster: tests/server/ray",
+    "from quire import LLM, LoRARequest": "needs a model of the Hub and an adapter: tests/engine/test_lora.py",
+}
 # How a command begins → what makes its run short.
 LESS = {
     "quire bench throughput": "--num-prompts 2 --input-len 8 --output-len 4 --num-runs 1",

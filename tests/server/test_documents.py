@@ -101,7 +101,7 @@ def test_no_document_needs_a_published_package() -> None:
 
 
 def test_the_site_has_every_page_once() -> None:
-    named = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 

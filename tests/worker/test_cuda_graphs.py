@@ -56,7 +56,7 @@ class Forward:
         self.seen.append((size, packed.tolist(), prefills.tiles(QUERIES).tolist()))
         return torch.zeros(size.num_tokens, 4)
 
-    def last_tokens(self, step: StepRequest) -> None:
+    def last_tokens(self, step: StepRequest, packed: PackedStep) -> None:
         return None
 
 
