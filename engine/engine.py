@@ -112,7 +112,7 @@ class Engine:
         self._rebuild = partial(_rebuilt, build_runner, config, folder, lost, spec, options, progress)
         self._progress = progress
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
-        speculative = speculative_config(config.speculative_config, device.is_accelerator)
+        speculative = speculative_config(config.speculative_config)
         self.scheduler = Scheduler(
             [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
             runner.block_size,
@@ -192,7 +192,7 @@ class Engine:
             self._guided.add(request)
 
     def _new_adapted(self, config: EngineConfig) -> AdaptedRequests | None:
-        """Return the holder of requests with adapters, of which none is loaded. None: they are not served."""
+        """Return what holds requests with adapters, without any loaded adapter. None: adapters are not served."""
         if not config.enable_lora:
             return None
         return AdaptedRequests(self.runner, config.max_loras, config.num_loaded_loras, self._queue)

@@ -75,7 +75,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
             "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
             "without its state"
         )
-    drafts = speculative_config(config.speculative_config, device.is_accelerator)
+    drafts = speculative_config(config.speculative_config)
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"

@@ -64,7 +64,7 @@ def _error(reason: str) -> ConfigError:
     return ConfigError(f"speculative_config: {reason}")
 
 
-def speculative_config(given: Mapping[str, Any] | None, is_accelerator: bool) -> SpeculativeConfig | None:
+def speculative_config(given: Mapping[str, Any] | None) -> SpeculativeConfig | None:
     """Return the settings of drafts; None: there are none."""
     if given is None:
         return None

@@ -77,7 +77,7 @@ class LayerLayout:
 
     @property
     def adds_shift(self) -> bool:
-        """True unless other ranks compute partial sums of the same result, of which one has the bias."""
+        """True if this rank adds the bias: ranks that compute partial sums of one result add it only once."""
         return len(self.linear.columns) == self.linear.columns.total or self.linear.shard.rank == 0
 
 

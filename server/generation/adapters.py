@@ -37,7 +37,7 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """Names of adapters → what the engine is told. The engine loads an adapter when a request needs it."""
+    """The adapters that the server offers, by name. The engine loads one when a request needs it."""
 
     def __init__(self, engine: EngineClient, settings: ServerConfig, model_names: Sequence[str]) -> None:
         """`model_names`: served names of the model itself."""

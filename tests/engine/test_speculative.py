@@ -35,5 +35,5 @@ def test_either_length_of_a_lookup_sets_the_other() -> None:
 
 
 def test_no_tokens_are_no_drafts() -> None:
-    assert speculative_config({"num_speculative_tokens": 0}, False) is None
-    assert speculative_config({"num_speculative_tokens": 2}, True) == SpeculativeConfig(num_speculative_tokens=2)
+    assert speculative_config({"num_speculative_tokens": 0}) is None
+    assert speculative_config({"num_speculative_tokens": 2}) == SpeculativeConfig(num_speculative_tokens=2)

@@ -26,7 +26,7 @@ class Guesses(Protocol):
     """Guesses the tokens of one request."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
-        """Return at most `most` tokens that may follow `token_ids`: prompt and output, of which each call has more."""
+        """Return at most `most` tokens that may follow `token_ids`: prompt and output so far, which only grow."""
 
 
 class Proposer(Protocol):

@@ -8,7 +8,7 @@ from engine.core.drafts.proposer import NO_PROPOSAL, Proposal
 from engine.core.engine_request import EngineRequest
 
 MAX_BASIS = 32  # tokens that are compared before an occurrence
-AT_ONCE = 4096  # most tokens added at a time, so that a long prompt does not delay a step
+AT_ONCE = 1024  # most tokens added at a time, so that long prompts of many requests do not delay a step
 LEAST_SIZE = 1 << 10
 
 

@@ -30,7 +30,7 @@ class Fixed:
 
 
 def decoding(name: str = "a", max_tokens: int = 100) -> Request:
-    """A request with one token of output, of which all but the newest is computed."""
+    """A request with one token of output. All its tokens but the newest are computed."""
     request = Request(EngineRequest(name, [1, 2], SamplingParams(max_tokens=max_tokens)), frozenset(), 0)
     request.token_ids.append(3)
     request.num_tokens, request.num_computed_tokens = 3, 2

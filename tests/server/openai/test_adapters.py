@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: their names, how they are loaded and by whom, and what the engine is told."""
+"""LoRA adapters over HTTP: their names, how they are loaded and by whom, and which one the engine gets."""
 
 from __future__ import annotations
 
