@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import kernels
 from engine.models.attention import Attention
+from engine.models.checkpoints.safetensors import open_safetensors
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FloatFormat
@@ -31,7 +31,6 @@ from engine.models.quantization import renamed
 from engine.models.recurrent import GatedDeltaNet, ShortConv
 from engine.models.shard import Span
 from engine.models.spec import ModelSpec
-from engine.utils.folder_files import open_file
 
 OWNERS = (Attention, LatentAttention, GatedDeltaNet, ShortConv, MLP, PerLayerInput)  # of layers that are adapted
 ALIGNMENT = 64  # values: addresses of a matrix in a slot
@@ -168,16 +167,10 @@ class AdapterLayout:
             shift.zero_()
         into.magnitudes, into.biases = {}, {}
         path = folder / WEIGHTS
-        try:
-            open_file(path, folder).close()
-            with safe_open(path, framework="pt", device="cpu") as opened:
-                found = self._checked(config, opened)
-                for name, tensor in found.items():
-                    self._fill(config, name, tensor, opened.get_tensor(name), into)
-        except SafetensorError as error:
-            raise ModelError(f"{path}: corrupt or truncated safetensors file ({error}); download it again") from None
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from None
+        with open_safetensors(path, folder) as opened:
+            found = self._checked(config, opened)
+            for name, tensor in found.items():
+                self._fill(config, name, tensor, opened.get_tensor(name), into)
         if not (torch.isfinite(into.values).all() and torch.isfinite(into.floats).all()):
             raise ModelError(f"{path}: holds values beyond the range of {_name(self.dtype)}")
 

@@ -2,19 +2,23 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from engine.models import weights
+from engine.models.checkpoints import SafetensorsFolder, safetensors
 from engine.models.checkpoints import threaded_reading as reading
 from engine.models.checkpoints.threaded_reading import read_tensors, regions, tensor_ranges
-from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.models.matrix import CheckpointTensor
+from engine.models.shard import Span
 from engine.models.weights import checkpoint_tensors
+from engine.utils.folder_files import open_file
 from tests.models.test_weights import CONFIG
 from tests.support.loaded import load as load_model
 
@@ -37,9 +41,11 @@ def test_values_are_those_of_the_file(
     monkeypatch.setattr(reading, "REGION_BYTES", region)
     file = tmp_path / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
-    ranges = tensor_ranges(file)
     for wanted in (list(tensors), list(tensors)[::3]):
-        got = {name: value.clone() for name, value in read_tensors(file, [ranges[name] for name in wanted], CPU, {})}
+        with file.open("rb") as opened:
+            ranges = tensor_ranges(opened)
+            read = read_tensors(opened, [ranges[name] for name in wanted], CPU, {})
+            got = {name: value.clone() for name, value in read}
         assert got.keys() == set(wanted)
         for name, value in got.items():
             assert value.dtype == tensors[name].dtype
@@ -52,19 +58,45 @@ def test_a_region_ends_where_its_bytes_do_or_where_others_lie(
 ) -> None:
     monkeypatch.setattr(reading, "REGION_BYTES", 700)
     save_file(tensors, tmp_path / "a")
-    ranges = tensor_ranges(tmp_path / "a")
+    with (tmp_path / "a").open("rb") as opened:
+        ranges = tensor_ranges(opened)
     for region in regions(list(ranges.values())):
         assert len(region) == 1 or region[-1].stop - region[0].start <= 700
         assert all(a.stop == b.start for a, b in itertools.pairwise(region))
 
 
-def test_a_file_that_was_cut_off_is_named(tensors: Any, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_ends_early(tensors: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file(tensors, file)
-    ranges = list(tensor_ranges(file).values())
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ModelError, match=r"model.safetensors: truncated"):
-        list(read_tensors(file, ranges, CPU, {}))
+    with file.open("rb") as opened:
+        ranges = list(tensor_ranges(opened).values())
+        os.truncate(file, file.stat().st_size - 9)
+        with pytest.raises(EOFError):
+            list(read_tensors(opened, ranges, CPU, {}))
+
+
+@pytest.mark.parametrize("reads", ["mapped", "by threads"])
+def test_a_file_exchanged_for_a_link_after_its_check_is_not_read(
+    reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    save_file({"x": torch.ones(8)}, secret)
+    save_file({"x": torch.zeros(8)}, file)
+    checkpoint = SafetensorsFolder(folder)
+    checkpoint.tensors()
+
+    def exchange(path: Path, inside: Path) -> BinaryIO:
+        opened = open_file(path, inside)
+        path.unlink()
+        path.symlink_to(secret)
+        return opened
+
+    monkeypatch.setattr(safetensors, "open_file", exchange)
+    wanted = {"x": CheckpointTensor("x", (Span(0, 8, 8),), torch.empty(8))}
+    values = checkpoint.read(["x"]) if reads == "mapped" else checkpoint.read_to(CPU, wanted)
+    assert [value is not None and value.tolist() for _, value in values] == [[0.0] * 8]
 
 
 @pytest.mark.parametrize("region", [1 << 20, 2000])

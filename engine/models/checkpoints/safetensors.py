@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,8 +38,7 @@ class SafetensorsFolder(Checkpoint):
         outside: list[str] = []
         files, indexed = _files(self._folder)
         for file in files:
-            _check_place(file, self._folder)
-            with _open(file) as opened:
+            with open_safetensors(file, self._folder) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     if indexed and name not in indexed:
                         outside.append(name)
@@ -55,7 +55,7 @@ class SafetensorsFolder(Checkpoint):
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for file, own in self._by_file(names).items():
-            with _open(file) as opened:
+            with open_safetensors(file, self._folder) as opened:
                 for name in own:
                     yield name, opened.get_tensor(name)
 
@@ -63,15 +63,19 @@ class SafetensorsFolder(Checkpoint):
         self, device: torch.device, wanted: Mapping[str, CheckpointTensor]
     ) -> Iterator[tuple[str, Tensor | None]]:
         for file, names in self._by_file(wanted).items():
-            ranges = {name: each for name, each in tensor_ranges(file).items() if name in names}
-            into = {
-                name: wanted[name].memory
-                for name, each in ranges.items()
-                if not is_readable(each) and each.dtype in DTYPES and wanted[name].is_stored_so(DTYPES[each.dtype])
-            }
-            threaded = [each for name, each in ranges.items() if name in into or is_readable(each)]
-            for name, value in read_tensors(file, threaded, device, into):
-                yield name, None if name in into else value
+            with _regular_file(file, self._folder) as opened:
+                ranges = {name: each for name, each in tensor_ranges(opened).items() if name in names}
+                into = {
+                    name: wanted[name].memory
+                    for name, each in ranges.items()
+                    if not is_readable(each) and each.dtype in DTYPES and wanted[name].is_stored_so(DTYPES[each.dtype])
+                }
+                threaded = [each for name, each in ranges.items() if name in into or is_readable(each)]
+                try:
+                    for name, value in read_tensors(opened, threaded, device, into):
+                        yield name, None if name in into else value
+                except EOFError:
+                    raise ModelError(f"{file}: truncated safetensors file; download it again") from None
             done = {each.name for each in threaded}
             yield from self.read(name for name in names if name not in done)
 
@@ -117,19 +121,34 @@ def _files(folder: Path) -> tuple[list[Path], Container[str]]:
     return files, ()
 
 
-def _check_place(file: Path, folder: Path) -> None:
-    """Raise `ModelError` unless the file lies in the folder or its cache: safetensors opens it by its path."""
-    try:
-        open_file(file, folder).close()
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror or error})") from None
-
-
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped. Raises `ModelError` if it is invalid."""
+def open_safetensors(file: Path, folder: Path) -> Iterator[Any]:
+    """Open a safetensors file of a folder that is not trusted, memory-mapped.
+
+    Raises `ModelError` if it lies elsewhere, is no regular file, or is invalid.
+    """
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
+        with (
+            _regular_file(file, folder) as checked,
+            safe_open(_path(checked, file), framework="pt", device="cpu") as opened,
+        ):
             yield opened
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: corrupt or truncated safetensors file ({error}); download it again") from error
+
+
+def _path(checked: BinaryIO, file: Path) -> str:
+    """Return a path that opens the very file that was checked, whatever now lies where it was."""
+    path = f"/dev/fd/{checked.fileno()}"
+    return path if os.path.exists(path) else str(file)
+
+
+@contextmanager
+def _regular_file(file: Path, folder: Path) -> Iterator[BinaryIO]:
+    """Open a regular file that lies in the folder or its cache. Raises `ModelError`."""
+    try:
+        opened = open_file(file, folder)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror or error})") from None
+    with opened:
+        yield opened

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.models.checkpoints.base import DTYPES
-from engine.models.errors import ModelError
 
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20  # that a thread reads at once
@@ -38,11 +36,10 @@ class TensorRange(NamedTuple):
     stop: int
 
 
-def tensor_ranges(file: Path) -> dict[str, TensorRange]:
-    """Return the ranges of a file's tensors by name, as its header says. The file must be valid."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
+def tensor_ranges(file: BinaryIO) -> dict[str, TensorRange]:
+    """Return the ranges of a file's tensors by name, as its header says. The file must be valid, and at its start."""
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return {
         name: TensorRange(name, entry["dtype"], tuple(entry["shape"]), *(8 + size + at for at in entry["data_offsets"]))
@@ -68,20 +65,20 @@ def regions(tensors: Sequence[TensorRange]) -> Iterator[list[TensorRange]]:
 
 
 def read_tensors(
-    file: Path, tensors: Sequence[TensorRange], device: torch.device, into: Mapping[str, Tensor]
+    file: BinaryIO, tensors: Sequence[TensorRange], device: torch.device, into: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the name and the value on `device` of each tensor, valid until the next one is asked for.
 
-    `into`: memory of larger tensors, which are read straight into it. Raises `ModelError` if the file ends too early.
+    `into`: memory of larger tensors, which are read straight into it. Raises `EOFError` if the file ends too early.
     """
-    with file.open("rb", buffering=0) as opened, _Threads(opened.fileno(), device) as threads:
+    with _Threads(file.fileno(), device) as threads:
         ahead: deque[_Region] = deque()
         for region in regions(tensors):
             ahead.append(threads.start(region, into.get(region[0].name)))
             if len(ahead) > REGIONS_AHEAD:
-                yield from ahead.popleft().values(file)
+                yield from ahead.popleft().values()
         while ahead:
-            yield from ahead.popleft().values(file)
+            yield from ahead.popleft().values()
 
 
 class _Region:
@@ -90,12 +87,9 @@ class _Region:
     def __init__(self, tensors: list[TensorRange], data: Tensor, pieces: list[Future[None]]) -> None:
         self.tensors, self.data, self.pieces = tensors, data, pieces
 
-    def values(self, file: Path) -> Iterator[tuple[str, Tensor]]:
-        try:
-            for piece in self.pieces:
-                piece.result()
-        except EOFError:
-            raise ModelError(f"{file}: truncated safetensors file; download it again") from None
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        for piece in self.pieces:
+            piece.result()
         for tensor in self.tensors:
             data = self.data[tensor.start - self.tensors[0].start : tensor.stop - self.tensors[0].start]
             dtype = DTYPES[tensor.dtype]
