@@ -85,6 +85,7 @@ class SchedulerOutput:
     # Request id → its number of computed tokens and its newest token, once the outcome of its drafts is known. Its row
     # is set to these before the step.
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_proposals: int = 0  # tokens that a drafter on the device proposes for each request that is sampled
 
     def __bool__(self) -> bool:
         return bool(self.batch.request_ids)
@@ -125,6 +126,8 @@ class StepResult:
     embeddings: dict[int, bytes] = field(default_factory=dict)  # index → float32 values; empty: not finite
     # Layer → number of tokens of each expert, if counted.
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
+    # Index → what a drafter on the device guesses to follow its new tokens.
+    proposals: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

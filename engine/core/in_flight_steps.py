@@ -70,7 +70,7 @@ class InFlightSteps:
         assert step == output.step, "steps are read in the order they were launched"
         self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
         if self._drafts is not None:
-            self._drafts.record(output.batch, now)
+            self._drafts.record(output.batch, now, output.num_proposals > 0)
             if num_drafts:
                 self._settle(requests, num_drafts, result.num_sampled)
         request_ids, token_ids = output.batch.request_ids, result.token_ids
@@ -104,6 +104,9 @@ class InFlightSteps:
             request_ids, token_ids, counts = request_ids.copy(), token_ids.copy(), counts.copy()
             for index, position, count in reversed(apart):
                 del request_ids[index], token_ids[position : position + count], counts[index]
+        for index, proposed in result.proposals.items():
+            if self._drafts is not None and requests[index].finish_reason is None:
+                self._drafts.offer(requests[index], proposed)
         self.generation_tokens += len(token_ids) + sum(len(each.new_token_ids) for each in outputs)
         if result.embeddings:
             outputs += self._finish_pooled(requests, result.embeddings)

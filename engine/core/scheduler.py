@@ -56,9 +56,15 @@ class _Plan:
     chosen: dict[str, list[int]] = field(default_factory=dict)  # drafts of requests that may be in the step
     drafts: dict[str, list[int]] = field(default_factory=dict)  # of its requests
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_proposals: int = 0  # see `SchedulerOutput`
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.longer)
+
+    def add_blocks(self, request: Request, grown: list[list[int]]) -> None:
+        """Note blocks that were appended to the request's tables."""
+        earlier = self.new_block_ids.get(request.request_id, [[]] * len(grown))
+        self.new_block_ids[request.request_id] = [a + b for a, b in zip(earlier, grown, strict=True)]
 
     def batch(self, last: _Batched) -> _Batched:
         """Return the requests in batch order, and the batch: `last`, the previous step's, if nothing changed."""
@@ -217,6 +223,8 @@ class Scheduler:
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
+        if self._drafts is not None:
+            plan.num_proposals = self._drafts.num_proposals(len(queues.running) + queues.num_waiting)
         now = self._clock()
         self._fill(plan, num_first, self._budget.num_tokens(now, len(self._steps), queues.is_shared))
         self._last = plan.batch(self._last)
@@ -227,8 +235,9 @@ class Scheduler:
             self._steps.add(self._step, now, requests, batch.num_drafts)
             removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(
-            self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds
-        )
+            self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds,
+            plan.num_proposals,
+        )  # fmt: skip
 
     def _choose_drafts(self, drafts: DraftPolicy, plan: _Plan) -> bool:
         """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
@@ -359,11 +368,13 @@ class Scheduler:
         end = start + granted
         num_drafts = self._add_drafts(request, end, budget - 1, plan) if request.request_id in plan.chosen else 0
         end += num_drafts
+        if plan.num_proposals:
+            self._grow_ahead(request, end, plan)
         if end > request.num_slots:
             while (grown := self.blocks.grow(request, end)) is None:
                 if self.requests.preempt_last() is request:
                     return 0
-            plan.new_block_ids[request.request_id] = grown
+            plan.add_blocks(request, grown)
         request.num_computed_tokens = end
         if self.queues.is_shared:
             self.queues.charge(request, end)
@@ -400,11 +411,21 @@ class Scheduler:
             if grown is None:
                 number = max(min(number, request.num_slots - end), 0)
             else:
-                plan.new_block_ids[request.request_id] = grown
+                plan.add_blocks(request, grown)
         if number:
             plan.drafts[request.request_id] = drafts[:number]
             self._drafts.verify(request)
         return number
+
+    def _grow_ahead(self, request: Request, end: int, plan: _Plan) -> None:
+        """Give a request that computes the tokens before `end` blocks for what the drafter proposes after them, if many
+        blocks are free.
+        """
+        ahead = min(end + 1 + plan.num_proposals, request.max_num_tokens)
+        if ahead > request.num_slots and not any(new.request_id == request.request_id for new in plan.new_requests):
+            grown = self.blocks.grow(request, ahead, num_spare=len(self.queues.running), step_end=end)
+            if grown is not None:
+                plan.add_blocks(request, grown)
 
     def check(self) -> None:
         """Assert all invariants of the queues and the blocks."""

@@ -95,6 +95,8 @@ class Decoder(nn.Module):
         for here, following in itertools.pairwise(self._here):
             here.precede(following)
         self._skips = [False] * len(self._here)  # see `few_layers`
+        # Layer → memory [tokens, hidden] to which each step copies the residual stream after it, for a drafter.
+        self.taps: dict[int, Tensor] = {}
         # In the dtype of the weights, as the models were trained.
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
@@ -142,12 +144,14 @@ class Decoder(nn.Module):
         scaling = self.spec.query_scaling
         scales = None if scaling is None else query_scales(scaling, positions).to(hidden.dtype)
         stream = ResidualStream(hidden, context=TokenContext(adapters=adapters, query_scales=scales))
-        layers = zip(self._here, self._skips, kv_cache, attention, vectors, strict=True)
-        for layer, skips, kv, metadata, vector in layers:
+        layers = zip(self.own_layers, self._here, self._skips, kv_cache, attention, vectors, strict=True)
+        for index, layer, skips, kv, metadata, vector in layers:
             if skips:
                 stream = replace(stream, normed=None)  # a norm that is computed already was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
+            if (tap := self.taps.get(index)) is not None:
+                tap[: len(stream.hidden)].copy_(stream.hidden)
         return stream.hidden
 
     @contextmanager

@@ -21,6 +21,7 @@ from engine.worker.input_batch import PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
+from engine.worker.proposers.proposer import HiddenStates
 from kernels.data.layout import RowState, StepTensors
 
 
@@ -61,10 +62,19 @@ class ForwardPass:
         num_samples = max_seqs + max(options.max_step_drafts, 2)
         self.step = StepTensors.allocate(max_seqs + 2, max_tokens, len(layout.groups), device, num_samples)
         self._state, self._link, self._block_size = state, link, options.block_size
+        self._dtype = options.dtype
         self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
         layers = layer_attention(model.spec, layout, options)
         self.attentions: Sequence[GroupAttention] = list(dict.fromkeys(layers))  # of all stages
         self._own = [layers[index] for index in layout.own_layers]
+        self.hidden: HiddenStates | None = None  # memory for those that a drafter reads
+
+    def keep_hidden(self, layers: Sequence[int]) -> HiddenStates:
+        """Keep the hidden states of all tokens of each step from now on: of the last layer, and after these layers."""
+        num_tokens, hidden_size = len(self.step.input_ids), self.model.spec.hidden_size
+        memory = HiddenStates.allocate(num_tokens, hidden_size, layers, self._dtype, self.device.torch_device)
+        self.hidden, self.model.taps = memory, memory.layers
+        return memory
 
     def run(
         self,
@@ -132,7 +142,11 @@ class ForwardPass:
         hidden = None if self._link is None else self._link.received(num_tokens)
         ids, positions = self.step.input_ids[:num_tokens], self.step.positions[:num_tokens]
         attention = [metadata[each] for each in self._own]
-        return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters)
+        if self.hidden is None:
+            return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters)
+        hidden = self.model(ids, positions, self.kv_cache, attention, hidden, None, adapters)
+        self.hidden.last[:num_tokens].copy_(hidden)
+        return hidden if indices is None else hidden[indices]
 
 
 class EagerSteps:

@@ -301,6 +301,11 @@ class InputBatch:
         """Return how many of the row's tokens the steps packed so far compute."""
         return int(self._num_computed[row.index])
 
+    def num_blocks(self, packed: PackedStep) -> np.ndarray:
+        """Return the number of entries in the block tables of a step's requests: [G, n] int32."""
+        found: np.ndarray = self._num_blocks[:, packed.members.row_indices]
+        return found
+
     def defer(self, packed: PackedStep, step: StepTensors, indices: list[int]) -> None:
         """Let requests without drafts for which the last step sampled nothing compute its last token again in the next
         step.

@@ -31,6 +31,7 @@ from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.pooler import Pooler
+from engine.worker.proposers.proposer import DeviceProposer
 from engine.worker.sampling.logprobs import PromptLogprobs
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.step_handle import StepHandle
@@ -77,6 +78,12 @@ class ModelRunner:
         self._expert_load: ExpertLoad | None = None
         if options.expert_load_interval:
             self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)
+
+    def use_proposer(self, proposer: DeviceProposer) -> None:
+        """Let a drafter propose after each step that asks for it. Call it before steps are captured."""
+        assert self.model.stage.is_last
+        hidden = None if proposer.layers is None else self.forward.keep_hidden(proposer.layers)
+        self._sampling.use(proposer, hidden, self.options.max_request_drafts)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -159,7 +166,7 @@ class ModelRunner:
             self._link.receive(packed.num_tokens)
         computed, handle = executor.run(step, packed), StepHandle(output)
         if packed.members.samples.has_drafts:
-            self._expand_samples(packed)
+            self._expand_samples(packed, output.num_proposals > 0)
         if step.counts_experts and self._expert_load is not None:
             handle.expert_counts = self._expert_load.end()
         if computed.is_graph:  # other launches keep the device waiting anyway
@@ -173,10 +180,10 @@ class ModelRunner:
             self._sampling.skip(handle, packed)
         return handle
 
-    def _expand_samples(self, packed: PackedStep) -> None:
+    def _expand_samples(self, packed: PackedStep, has_reader: bool) -> None:
         """Give each sample of a step with drafts what its request's last one has."""
         is_plain = packed.members.greedy and not self.sampler.has_processed
-        if not (is_plain and packed.members.samples.all_drafted):  # else nothing reads it
+        if has_reader or not (is_plain and packed.members.samples.all_drafted):  # else nothing reads it
             self.batch.expand_samples(packed, self.forward.step, with_params=not is_plain)
 
     def _executor(self, step: StepRequest) -> tuple[Executor, Padding]:

@@ -36,6 +36,7 @@ class StepHandle:
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, valid after `done`
+    proposals: Tensor | None = None  # [n, k] int64 on the CPU, valid after `done`: by a drafter, -1: no token
     done: Event | None = None
     finish: Callable[[Sequence[int]], None] | None = None  # the work of `sample`; keeps the step's logits alive
 
@@ -68,6 +69,10 @@ class StepHandle:
             for index in self.unsampled:
                 del token_ids[index]
         result = StepResult(token_ids, num_sampled)
+        if self.proposals is not None:
+            for index, tokens in enumerate(self.proposals.tolist()):
+                if num_sampled[index]:
+                    result.proposals[index] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
         if self.logprobs is not None:
             for index, records in self.logprobs.read().items():
                 result.logprobs[index] = records[: num_sampled[index]]

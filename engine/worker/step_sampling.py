@@ -12,6 +12,7 @@ from engine.worker.device import Event
 from engine.worker.executor import Logits
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.options import RunnerOptions
+from engine.worker.proposers.proposer import DeviceProposer, HiddenStates, SampledStep, count_kept
 from engine.worker.sampling.logprobs import SampledLogprobs
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from engine.worker.sampling.verification import Verification
@@ -32,7 +33,16 @@ class StepSampling:
             new_buffer = partial(self._device.pinned, batch.max_samples, dtype=torch.int64)
             self._host_tokens = [new_buffer() for _ in range(options.num_step_buffers)]
         self._num_launched = 0
+        self._proposer: tuple[DeviceProposer, HiddenStates | None] | None = None
+        self._host_proposals: list[Tensor] = []  # as `_host_tokens`
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
+
+    def use(self, proposer: DeviceProposer, hidden: HiddenStates | None, max_proposals: int) -> None:
+        """Let a drafter propose after each step that asks for it. `hidden`: where steps leave hidden states."""
+        self._proposer = proposer, hidden
+        if self._device.is_accelerator:
+            new_buffer = partial(self._device.pinned, self._batch.num_rows * max_proposals, dtype=torch.int64)
+            self._host_proposals = [new_buffer() for _ in self._host_tokens]
 
     def clear(self) -> None:
         """Forget the last step."""
@@ -83,12 +93,32 @@ class StepSampling:
         self.defer(handle, packed, deferred)
         n = len(packed.members.samples)
         handle.tokens = tokens[:n]
+        self._num_launched += 1
+        if self._proposer is not None and output.num_proposals:
+            handle.proposals = self._propose(self._proposer, handle, packed, tokens[:n])
         if self._device.is_accelerator:
-            self._num_launched += 1
             handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)
             handle.done = self._device.record_event()
         self._last_guided = handle.done if is_graph and plan.guided else None
+
+    def _propose(
+        self,
+        proposer: tuple[DeviceProposer, HiddenStates | None],
+        handle: StepHandle,
+        packed: PackedStep,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return the drafter's proposals after a sampled step, in the CPU's memory: [n, k] int64."""
+        counts = count_kept(self._step, packed.members.samples, tokens, handle.unsampled)
+        drafter, hidden = proposer
+        num_proposals, num_blocks = handle.output.num_proposals, self._batch.num_blocks(packed)
+        found = drafter.propose(SampledStep(packed, self._step, hidden, tokens, counts, num_proposals, num_blocks))
+        if not self._device.is_accelerator:
+            return found
+        ring = self._host_proposals
+        on_cpu = ring[self._num_launched % len(ring)][: found.numel()].view(found.shape)
+        return on_cpu.copy_(found, non_blocking=True)
 
     def skip(self, handle: StepHandle, packed: PackedStep) -> None:
         """Complete the handle of a step whose tokens another stage, the last one, samples."""

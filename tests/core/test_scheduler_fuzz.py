@@ -78,6 +78,8 @@ EXPECTED_EVENTS = [
     "drafts accepted",
     "drafts rejected",
     "drafts deferred",
+    "proposals by a model",
+    "blocks for what a model proposes",
     "drafts of requests that take turns",
     "a step held back for drafts",
     "preempted while drafts were in flight",
@@ -207,7 +209,8 @@ class Workload:
         limit = rng.choice([0, 0, 1, 3, MAX_DRAFTS])
         self.truth = rng.choice([0.0, 0.5, 0.9, 1.0])
         limits = DraftLimits(limit, rng.choice([1, 4, 100]), max_seqs=rng.choice([2, 100]))
-        return DraftPolicy(Drafter(self), limits, adaptive=rng.random() < 0.3) if limit else None
+        adaptive, by_model = rng.random() < 0.3, Random(self.seed).choice([0, 0, 1, limit])
+        return DraftPolicy(Drafter(self), limits, adaptive, by_model) if limit else None
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
         def window() -> CacheGroup:
@@ -267,6 +270,9 @@ class Workload:
         )
         self.events["a step held back for drafts"] += held and self.num_batches == 1
         self.events["steps with drafts and chunks"] += bool(output.drafts and output.batch.partial)
+        self.events["blocks for what a model proposes"] += output.num_proposals > 0 and any(
+            request.num_slots > request.num_tokens + self.block_size for request in scheduler.queues.running
+        )
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         self._observe_states()
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
@@ -287,7 +293,7 @@ class Workload:
             self._abort()
         if self.in_flight and (launched is None or len(self.in_flight) >= self.num_batches - 1):
             launched_ids = set(launched.output.batch.request_ids) if launched else set()
-            for given in scheduler.update(*self._corrupted(*self.in_flight.popleft().read())):
+            for given in scheduler.update(*self._proposed(*self._corrupted(*self.in_flight.popleft().read()))):
                 self._deliver(given)
                 self.events["extra tokens to be dropped"] += (
                     given.finish_reason == "stop" and given.request_id in launched_ids
@@ -336,6 +342,18 @@ class Workload:
                 self.events["NaN in blocks that others hold"] += any(own & other for other in running.values())
             at += count
         return output, replace(result, token_ids=token_ids, embeddings=embeddings)
+
+    def _proposed(self, output: SchedulerOutput, result: StepResult) -> tuple[SchedulerOutput, StepResult]:
+        """The result, with guesses of a drafter on the device."""
+        if output.num_proposals:
+            for index, (request_id, count) in enumerate(zip(output.batch.request_ids, result.num_sampled, strict=True)):
+                client = self.clients.get(request_id)
+                if count and client is not None:
+                    known = client.request.token_ids + [0] * count
+                    guessed = _Answer(self, client).propose(known, output.num_proposals).token_ids
+                    result.proposals[index] = guessed
+                    self.events["proposals by a model"] += len(guessed)
+        return output, result
 
     def _schedule(self) -> SchedulerOutput:
         queues = self.scheduler.queues

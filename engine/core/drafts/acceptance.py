@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Kinds of drafts by what they rest on (`Proposal.basis`): each from so many on.
+from engine.core.drafts.proposer import BY_MODEL
+
+# Kinds of drafts by what they rest on (`Proposal.basis`): each from so many on. Then those of a drafter by position:
+# the first, the second … the last kind is of all further ones.
 KINDS = (0, 6, 16, 1 << 20)
-PRIOR = (0.4, 0.6, 0.8, 0.95)  # probability of each kind before any was tried
+POSITIONS = 6
+PRIOR = (0.4, 0.6, 0.8, 0.95, *[0.7] * POSITIONS)  # probability of each kind before any was tried
 PRIOR_WEIGHT = 3.0  # of what is known of all requests, in trials
 OWN_DECAY = 0.9  # weight of a request's earlier trials, for each trial since
 ALL_DECAY = 0.98
 
 
-def kind_of(basis: int) -> int:
-    """Return the kind of a draft token that rests on `basis`."""
-    kind = 0
+def kind_of(basis: int, position: int = 0) -> int:
+    """Return the kind of the draft token at `position` of a proposal that rests on `basis`."""
+    if basis == BY_MODEL:
+        return len(KINDS) + min(position, POSITIONS - 1)
+    kind, basis = 0, basis + position
     while kind + 1 < len(KINDS) and basis >= KINDS[kind + 1]:
         kind += 1
     return kind
@@ -27,7 +33,7 @@ class _Trials:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.right, self.total = [0.0] * len(KINDS), [0.0] * len(KINDS)
+        self.right, self.total = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
     def add(self, kind: int, is_right: bool) -> None:
         self.right[kind] = self.right[kind] * self.decay + is_right
@@ -47,7 +53,7 @@ class Acceptance:
     def record(self, basis: int, num_right: int, num_tried: int) -> None:
         """Record that `num_right` first tokens of a proposal of `num_tried` tokens were right."""
         for i in range(min(num_right + 1, num_tried)):
-            kind = kind_of(basis + i)
+            kind = kind_of(basis, i)
             self._own.add(kind, i < num_right)
             if self._all is not None:
                 self._all.add(kind, i < num_right)
@@ -64,6 +70,6 @@ class Acceptance:
         """Return for each token of a proposal the probability that it and all before it are right."""
         found, survives = [], 1.0
         for i in range(num_tokens):
-            survives *= self.of_kind(kind_of(basis + i))
+            survives *= self.of_kind(kind_of(basis, i))
             found.append(survives)
         return found

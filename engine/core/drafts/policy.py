@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import Acceptance, kind_of
-from engine.core.drafts.proposer import NO_PROPOSAL, Guesses, Proposal, Proposer
+from engine.core.drafts.proposer import BY_MODEL, NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
 from engine.core.request import Request
 
@@ -18,6 +18,8 @@ TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared wit
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
 MOST_PATIENCE = 32
+USELESS = 16  # steps in a row whose proposals by a drafter gave no drafts, after which it pauses
+PROBE_INTERVAL = 64  # steps between its proposals then
 MANY_WITHOUT = 16  # after so many times in a row without a proposal, each second token is looked at, then each third …
 
 
@@ -38,6 +40,7 @@ class _Drafting:
     """
 
     __slots__ = (
+        "_by_model",
         "_guesses",
         "_num_without",
         "_patience",
@@ -50,6 +53,7 @@ class _Drafting:
 
     def __init__(self, guesses: Guesses, earlier: Acceptance) -> None:
         self._guesses, self.acceptance = guesses, Acceptance(earlier)
+        self._by_model = NO_PROPOSAL, 0  # a drafter's latest, and the number of tokens that were known then
         self.proposal = NO_PROPOSAL  # the latest, from which drafts are taken
         self._tried = NO_PROPOSAL  # one that is compared with the tokens that come
         self._position = 0  # of its first token
@@ -64,7 +68,7 @@ class _Drafting:
         num_known = len(token_ids)
         self.proposal = NO_PROPOSAL
         if num_known >= self.pause_until:
-            self.proposal = proposal = self._guesses.propose(token_ids, most)
+            self.proposal = proposal = self._propose(token_ids, most)
             if not proposal.token_ids:
                 self._num_without += 1
                 self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, 3)
@@ -73,6 +77,19 @@ class _Drafting:
                 if not self._tried.token_ids:
                     self._tried, self._position = proposal, num_known
         return self.proposal
+
+    def offer(self, token_ids: list[int], num_known: int) -> None:
+        """Take what a drafter on the device guesses to follow the `num_known` tokens."""
+        self._by_model = Proposal(token_ids, BY_MODEL), num_known
+
+    def _propose(self, token_ids: list[int], most: int) -> Proposal:
+        """Return a guess by lookup or by the drafter: the one of which more tokens are expected to be right."""
+        found = self._guesses.propose(token_ids, most)
+        by_model, num_known = self._by_model
+        if num_known != len(token_ids) or not by_model.token_ids:
+            return found
+        by_model = by_model._replace(token_ids=by_model.token_ids[:most])
+        return max(by_model, found, key=lambda each: sum(self.acceptance.survival(each.basis, len(each.token_ids))))
 
     def _compare(self, token_ids: list[int]) -> None:
         guessed = self._tried.token_ids[:TRIAL_TOKENS]
@@ -117,9 +134,12 @@ class DraftPolicy:
     (`StepCosts`), acceptance is learned (`Acceptance`).
     """
 
-    def __init__(self, proposer: Proposer, limits: DraftLimits, adaptive: bool = True) -> None:
-        """`adaptive`: verify only drafts that pay. Otherwise all that the limits allow."""
+    def __init__(self, proposer: Proposer, limits: DraftLimits, adaptive: bool = True, num_by_model: int = 0) -> None:
+        """`adaptive`: verify only drafts that pay. Otherwise all that the limits allow. `num_by_model`: tokens that a
+        drafter on the device proposes at a time; 0: there is none.
+        """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
+        self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
         self._costs, self._acceptance = StepCosts(), Acceptance()
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
@@ -141,10 +161,7 @@ class DraftPolicy:
         offers: list[tuple[Request, Proposal, int]] = []
         is_ahead = False
         for request in requests:
-            state = request.drafting
-            if state is None:
-                state = request.drafting = _Drafting(self._proposer.start(request.engine_request), self._acceptance)
-            assert isinstance(state, _Drafting)
+            state = self._state(request)
             if len(request.token_ids) < state.pause_until:
                 continue
             in_flight = request.num_tokens - len(request.token_ids)
@@ -157,10 +174,36 @@ class DraftPolicy:
             return {}
         room = min(room, self._limits.per_step)
         numbers = self._best(offers, num_seqs, room) if self._adaptive else self._all(offers, room)
+        if any(n and proposal.basis == BY_MODEL for (_, proposal, _), n in zip(offers, numbers, strict=True)):
+            self._num_useless = 0
         if is_ahead:
             return None if any(numbers) else {}
         chosen = zip(offers, numbers, strict=True)
         return {request.request_id: proposal.token_ids[:n] for (request, proposal, _), n in chosen if n}
+
+    def _state(self, request: Request) -> _Drafting:
+        if request.drafting is None:
+            request.drafting = _Drafting(self._proposer.start(request.engine_request), self._acceptance)
+        assert isinstance(request.drafting, _Drafting)
+        return request.drafting
+
+    def num_proposals(self, num_seqs: int) -> int:
+        """Return how many tokens the drafter on the device proposes after the next step, for each of `num_seqs`
+        requests: none while its drafts do not pay, but for a step from time to time.
+        """
+        if not self._num_by_model or not self.may_draft(num_seqs):
+            return 0
+        if self._adaptive and self._num_useless >= USELESS:
+            self._next_probe -= 1
+            if self._next_probe > 0:
+                return 0
+            self._next_probe = PROBE_INTERVAL
+        self._num_useless += 1
+        return self._num_by_model
+
+    def offer(self, request: Request, token_ids: list[int]) -> None:
+        """Take what the drafter on the device guesses to follow the request's known tokens."""
+        self._state(request).offer(token_ids, len(request.token_ids))
 
     def verify(self, request: Request) -> None:
         """Note that drafts of the request are in the next step."""
@@ -181,9 +224,11 @@ class DraftPolicy:
         for position in range(num_accepted):
             counts.accepted_at[position] += 1
 
-    def record(self, batch: ScheduledBatch, now: float) -> None:
-        """Record that a step was read `now`, in monotonic seconds."""
+    def record(self, batch: ScheduledBatch, now: float, has_proposals: bool = False) -> None:
+        """Record that a step was read `now`, in monotonic seconds. `has_proposals`: the drafter ran after it."""
         seconds, self._last_read = now - self._last_read, now
+        if has_proposals and not batch.num_drafts:
+            return  # with the time of the drafter, it is no plain step
         if batch.total_num_tokens == len(batch) + sum(batch.num_drafts):  # else it computed chunks of prompts
             self._costs.record(batch.total_num_tokens, bool(batch.num_drafts), seconds)
 

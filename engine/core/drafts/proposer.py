@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from engine.core.engine_request import EngineRequest
 
 CERTAIN = 1 << 30  # the `basis` of tokens that have no alternative
+BY_MODEL = -1  # the `basis` of tokens that a drafter on the device has guessed
 
 
 class Proposal(NamedTuple):

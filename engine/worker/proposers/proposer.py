@@ -1,0 +1,99 @@
+"""The interface of drafters that run a model on the device after each step of the target model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.worker.input_batch import BatchSamples, PackedStep
+from kernels.data.layout import StepTensors
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Memory for the hidden states of a step's tokens, which every step overwrites, captured ones too."""
+
+    last: Tensor  # [T, hidden]: of the last layer, before the final norm
+    layers: dict[int, Tensor]  # layer → [T, hidden]: the residual stream after it
+
+    @classmethod
+    def allocate(
+        cls, num_tokens: int, hidden_size: int, layers: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> HiddenStates:
+        def new() -> Tensor:
+            return torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device)
+
+        return cls(new(), {layer: new() for layer in layers})
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """A sampled step of the target model: n requests, T tokens, S samples, without padding.
+
+    A request's tokens follow each other; its newest one and its drafts are the last of them. Tensors are on the device,
+    and the next step overwrites all but `tokens` and `counts`.
+    """
+
+    packed: PackedStep  # the CPU's record of the requests, their rows and upper bounds of their lengths
+    step: StepTensors  # the first T of its tokens, the first n of its sequences
+    hidden: HiddenStates | None  # of the T tokens first; None: the drafter reads none
+    tokens: Tensor  # [S] int64: each request's sampled tokens, see `BatchSamples`; below 0: a fault
+    counts: Tensor  # [n] int64: how many of its samples each request keeps; 0: none
+    num_proposals: int
+    num_blocks: (
+        np.ndarray
+    )  # [G, n] int32: entries of each request's block tables. A drafter stores nothing beyond them.
+
+    @property
+    def samples(self) -> BatchSamples:
+        return self.packed.members.samples
+
+
+class DeviceProposer(Protocol):
+    """Guesses tokens by a model on the device."""
+
+    @property
+    def layers(self) -> Sequence[int] | None:
+        """Layers of the target after which the drafter reads the residual stream, beside the last layer's output. None:
+        it reads no hidden states.
+        """
+
+    def propose(self, step: SampledStep) -> Tensor:
+        """Return [n, num_proposals] int64 on the device: what may follow each request's newest kept token; -1: nothing.
+
+        It is called after each step whose `num_proposals` is above 0, on all ranks of the last stage, and must return
+        the same on all of them. All earlier tokens of a request may not have been seen: while drafts do not pay, steps
+        ask for none.
+        """
+
+
+def count_kept(step: StepTensors, samples: BatchSamples, tokens: Tensor, unsampled: Sequence[int]) -> Tensor:
+    """Return how many of its samples each request keeps: those up to the first that differs from its draft, [n] int64.
+
+    tokens [S] int64. The `unsampled` ones have no token.
+    """
+    device, n = tokens.device, samples.num_requests
+    valid = tokens >= 0
+    if unsampled:
+        valid[torch.tensor(list(unsampled), device=device)] = False
+    if not samples.has_drafts:
+        return valid.long()
+    width = max(len(samples.of_request(i)) for i in range(n))
+    index = np.full((n, width), len(samples), dtype=np.int64)  # of a sample that is never right
+    following = np.full((n, width), len(samples), dtype=np.int64)
+    for i in range(n):
+        of_request = samples.of_request(i)
+        index[i, : len(of_request)] = of_request
+        following[i, : len(of_request) - 1] = of_request[1:]
+    at, after = (torch.from_numpy(each).to(device) for each in (index, following))
+    token_index = torch.tensor([*samples.token_index, 0], device=device)
+    drafts = step.input_ids[token_index]  # [S + 1]: the token before each sample
+    found = torch.cat([torch.where(valid, tokens, -1), tokens.new_full((1,), -1)])
+    is_right = (found[at] == drafts[after]) & (after < len(samples)) & (found[at] >= 0)
+    before = torch.cat([is_right.new_ones(n, 1), is_right[:, :-1]], dim=1).long().cumprod(1)
+    return (before * (found[at] >= 0)).sum(1)
