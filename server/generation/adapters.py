@@ -45,6 +45,7 @@ class ServedAdapters:
         self._served: dict[str, ServedAdapter] = {}
         self._folder = Path(settings.lora_folder).expanduser().resolve() if settings.lora_folder else None
         self._loading = asyncio.Lock()  # one adapter at a time: each may take gigabytes
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def all(self) -> list[ServedAdapter]:
@@ -72,7 +73,13 @@ class ServedAdapters:
             return
         if _FOLDER.fullmatch(name) is None:
             return
-        path = self._folder / name
+        # Others may wait for it, too, so it is loaded even if this request ends before.
+        loading = asyncio.create_task(self._resolve(name, self._folder / name))
+        self._tasks.add(loading)
+        loading.add_done_callback(self._tasks.discard)
+        await asyncio.shield(loading)
+
+    async def _resolve(self, name: str, path: Path) -> None:
         async with self._loading:
             if name not in self._served and await asyncio.to_thread((path / "adapter_config.json").is_file):
                 await self._try_loading(name, str(path), self._model_names[0])

@@ -52,10 +52,11 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
     """Check a request and start its samples. Raises `RequestError`, which uses the field names of the request's API."""
     model, warnings = server.model, warnings.named(request.names)
     with spelled(request.names):
-        await model.adapters.resolve(request.model)
+        request = request.of(caller, arrival())
+        async with _in_time(request):
+            await model.adapters.resolve(request.model)
         model.check_name(request.model)
         check_priority(request, caller)
-        request = request.of(caller, arrival())
         check_stop(request)
         sampling = given_values(model, request)
         check_num_samples(request, sampling.n)
@@ -98,10 +99,11 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
     """Check a request and start its embeddings. Each prompt has one sample with one update."""
     model = server.model
     with spelled(request.names):
-        await model.adapters.resolve(request.model)
+        request = request.of(caller, arrival())
+        async with _in_time(request):
+            await model.adapters.resolve(request.model)
         model.check_name(request.model)
         check_priority(request, caller)
-        request = request.of(caller, arrival())
         try:
             pooling = PoolingParams(**{"pooling": model.info.default_pooling, **request.pooling})
         except ValueError as error:

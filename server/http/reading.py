@@ -160,7 +160,7 @@ class Bodies:
         """Receive a body, for `checked`, and record its arrival. Raises `APIError` like `Arrivals.receive`."""
         data = await self._arrivals.receive(request, caller_of(request).tenant(""))
         if (context := CURRENT.get()) is not None:
-            context.arrived = monotonic()
+            context.arrived = context.arrived or monotonic()
         return data
 
     async def checked(self, request: Request, data: bytes, body_type: TypeAdapter[Any]) -> Any:

@@ -29,10 +29,12 @@ class RequestContext:
     key: str = ""  # name of the caller's API key, once the key is checked
 
 
+ARRIVED = "quire.arrived"  # key in the ASGI scope: when the body was complete, if it was received before the app
+
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
 
 
 def new_context(scope: Scope) -> RequestContext:
     given = Headers(scope=scope).get("x-request-id", "")
     request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
-    return RequestContext(scope, request_id, time.monotonic())
+    return RequestContext(scope, request_id, time.monotonic(), scope.get(ARRIVED, 0.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import EngineError
 from server.app import error_formats, guarded
+from server.generation.errors import RequestError
 from server.http.auth import is_open, key_of
-from server.http.errors import APIError
+from server.http.errors import APIError, with_status
 from server.http.reading import Arrivals
+from server.observability.context import ARRIVED
 from server.settings import ServerConfig
 from server.several.keep_alive import seconds_of
 from server.several.pool import ModelPool, PooledModel
@@ -28,6 +32,7 @@ RESTING = (
 )
 # What is stored by the app of one of the models, and asked for by an id alone.
 BY_ID = ("/v1/responses/", "/v1/conversations/", "/v1/requests/")
+_NO_LIMIT = 1 << 53  # milliseconds
 _EMPTYING = ("/api/chat", "/api/generate")  # without a prompt, and with keep_alive 0, the model sleeps
 
 
@@ -36,6 +41,13 @@ class _Fields(msgspec.Struct):
     keep_alive: Any = None
     prompt: Any = None
     messages: Any = None
+    timeout_ms: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the arrival of the body to the end of the answer. An app refuses invalid limits."""
+        is_limit = type(self.timeout_ms) is int and 0 < self.timeout_ms < _NO_LIMIT
+        return self.timeout_ms / 1000 if is_limit else math.inf
 
 
 class Front:
@@ -70,6 +82,7 @@ class Front:
         request, body = Request(scope, receive), b""
         try:
             body = await self._arrivals.receive(request)
+            arrived = scope[ARRIVED] = time.monotonic()
             if len(body) <= SMALL_BODY_BYTES:
                 fields = _fields(body)
             else:
@@ -84,13 +97,13 @@ class Front:
             if model is None:  # the first model's app refuses it
                 model = self._pool.default
             elif not self._is_empty(model, path, fields) and not (path in RESTING and model.app is not None):
-                async with self._pool.lent(model) as app:
+                async with self._pool.lent(model, arrived + fields.seconds) as app:
                     await app(scope, again, send)
                     return
             assert model.app is not None
             await model.app(scope, again, send)
-        except (APIError, EngineError) as error:
-            refusal = error if isinstance(error, APIError) else APIError(503, str(error))
+        except (RequestError, EngineError) as error:
+            refusal = with_status(error) if isinstance(error, RequestError) else APIError(503, str(error))
             await self._formats.response(refusal, scope["path"])(scope, receive, send)
         finally:
             self._arrivals.release(body)

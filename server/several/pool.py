@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import FastAPI
 
 from engine import AsyncEngine, ConfigError, EngineConfig, EngineError, EngineState, ModelError, TokenizerError
 from engine.models.hub import short_name
 from server.app import create_app
+from server.generation.generation import too_late
 from server.generation.model import Model
 from server.generation.siblings import ListedModel, Siblings
 from server.metrics import ReplicaClient
@@ -58,6 +61,14 @@ class PooledModel:
 
     def serves(self, name: str) -> bool:
         return name in self.names or (self.model is not None and self.model.serves(name))
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request's wait for a model. `is_over`: it waits no longer. `has_begun`: it has the model."""
+
+    is_over: bool = False
+    has_begun: bool = False
 
 
 class ModelPool:
@@ -167,16 +178,20 @@ class ModelPool:
     # ---- lending ----
 
     @contextlib.asynccontextmanager
-    async def lent(self, model: PooledModel) -> AsyncIterator[FastAPI]:
-        """Keep a model awake in the block, after waiting for it. Raises `EngineError` if it cannot be loaded."""
-        await self._acquire(model)
+    async def lent(self, model: PooledModel, deadline: float = math.inf) -> AsyncIterator[FastAPI]:
+        """Keep a model awake in the block, after waiting for it until the deadline, in monotonic seconds.
+
+        Raises `TimedOutError` at the deadline, and `EngineError` if the model cannot be loaded.
+        """
+        if model.is_awake and not model.is_leaving:
+            self._begin(model)
+        else:
+            await self._wait_for(model, deadline)
         try:
             assert model.app is not None
             yield model.app
         finally:
-            model.num_active -= 1
-            model.last_used = time.monotonic()
-            self._when_idle(model)
+            self._end(model)
 
     def set_keep_alive(self, model: PooledModel, seconds: float) -> None:
         """Let a model sleep after so many seconds without a request; negative: when its place is needed."""
@@ -196,9 +211,7 @@ class ModelPool:
 
     def _expire(self, model: PooledModel) -> None:
         model.expires = None
-        task = asyncio.create_task(self._sleep_if_idle(model))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._in_background(self._sleep_if_idle(model))
 
     async def _sleep_if_idle(self, model: PooledModel) -> None:
         async with self._switching:
@@ -206,15 +219,44 @@ class ModelPool:
                 with contextlib.suppress(EngineError):  # it has been logged, and the model stays awake
                     await self._sleep(model)
 
-    async def _acquire(self, model: PooledModel) -> None:
-        if not model.is_awake or model.is_leaving:
-            async with self._switching:
-                if not model.is_awake:
-                    await self._make_room(model)
-                    await self._wake(model)
+    async def _wait_for(self, model: PooledModel, deadline: float) -> None:
+        """Wait until a model is awake and this request has begun. What has begun to load goes on after the deadline."""
+        turn = _Turn()
+        task = self._in_background(self._take_turn(model, turn))
+        try:
+            await asyncio.wait({task}, timeout=None if deadline == math.inf else max(deadline - time.monotonic(), 0))
+            if not task.done():
+                raise too_late()
+            await task
+        except BaseException:
+            turn.is_over = True
+            self._changed.set()
+            if turn.has_begun:
+                self._end(model)
+            raise
+
+    async def _take_turn(self, model: PooledModel, turn: _Turn) -> None:
+        async with self._switching:
+            if not model.is_awake and await self._makes_room(model, turn):
+                await self._wake(model)
+            if turn.is_over:
+                self._when_idle(model)
+            else:
                 self._begin(model)
-                return
-        self._begin(model)
+                turn.has_begun = True
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`, whose error is reported to those who wait for it only."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    def _end(self, model: PooledModel) -> None:
+        model.num_active -= 1
+        model.last_used = time.monotonic()
+        self._when_idle(model)
 
     def _begin(self, model: PooledModel) -> None:
         model.num_active += 1
@@ -222,20 +264,23 @@ class ModelPool:
             model.expires.cancel()
             model.expires = None
 
-    async def _make_room(self, model: PooledModel) -> None:
-        """Let models sleep until there is a place for this one."""
-        while len(awake := [each for each in self.models if each.is_awake and each is not model]) >= self._max_loaded:
-            idle = [each for each in awake if not each.num_active]
-            if not idle:
-                self._changed.clear()
-                min(awake, key=lambda each: each.last_used).is_leaving = True
-                await self._changed.wait()
-                continue
-            try:
-                await self._sleep(min(idle, key=lambda each: each.last_used))
-            finally:
-                for each in self.models:
-                    each.is_leaving = False
+    async def _makes_room(self, model: PooledModel, turn: _Turn) -> bool:
+        """Let models sleep until there is a place for this one; False: the turn is over before."""
+        try:
+            while not turn.is_over:
+                awake = [each for each in self.models if each.is_awake and each is not model]
+                if len(awake) < self._max_loaded:
+                    return True
+                if idle := [each for each in awake if not each.num_active]:
+                    await self._sleep(min(idle, key=lambda each: each.last_used))
+                else:
+                    self._changed.clear()
+                    min(awake, key=lambda each: each.last_used).is_leaving = True
+                    await self._changed.wait()
+            return False
+        finally:
+            for each in self.models:
+                each.is_leaving = False
 
     async def _sleep(self, model: PooledModel) -> None:
         assert model.engine is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from engine import ConfigError
+from engine import Adapter, ConfigError
 from server.app import create_app
 from server.cli.serve import check_adapters
 from server.settings import LoraModule, ServerConfig
@@ -259,3 +260,20 @@ def test_the_folder_must_exist_and_adapters_be_served(folder: Path) -> None:
         check_adapters(EngineConfig(model="x"), ServerConfig(lora_modules=("a=b",)))
     with pytest.raises(ConfigError, match="lora_folder needs enable_lora"):
         check_adapters(EngineConfig(model="x"), ServerConfig(lora_folder=str(folder)))
+
+
+def test_a_deadline_covers_the_wait_for_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load = threading.Event()
+    find = FakeEngine.load_adapter
+
+    async def load_adapter(self: FakeEngine, name: str, path: str) -> Adapter:
+        await asyncio.to_thread(may_load.wait, 60)
+        return await find(self, name, path)
+
+    monkeypatch.setattr(FakeEngine, "load_adapter", load_adapter)
+    with served(lora_folder=str(folder)) as (client, _):
+        body = {"model": "sql", "prompt": "Hi", "max_tokens": 3}
+        late = client.post("/v1/completions", json={**body, "timeout_ms": 1})
+        assert (late.status_code, late.json()["error"]["param"]) == (504, "timeout_ms")
+        may_load.set()  # what has begun to load is loaded, for the next one
+        assert client.post("/v1/completions", json=body).json()["model"] == "sql"

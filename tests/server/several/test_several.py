@@ -28,6 +28,7 @@ class LaunchedEngine(FakeEngine):
 
     launched: ClassVar[list["LaunchedEngine"]] = []
     failure: Exception | None = None  # of the next load
+    loads: ClassVar[asyncio.Event]  # set: engines become ready
     summary = "a summary"
 
     @classmethod
@@ -41,6 +42,7 @@ class LaunchedEngine(FakeEngine):
 
     async def ready(self) -> None:
         await asyncio.sleep(0)
+        await LaunchedEngine.loads.wait()
         if LaunchedEngine.failure is not None:
             failure, LaunchedEngine.failure = LaunchedEngine.failure, None
             raise failure
@@ -98,6 +100,8 @@ def run(
     server_config = ServerConfig(**settings)
 
     async def main() -> None:
+        LaunchedEngine.loads = asyncio.Event()
+        LaunchedEngine.loads.set()
         pool = ModelPool(configs_of(config, server_config, models[1:]), server_config)
         await pool.ready()
         try:
@@ -176,6 +180,32 @@ def test_a_model_with_requests_is_waited_for_and_no_model_waits_for_ever(monkeyp
         assert (await third).json()["model"] == "a"
         assert served.awake == ["a"]
         assert (a.levels, served.engine("b").levels) == ([1], [1])
+
+    run(monkeypatch, test)
+
+
+def test_a_deadline_covers_the_wait_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(served: Served) -> None:
+        a = served.engine("a")
+        a.holds = True
+        first = asyncio.create_task(served.ask("a", max_tokens=50))
+        await until(lambda: bool(a.active))
+        late = await served.ask("b", timeout_ms=1)
+        assert (late.status_code, late.json()["error"]["param"]) == (504, "timeout_ms")
+        await until(lambda: not served.pool.models[0].is_leaving)
+        second = asyncio.create_task(served.ask("a"))
+        await until(lambda: len(a.active) == 2)  # nothing waits for its place any more
+        assert len(LaunchedEngine.launched) == 1
+        a.holds = False
+        for each in list(a.active):
+            await a.abort(each)
+        await asyncio.gather(first, second)
+        LaunchedEngine.loads.clear()
+        assert (await served.ask("b", timeout_ms=1)).status_code == 504
+        LaunchedEngine.loads.set()
+        await until(lambda: served.awake == ["b"])  # what has begun to load is loaded
+        assert not any(each.num_active or each.is_leaving for each in served.pool.models)
+        assert (await served.ask("b", timeout_ms=60_000)).status_code == 200
 
     run(monkeypatch, test)
 
