@@ -30,6 +30,7 @@ _AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 _PARTS = {
     "x86-64": (), "x86-64-v2": ("SSE42",), "x86-64-v3": _AVX2, "x86-64-v4": (*_AVX2, "AVX512"),
     "avxvnni": ("AVX_VNNI",), "avx512vnni": ("AVX512_VNNI",), "avx512bf16": ("AVX512_BF16",),
+    "amx": ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
 }  # fmt: skip
 
 

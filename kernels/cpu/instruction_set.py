@@ -17,14 +17,18 @@ LEVELS = {
     "x86-64-v2": "cx16 popcnt sse4_1 sse4_2 ssse3",
     "x86-64": "",
 }
-# Level → compiler's name of an addition → flag in /proc/cpuinfo.
+# Level → name of an addition → its flags in /proc/cpuinfo.
 ADDITIONS = {
-    "x86-64-v4": {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"},
+    "x86-64-v4": {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "amx": "amx_tile amx_int8 amx_bf16"},
     "x86-64-v3": {"avxvnni": "avx_vnni"},
     "x86-64-v2": {},
     "x86-64": {},
     "aarch64": {"dotprod": "asimddp", "bf16": "bf16"},
 }
+
+UNCHECKED = {"amx"}  # additions that have not run on a CPU yet: only `QUIRE_CPU_ISA` chooses them
+# Addition → options of GCC and Clang, where not its name alone.
+OPTIONS = {"amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16")}
 
 
 def instruction_set() -> str:
@@ -47,7 +51,8 @@ def instruction_set() -> str:
 def detect() -> str:
     """Return the highest level of this CPU, with all additions to it that the CPU has."""
     level = next((name for name in ADDITIONS if not missing_features(name)), platform.machine())
-    return "+".join([level, *(name for name in ADDITIONS.get(level, {}) if not missing_features(f"{level}+{name}"))])
+    own = [name for name in ADDITIONS.get(level, {}) if not missing_features(f"{level}+{name}")]
+    return "+".join([level, *(name for name in own if name not in UNCHECKED)])
 
 
 def missing_features(name: str) -> set[str]:
@@ -58,7 +63,9 @@ def missing_features(name: str) -> set[str]:
         return {level}
     levels = list(LEVELS)[list(LEVELS).index(level) :] if level in LEVELS else []
     needed = [flag for at in levels for flag in LEVELS[at].split()]
-    return {*needed, *(ADDITIONS[level][addition] for addition in additions)} - _cpu_flags()
+    for addition in additions:
+        needed += ADDITIONS[level][addition].split()
+    return {*needed} - _cpu_flags()
 
 
 def compiler_options(name: str) -> list[str]:
@@ -68,7 +75,7 @@ def compiler_options(name: str) -> list[str]:
         return ["-march=" + "+".join(["armv8.2-a" if additions else "armv8-a", *additions])]
     if level not in LEVELS:
         return ["-march=native"]
-    return [f"-march={level}", *(f"-m{addition}" for addition in additions)]
+    return [f"-march={level}", *(option for name in additions for option in OPTIONS.get(name, (f"-m{name}",)))]
 
 
 def _cpu_flags() -> set[str]:

@@ -2,7 +2,7 @@
 // accumulators that these hold, and the dot products of bfloat16 and of eight bits, or what comes nearest to them.
 //
 //                 vector   tile    products of bfloat16     products of codes
-//   AVX-512        64 B    6 x 4   BF16, else in float32    VNNI, else pairs in 16 bits
+//   AVX-512        64 B    6 x 4   BF16, else in float32    VNNI, else pairs in 16 bits; AMX beside them: see amx.h
 //   AVX2 and FMA   32 B    6 x 2   in float32               AVX-VNNI, else pairs in 16 bits
 //   NEON           16 B    6 x 4   BF16, else in float32    DotProd, else pairs in 16 bits
 //   any other      16 B    6 x 2   in float32               in 32 bits
@@ -19,6 +19,9 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define QUIRE_AVX512
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define QUIRE_AMX
+#endif
 constexpr int VECTOR = 64, REGISTERS = 32, WIDE = 4;
 #elif defined(__AVX2__) && defined(__FMA__)
 #define QUIRE_AVX2

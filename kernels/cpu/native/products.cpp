@@ -4,12 +4,15 @@
 // bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
 // the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16: as BF16_CHANNELS says.)
 //
-// Every sum is that of its token and row alone, in the order of the channels, however many tokens are computed at once.
+// Every sum is that of its token and row alone, in the same order of the channels, however many tokens are computed at once.
 #include <iterator>
 #include <vector>
 
 #include "pool.h"
 #include "simd.h"
+#ifdef QUIRE_AMX
+#include "amx.h"
+#endif
 
 Pool pool;
 
@@ -143,14 +146,41 @@ __attribute__((always_inline)) inline void dot_nibbles(const char*& at, const ch
 }
 #endif
 
-// SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
+// Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
+template <class SCALES, int M>
+__attribute__((always_inline)) inline void add_group(const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
+    const int64_t groups = w.channels / w.group;
+    const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
+    Floats by[WIDE];
+    if constexpr (!std::is_void_v<SCALES>)
+        each<WIDE>([&](auto n) { by[n] = load_lanes((const SCALES*)scale + (tile * groups + group) * TILE_ROWS + n * LANES); });
+    each<M>([&](auto m) {
+        const float y = x_scale[m * groups + group];
+        each<WIDE>([&](auto n) {
+            Floats sum = __builtin_convertvector(part[m][n], Floats);
+            if constexpr (std::is_void_v<SCALES>) acc[m][n] += sum * y;
+            else acc[m][n] += sum * by[n] * y;
+        });
+    });
+}
+
+template <int M> inline void subtract_zeros(const Weight& w, const Rows& rows, int tile, int token, Sums<M>& acc) {
+    if (!w.zero) return;
+    const int64_t groups = w.channels / w.group;
+    for (int64_t g = 0; g < groups; ++g)
+        each<M>([&](auto m) {
+            const int64_t at = (token + m) * groups + g;
+            const float y = rows.scale[at] * rows.sum[at];
+            each<WIDE>([&](auto n) { acc[m][n] -= load_lanes(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
+        });
+}
+
 template <Kind KIND, class SCALES, int M>
 inline void dot_codes(const Weight& w, const char* at, const char* const* x, const Rows& rows, int tile, int token, Sums<M>& acc) {
     constexpr int PER_LINE = KIND == INT4 ? 8 : 4;
     const int64_t groups = w.channels / w.group, lines = w.group / PER_LINE;
     const float* x_scale = rows.scale + token * groups;
     const int32_t* x_sum = rows.sum + token * groups;
-    const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
     for (int64_t g = 0, k = 0; g < groups; ++g) {
         Ints part[M][WIDE];
         each<M>([&](auto m) {
@@ -172,24 +202,9 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
                 dot_nibbles<M>(at, x, k, part);
             }
         }
-        Floats by[WIDE];
-        if constexpr (!std::is_void_v<SCALES>)
-            each<WIDE>([&](auto n) { by[n] = load_lanes((const SCALES*)scale + (tile * groups + g) * TILE_ROWS + n * LANES); });
-        each<M>([&](auto m) {
-            const float y = x_scale[m * groups + g];
-            each<WIDE>([&](auto n) {
-                Floats sum = __builtin_convertvector(part[m][n], Floats);
-                if constexpr (std::is_void_v<SCALES>) acc[m][n] += sum * y;
-                else acc[m][n] += sum * by[n] * y;
-            });
-        });
+        add_group<SCALES, M>(w, x_scale, tile, g, part, acc);
     }
-    if (!w.zero) return;
-    for (int64_t g = 0; g < groups; ++g)
-        each<M>([&](auto m) {
-            const float y = x_scale[m * groups + g] * x_sum[m * groups + g];
-            each<WIDE>([&](auto n) { acc[m][n] -= load_lanes(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
-        });
+    subtract_zeros<M>(w, rows, tile, token, acc);
 }
 
 // The products of M tokens, from `token` on, and a tile: [M, WIDE]. `next`: see `dot_floats`; of codes there are too few bytes.
@@ -226,6 +241,60 @@ inline Multiply multiply_for(const Weight& w, int tokens) {
     if (w.kind == INT8) return w.grouped ? multiply_codes<INT8, float>(tokens) : multiply_codes<INT8, void>(tokens);
     return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
 }
+#ifdef QUIRE_AMX
+// How many words of 32 bits a tile register takes of a token; 0: AVX-512 computes. Codes are multiplied exactly either way;
+// bfloat16 is rounded otherwise, so it is always multiplied in the same way.
+inline int tile_words(const Weight& w, int tokens) {
+    if (w.kind == FLOAT32 || (w.kind >= INT8 && tokens < amx::LEAST) || !amx::permitted()) return 0;
+    const int words = w.kind == BFLOAT16 ? w.channels / 2 : w.group / 4;
+    return words % 16 == 0 ? 16 : words % 8 == 0 ? 8 : words == 4 ? 4 : 0;
+}
+
+// A tile, its nibbles as bytes.
+inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& bytes) {
+    const char* at = w.data + tile * tile_bytes(w);
+    if (w.kind != INT4) return at;
+    bytes.resize(2 * tile_bytes(w));
+    for (char *to = bytes.data(), *end = to + bytes.size(); to < end; to += 2 * LINE, at += LINE) {
+        Bytes low[WIDE], high[WIDE];
+        load_nibbles(at, low, high);
+        each<WIDE>([&](auto n) { store(to + n * VECTOR, low[n]), store(to + LINE + n * VECTOR, high[n]); });
+    }
+    return bytes.data();
+}
+
+// `multiply` above for the tokens that `tiles` is configured for; `at`: by `tile_of_bytes`.
+template <class SCALES>
+void multiply_tiles(const amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int token, int tokens, int64_t next, Floats* to) {
+    const int words = tile_words(w, amx::LEAST);
+    const char* x = rows.data + token * rows.row_bytes;
+    if (w.kind == BFLOAT16) return tiles.multiply<true>(x, rows.row_bytes, at, w.channels / 2 / words, next, to);
+    const int64_t groups = w.channels / w.group;
+    const auto add = [&](auto count, int m, int64_t g, Ints* part) {
+        constexpr int M = count;
+        for (int i = 0; i < M; ++i)
+            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= OFFSET[w.kind] * rows.sum[(token + m + i) * groups + g]; });
+        add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, g, *(Ints(*)[M][WIDE])(part + m * WIDE), *(Sums<M>*)(to + m * WIDE));
+    };
+    for (int i = 0; i < tokens * WIDE; ++i) to[i] = Floats{};
+    for (int64_t g = 0; g < groups; ++g, at += w.group / 4 * LINE, x += w.group) {
+        Ints part[amx::TOKENS * WIDE];
+        tiles.multiply<false>(x, rows.row_bytes, at, w.group / 4 / words, next, part);
+        int m = 0;
+        for (; m + 4 <= tokens; m += 4) add(std::integral_constant<int, 4>{}, m, g, part);
+        for (; m < tokens; ++m) add(std::integral_constant<int, 1>{}, m, g, part);
+    }
+    for (int m = 0; m < tokens; ++m) {
+        subtract_zeros<1>(w, rows, tile, token + m, *(Sums<1>*)(to + m * WIDE));
+        if (std::is_void_v<SCALES>)
+            each<WIDE>([&](auto n) { to[m * WIDE + n] *= load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES); });
+    }
+}
+inline auto multiply_tiles_for(const Weight& w) {
+    return w.short_scale ? multiply_tiles<bf16> : w.grouped ? multiply_tiles<float> : multiply_tiles<void>;
+}
+#endif
+
 // How many of the tokens left are multiplied at once.
 inline int tokens_at_once(Kind kind, int left) {
     const int most = tall(kind);
@@ -288,6 +357,26 @@ template <class T> void all_tokens(const Weight& w, const Rows& rows, const Outp
         finish(w, out, tile, token, m, acc, up);
     }
 }
+
+#ifdef QUIRE_AMX
+// `all_tokens` where `tile_words` says so.
+template <class T>
+void all_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int tokens) {
+    thread_local std::vector<char> bytes[2];
+    const auto multiply = multiply_tiles_for(w);
+    const int other = out.then == SWIGLU ? tile + w.rows / 2 / TILE_ROWS : tile, words = tile_words(w, tokens);
+    const char *at = tile_of_bytes(w, tile, bytes[0]), *other_at = out.then == SWIGLU ? tile_of_bytes(w, other, bytes[1]) : nullptr;
+    Floats acc[amx::TOKENS * WIDE], up[amx::TOKENS * WIDE];
+    for (int token = 0, m; token < tokens; token += m) {
+        m = tokens - token < amx::TOKENS ? tokens - token : amx::TOKENS;
+        tiles.configure(m, words);
+        const int64_t ahead = token && w.kind != INT4 ? (next - tile) * tile_bytes(w) : AHEAD;
+        multiply(tiles, w, rows, at, tile, token, m, ahead, acc);
+        if (other_at) multiply(tiles, w, rows, other_at, other, token, m, ahead, up);
+        finish(w, out, tile, token, m, acc, up);
+    }
+}
+#endif
 
 // Codes of `n` values from -127 to 127, their scale and their sum. What is not finite makes the scale NaN.
 void quantize(const float* x, int n, int8_t* codes, float* scale, int32_t* sum) {
@@ -369,8 +458,18 @@ template <class T, class W> void product(const Product& p) {
     const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1;
     pool.run((tiles + piece - 1) / piece, [&](int64_t i) {
         const int end = int(i + 1) * piece < tiles ? int(i + 1) * piece : tiles;
-        for (int tile = int(i) * piece; tile < end; ++tile)
-            all_tokens(w, rows, out, tile, tile + 1 < end ? tile + 1 : end + (pool.threads - 1) * piece, p.tokens);
+#ifdef QUIRE_AMX
+        amx::Tiles registers;
+        const bool by_amx = tile_words(w, p.tokens) > 0;
+#endif
+        for (int tile = int(i) * piece; tile < end; ++tile) {
+            const int next = tile + 1 < end ? tile + 1 : end + (pool.threads - 1) * piece;
+#ifdef QUIRE_AMX
+            if (by_amx) all_tokens_by_amx(registers, w, rows, out, tile, next, p.tokens);
+            else
+#endif
+                all_tokens(w, rows, out, tile, next, p.tokens);
+        }
     });
 }
 

@@ -8,9 +8,9 @@ from kernels.cpu import build, library
 from kernels.cpu.instruction_set import detect, missing_features
 
 LOWER = ("x86-64-v4", "x86-64-v3+avxvnni", "x86-64-v3", "x86-64", "aarch64")  # forms without some instructions
+AMX = "x86-64-v4+avx512vnni+avx512bf16+amx"
 
-
-SETS = [detect(), *(name for name in LOWER if not missing_features(name))]
+SETS = [detect(), *(name for name in (AMX, *LOWER) if not missing_features(name))]
 
 
 @pytest.fixture(params=[*dict.fromkeys(SETS), "no compiler"])

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int ROWS = 2 * TILE_ROWS + 5, CHANNELS = 128, GROUP = 32, TOKENS = 13, TILES = 3;
+constexpr int ROWS = 2 * TILE_ROWS + 5, CHANNELS = 128, GROUP = 32, TILES = 3;
 
 // Bytes of weights in the order of products, from `code(row, channel)`.
 template <class Code> std::vector<uint8_t> packed(Kind kind, const Code& code) {
@@ -60,7 +60,7 @@ int check(Kind kind, int tokens) {
 int main() {
     int faults = 0;
     for (Kind kind : {FLOAT32, BFLOAT16, INT8, INT4})
-        for (int tokens : {1, 2, 4, 5, 6, TOKENS}) faults += check(kind, tokens);
+        for (int tokens : {1, 2, 4, 5, 6, 13, 39}) faults += check(kind, tokens);
     Floats v;
     for (int i = 0; i < LANES; ++i) v[i] = float(i) - 2;
     faults += std::abs(sum(exp(v)) - [&] { double e = 0; for (int i = 0; i < LANES; ++i) e += std::exp(i - 2.0); return e; }()) > 1e-3 * sum(exp(v));
