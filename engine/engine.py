@@ -49,7 +49,7 @@ from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner
-from engine.worker.options import RunnerOptions
+from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.launcher import Launcher, LaunchError
 from engine.worker.parallel.ranks import build_runner
 from engine.worker.parallel.ray_launcher import RayLauncher
@@ -430,7 +430,7 @@ def _log_corrupted(outputs: StepOutputs) -> None:
 def _draft_policy(config: SpeculativeConfig, options: RunnerOptions, grammars: GrammarManager[Request]) -> DraftPolicy:
     """Return what chooses the drafts of each step."""
     proposer = GuidedProposer(grammars, NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
-    limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts)
+    limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts, MAX_DRAFTED_SEQS)
     return DraftPolicy(proposer, limits, config.enable_adaptive_verification)
 
 

@@ -14,6 +14,7 @@ from engine.worker.device import Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
 STEP_DRAFTS = 64  # of all requests in a step
+SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
 DTYPES = {
@@ -107,6 +108,8 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_stages=config.pipeline_parallel_size,
         max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
+        # States are computed token after token.
+        splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
     )
 
 

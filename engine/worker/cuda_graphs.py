@@ -46,9 +46,12 @@ class DecodeGraphs:
         sizes: list[int],
         progress: Progress,
         has_adapters: bool = False,
+        splits_drafts: bool = False,
     ) -> None:
-        """`has_adapters`: for steps in which some sequences use LoRA adapters, else for those without."""
-        self._has_adapters = has_adapters
+        """`has_adapters`: for steps in which some sequences use LoRA adapters, else for those without. `splits_drafts`:
+        see `RunnerOptions`.
+        """
+        self._has_adapters, self._splits_drafts = has_adapters, splits_drafts
         self._work, self._buffer, self._sizes = work, buffer, sizes
         self._graphs: dict[int, Graph] = {}
         self._filtered: dict[int, Graph] = {}
@@ -73,11 +76,12 @@ class DecodeGraphs:
         return len(self._buffer)
 
     def fits(self, step: StepRequest) -> Padding | None:
-        """Return the captured size for a step that only decodes."""
-        if step.needs_every_token or not step.only_decodes or step.has_adapters != self._has_adapters:
+        """Return the captured size for a step that only decodes, with drafts if they are sequences."""
+        splits = self._splits_drafts and not step.only_decodes and step.samples_every_token
+        if step.needs_every_token or not (step.only_decodes or splits) or step.has_adapters != self._has_adapters:
             return None
-        at = bisect.bisect_left(self._sizes, len(step.batch))
-        return Padding(self._sizes[at]) if at < len(self._sizes) else None
+        at = bisect.bisect_left(self._sizes, step.batch.total_num_tokens)
+        return Padding(self._sizes[at], splits=splits) if at < len(self._sizes) else None
 
     def run(self, step: StepRequest, packed: PackedStep) -> Computed:
         """Queue a step that is packed for a captured size. The results belong to the graph."""

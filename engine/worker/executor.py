@@ -46,6 +46,7 @@ class Padding(NamedTuple):
 
     num_seqs: int = 0
     num_tokens: int = 0
+    splits: bool = False  # each token is a sequence, drafts too
 
 
 class Logits(Protocol):

@@ -57,12 +57,13 @@ class ForwardPass:
         self.model, self.device = model, options.device
         self.kv_cache: list[LayerCache] = []  # of each layer of this stage
         device, max_seqs = options.device.torch_device, options.max_num_seqs
-        max_tokens = max(options.max_num_batched_tokens, max_seqs)
+        max_decodes = options.max_decodes
+        max_tokens = max(options.max_num_batched_tokens, max_decodes)
         # Two more sequences than there are rows: see `PrefillShape`.
         num_samples = max_seqs + max(options.max_step_drafts, 2)
-        self.step = StepTensors.allocate(max_seqs + 2, max_tokens, len(layout.groups), device, num_samples)
+        self.step = StepTensors.allocate(max_decodes + 2, max_tokens, len(layout.groups), device, num_samples)
         self._state, self._link, self._block_size = state, link, options.block_size
-        self._dtype = options.dtype
+        self._dtype, self._repeats = options.dtype, options.splits_drafts
         self._ordinals = torch.arange(1, max_seqs + 1, dtype=torch.int32, device=device)
         layers = layer_attention(model.spec, layout, options)
         self.attentions: Sequence[GroupAttention] = list(dict.fromkeys(layers))  # of all stages
@@ -114,7 +115,8 @@ class ForwardPass:
     ) -> dict[GroupAttention, AttentionMetadata]:
         num_seqs, num_tokens, num_decodes = size.num_seqs, size.num_tokens, size.num_decodes
         step, segment = self.step, segment_of(num_seqs)
-        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self._block_size, self._state, step)
+        repeats = self._repeats and num_seqs == num_tokens == num_decodes
+        kernels.prepare_step(packed, segment, num_seqs, num_tokens, self._block_size, self._state, step, repeats)
         query_start, context_lens = packed[segment : segment + num_seqs + 1], step.context_lens[:num_seqs]
         decode_lens = None
         if size.may_decode:

@@ -99,11 +99,11 @@ class PackedStep:
 
     packed: Tensor  # int32, on the CPU (pinned if the device is a GPU)
     segment: int
-    num_seqs: int  # with padding
+    num_seqs: int  # with padding; of a split step, whose sequences are its tokens, these
     num_tokens: int  # with padding
     num_decodes: int  # with padding
     members: Members  # without padding
-    context_lens: np.ndarray  # [n] int32, without padding
+    context_lens: np.ndarray  # [n] int32: of requests, without padding
     positions: np.ndarray  # [S] int32: of the tokens to sample, without padding
 
 
@@ -185,32 +185,38 @@ class InputBatch:
         self._members = None
         self._free = list(range(self.num_rows - 1, -1, -1))
 
-    def pack(self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0) -> PackedStep:
+    def pack(
+        self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0, splits: bool = False
+    ) -> PackedStep:
         """Write the step into the next packed buffer, padded to `padded_seqs` sequences; 0: no padding.
 
         Each padding sequence has one token. With `padded_tokens`, the first padding sequence instead has all tokens
-        that are missing to that number, and the others have none.
+        that are missing to that number, and the others have none. `splits`: each token is a sequence, and successive
+        ones of a row are its newest token and its drafts; see `kernels.data.layout`.
         """
         members = self.members(output.batch)
         at, real, tokens_end = members.row_indices, len(members.rows), output.batch.total_num_tokens
+        repeats = members.query_lens if splits else None  # sequences of each request; None: one
+        if splits:
+            real = tokens_end
         padding = max(padded_seqs - real, 0)
         num_seqs, num_tokens = real + padding, padded_tokens or tokens_end + padding
         segment = segment_of(num_seqs)
         starts = self._num_computed[at]
         context_lens = starts + members.query_lens
         self._num_computed[at] = context_lens
-        updates, num_updates = self._block_updates(output, members)
+        updates, num_updates = self._block_updates(output, members, repeats)
 
         head = (2 + 2 * self.num_groups) * segment
         size = head + num_tokens + max(len(updates), 1)  # as `packed_size` says
         packed, view = self._buffer(size)
         rows, query_start, *of_groups = view[:head].reshape(-1, segment)
-        rows[:real], rows[real:] = at, self.num_rows
-        query_start[: real + 1] = members.query_start
+        rows[:real], rows[real:] = at if repeats is None else at.repeat(repeats), self.num_rows
+        query_start[: real + 1] = members.query_start if repeats is None else np.arange(real + 1)
         query_start[real + 1 : num_seqs + 1] = (
             num_tokens if padded_tokens else np.arange(tokens_end + 1, num_tokens + 1)
         )
-        self._pack_updates(of_groups, at, num_updates)
+        self._pack_updates(of_groups, at, num_updates, repeats)
         tokens = view[head:size]
         tokens[:tokens_end], tokens[tokens_end:num_tokens] = -1, 0
         for i in (starts < self._num_known[at]).nonzero()[0]:  # all but these compute their row's newest token
@@ -220,24 +226,31 @@ class InputBatch:
             end = members.query_start[members.indices[request_id] + 1]
             tokens[end - len(drafts) : end] = drafts
         tokens[num_tokens : num_tokens + len(updates)] = updates
-        num_decodes = output.batch.num_decodes + (0 if padded_tokens else padding)
+        num_decodes = (real if splits else output.batch.num_decodes) + (0 if padded_tokens else padding)
         positions = members.samples.positions(context_lens)
         return PackedStep(packed[:size], segment, num_seqs, num_tokens, num_decodes, members, context_lens, positions)
 
-    def packed_size(self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0) -> int:
+    def packed_size(
+        self, output: SchedulerOutput, padded_seqs: int = 0, padded_tokens: int = 0, splits: bool = False
+    ) -> int:
         """Return the length that the packed step has with this padding, in words of 4 bytes."""
-        num_seqs = max(padded_seqs, len(output.batch))
-        num_tokens = padded_tokens or output.batch.total_num_tokens + num_seqs - len(output.batch)
+        real = output.batch.total_num_tokens if splits else len(output.batch)
+        num_seqs = max(padded_seqs, real)
+        num_tokens = padded_tokens or output.batch.total_num_tokens + num_seqs - real
         num_updates = 0
         if output.new_block_ids or output.new_requests:
-            tables = [*output.new_block_ids.values(), *(new.block_ids for new in output.new_requests)]
-            num_updates = sum(len(block_ids) for of_groups in tables for block_ids in of_groups)
+            tables = output.new_block_ids | {new.request_id: new.block_ids for new in output.new_requests}
+            times = {name: 1 + len(drafts) for name, drafts in output.drafts.items()} if splits else {}
+            num_updates = sum(times.get(name, 1) * sum(map(len, of_groups)) for name, of_groups in tables.items())
         return (2 + 2 * self.num_groups) * segment_of(num_seqs) + num_tokens + max(num_updates, 1)
 
-    def _block_updates(self, output: SchedulerOutput, members: Members) -> tuple[list[int], np.ndarray | None]:
+    def _block_updates(
+        self, output: SchedulerOutput, members: Members, repeats: np.ndarray | None
+    ) -> tuple[list[int], np.ndarray | None]:
         """Return the blocks to append to block tables, group after group, each in batch order, and their counts.
 
-        The counts, [G, n] int32, are per group and request; None if there are no new blocks.
+        The counts, [G, n] int32, are per group and request; None if there are no new blocks. `repeats` [n]: how many
+        sequences append a request's blocks, each all of them; None: one.
         """
         new_blocks = output.new_block_ids
         if output.new_requests:
@@ -250,24 +263,27 @@ class InputBatch:
         for group, counts in enumerate(num_updates):
             for i, tables in in_order:
                 counts[i] = len(tables[group])
-                updates += tables[group]
+                updates += tables[group] if repeats is None else tables[group] * int(repeats[i])
         return updates, num_updates
 
-    def _pack_updates(self, segments: list[np.ndarray], at: np.ndarray, num_updates: np.ndarray | None) -> None:
-        """Write `update_start` and `update_at` of each group, for the rows `at` [n]."""
+    def _pack_updates(
+        self, segments: list[np.ndarray], at: np.ndarray, num_updates: np.ndarray | None, repeats: np.ndarray | None
+    ) -> None:
+        """Write `update_start` and `update_at` of each group, for rows `at` [n]. `repeats`: see `_block_updates`."""
         if num_updates is None:
             for update_start in segments[::2]:
                 update_start[:] = 0
             return
-        real, end = len(at), 0
+        real, end = len(at) if repeats is None else int(repeats.sum()), 0
         for group, counts in enumerate(num_updates):
             update_start, update_at = segments[2 * group], segments[2 * group + 1]
             update_start[0] = end
-            np.add.accumulate(counts, out=update_start[1 : real + 1])
+            np.add.accumulate(counts if repeats is None else counts.repeat(repeats), out=update_start[1 : real + 1])
             update_start[1 : real + 1] += end
             end = update_start[real]
             update_start[real + 1 :] = end
-            update_at[:real] = self._num_blocks[group, at]
+            first = self._num_blocks[group, at]
+            update_at[:real] = first if repeats is None else first.repeat(repeats)
             self._num_blocks[group, at] += counts
 
     def rewind(self, rewinds: dict[str, tuple[int, int]]) -> None:

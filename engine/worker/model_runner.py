@@ -70,7 +70,7 @@ class ModelRunner:
         self.sampler = Sampler(
             self.batch, step, spec.eos_token_ids, spec.vocab_size, options.max_model_len, options.num_stages
         )
-        self.decode_step = DecodeStep(self.forward, self.sampler, options, graph_sizes(max_seqs)[-1])
+        self.decode_step = DecodeStep(self.forward, self.sampler, options, graph_sizes(options.max_decodes)[-1])
         self.executors: list[Executor] = []  # the first one that a step fits runs it; if none, it runs eagerly
         self._eager = EagerSteps(self.forward)
         self._sampling = StepSampling(self.batch, step, self.sampler, options)
@@ -165,7 +165,7 @@ class ModelRunner:
         if self._link is not None:
             self._link.receive(packed.num_tokens)
         computed, handle = executor.run(step, packed), StepHandle(output)
-        if packed.members.samples.has_drafts:
+        if packed.members.samples.has_drafts and not padding.splits:
             self._expand_samples(packed, output.num_proposals > 0)
         if step.counts_experts and self._expert_load is not None:
             handle.expert_counts = self._expert_load.end()

@@ -9,6 +9,7 @@ import torch
 from engine.worker.device import Device
 
 RING = 3  # minimum number of buffers for data that the CPU and the device exchange in each step
+MAX_DRAFTED_SEQS = 64  # requests of a step with drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,14 @@ class RunnerOptions:
     num_stages: int = 1  # pipeline stages, of successive layers
     max_step_drafts: int = 0  # of all requests in a step
     max_request_drafts: int = 0  # of a request in a step
+    # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
+    splits_drafts: bool = False
+
+    @property
+    def max_decodes(self) -> int:
+        """Maximum number of sequences of a step that only decodes."""
+        with_drafts = min(self.max_num_seqs, MAX_DRAFTED_SEQS) + self.max_step_drafts if self.splits_drafts else 0
+        return max(self.max_num_seqs, with_drafts)
 
     @property
     def num_step_buffers(self) -> int:

@@ -128,14 +128,14 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
 
     Large steps are first: their kernels take longest.
     """
-    max_num_seqs = runner.options.max_num_seqs
+    max_decodes = runner.options.max_decodes
     with _temporary_cache(runner, 1), kernels.compiling_only(processes):
         _fullest_steps(runner)
         dummy_run(runner, tokens_each=1)
-        packed = _packed_steps(runner, max_num_seqs)
-        for size in reversed(graph_sizes(max_num_seqs)):
+        packed = _packed_steps(runner, max_decodes)
+        for size in reversed(graph_sizes(max_decodes)):
             # Powers of two and the sizes halfway between: other sizes use the same kernels.
-            if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_num_seqs):
+            if size // (size & -size) in (1, 3) or size in (*kernels.FEW_SEQS, max_decodes):
                 for has_adapters in _kinds(runner):
                     outputs = runner.decode_step.run(packed, size, has_adapters)
                 if runner.decode_step.is_last:
@@ -188,10 +188,11 @@ def count_blocks(runner: ModelRunner) -> tuple[tuple[int, int], str]:
 
 def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     """Capture the decode step for every padded batch size, and small steps with prefill."""
-    sizes, forward = graph_sizes(runner.options.max_num_seqs), runner.forward
+    splits_drafts = runner.options.splits_drafts
+    sizes, forward = graph_sizes(runner.options.max_decodes), runner.forward
     buffer = _packed_steps(runner, sizes[-1])
     executors: list[Executor] = [
-        DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress, has_adapters)
+        DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress, has_adapters, splits_drafts)
         for has_adapters in _kinds(runner)
     ]
     if shapes := prefill_shapes(forward, runner.options):

@@ -65,12 +65,19 @@ class _GreedySample(ctypes.Structure):
 
 
 def prepare_step(
-    packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
+    packed: Tensor,
+    segment: int,
+    num_seqs: int,
+    num_tokens: int,
+    block_size: int,
+    state: RowState,
+    out: StepTensors,
+    repeats: bool = False,
 ) -> None:
     """See `kernels.reference.prepare_step`."""
     native = library()
-    if native is None:
-        reference.prepare_step(packed, segment, num_seqs, num_tokens, block_size, state, out)
+    if native is None or repeats:  # on a CPU, drafts are tokens of their request's sequence
+        reference.prepare_step(packed, segment, num_seqs, num_tokens, block_size, state, out, repeats)
         return
     tables = state.block_tables
     assert tables.is_contiguous()

@@ -10,6 +10,9 @@ groups, T the number of tokens:
     [.., +S)    update_at       position in the block table where the updates go
     then        token_ids       T entries; -1: the row's newest token, which only the device knows
     then        updates         block ids to append to block tables
+
+In a step with `repeats`, successive sequences of one token each may be of the same row: its newest token, then its
+drafts, at successive positions. Such a row's number of computed tokens stays as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_REPEATS = 32  # sequences of a row after its first one
 # Columns of a row's record. Floats are stored as the bits of a float32.
 NUM_COMPUTED, LAST_TOKEN, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, ADAPTER = range(8)  # ADAPTER: slot + 1; 0: none
 NUM_COLUMNS = 8  # a record is 64 bytes

@@ -11,10 +11,17 @@ from kernels.data.plan import DecodePlan
 
 
 def prepare_step(
-    packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
+    packed: Tensor,
+    segment: int,
+    num_seqs: int,
+    num_tokens: int,
+    block_size: int,
+    state: RowState,
+    out: StepTensors,
+    repeats: bool = False,
 ) -> None:
     """Unpack a step: append the block updates to block tables, advance each row by its tokens, and fill the entries of
-    `num_seqs` sequences, their samples and `num_tokens` tokens of `out`. See `kernels.data.layout`.
+    `num_seqs` sequences, their samples and `num_tokens` tokens of `out`. See `kernels.data.layout`, also for `repeats`.
     """
     num_groups, num_rows = state.block_tables.shape[:2]
     tokens_at = (2 + 2 * num_groups) * segment
@@ -26,8 +33,15 @@ def prepare_step(
     lens = query_start.diff()
     real = rows < num_rows - 1
     computed = state.num_computed[rows]
+    advances = real
+    if repeats:
+        at = torch.arange(num_seqs)
+        is_first = torch.cat([real.new_ones(min(num_seqs, 1)), rows[1:] != rows[:-1]])
+        computed = computed + at - torch.where(is_first, at, 0).cummax(0).values
+        is_last = torch.cat([is_first[1:], is_first.new_ones(min(num_seqs, 1))])
+        advances = real & is_first & is_last
     context_lens = torch.where(real, computed + lens, 0)
-    state.num_computed[rows[real]] = context_lens[real]
+    state.num_computed[rows[advances]] = context_lens[advances]
 
     seq = torch.repeat_interleave(lens)
     positions = torch.where(real, computed, 0)[seq] + torch.arange(num_tokens) - query_start[seq]

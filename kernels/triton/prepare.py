@@ -16,6 +16,7 @@ NUM_COMPUTED, LAST_TOKEN = tl.constexpr(layout.NUM_COMPUTED), tl.constexpr(layou
 SEED, TOP_K = tl.constexpr(layout.SEED), tl.constexpr(layout.TOP_K)
 TEMPERATURE, TOP_P, MIN_P = tl.constexpr(layout.TEMPERATURE), tl.constexpr(layout.TOP_P), tl.constexpr(layout.MIN_P)
 NUM_COLUMNS = tl.constexpr(layout.NUM_COLUMNS)
+MAX_REPEATS = tl.constexpr(layout.MAX_REPEATS)
 
 
 @triton.jit
@@ -29,7 +30,8 @@ def _prepare_kernel(
     records, block_tables, stride_group, stride_row, stride_slots,
     input_ids, positions, slot_mapping, token_index, out_rows, context_lens,
     out_temperature, out_top_p, out_min_p, out_top_k, out_seed, next_position,
-    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, REPEATS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -42,6 +44,14 @@ def _prepare_kernel(
     newest = tl.maximum(tl.load(record + LAST_TOKEN), 0)  # below 0: the sampler found a fault
     is_real = row < num_rows - 1
     first_position = tl.where(is_real, tl.load(record + NUM_COMPUTED), 0).to(tl.int32)
+    advances = is_real
+    if REPEATS:
+        before = i - 1 - tl.arange(0, MAX_REPEATS)
+        same = tl.load(packed + before, mask=before >= 0, other=-1) == row
+        num_before = tl.sum(same.to(tl.int32), axis=0)
+        first_position += tl.where(is_real, num_before, 0)
+        # After the last sequence there is padding, which is not of a real row.
+        advances = is_real & (num_before == 0) & (tl.load(packed + i + 1) != row)
     context_len = tl.where(is_real, first_position + end - start, 0)
     offs = tl.arange(0, CHUNK)
     token_ids = packed + (2 + 2 * NUM_GROUPS) * segment
@@ -70,7 +80,7 @@ def _prepare_kernel(
             slot = tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
             tl.store(slot_mapping + group * stride_slots + token, slot, mask=mask)
 
-    tl.store(record + NUM_COMPUTED, context_len.to(tl.int64), mask=is_real)
+    tl.store(record + NUM_COMPUTED, context_len.to(tl.int64), mask=advances)
     tl.store(context_lens + i, context_len)
     tl.store(token_index + i, (end - 1).to(tl.int64))
     tl.store(next_position + i, context_len.to(tl.int64))
@@ -83,7 +93,14 @@ def _prepare_kernel(
 
 
 def prepare_step(
-    packed: Tensor, segment: int, num_seqs: int, num_tokens: int, block_size: int, state: RowState, out: StepTensors
+    packed: Tensor,
+    segment: int,
+    num_seqs: int,
+    num_tokens: int,
+    block_size: int,
+    state: RowState,
+    out: StepTensors,
+    repeats: bool = False,
 ) -> None:
     """See `kernels.reference.prepare_step`."""
     num_groups, num_rows = state.block_tables.shape[:2]
@@ -93,6 +110,6 @@ def prepare_step(
         state.records, state.block_tables, *state.block_tables.stride()[:2], out.slot_mapping.stride(0),
         out.input_ids, out.positions, out.slot_mapping, samples.token_index, samples.rows, out.context_lens,
         samples.temperature, samples.top_p, samples.min_p, samples.top_k, samples.seed, samples.next_position,
-        NUM_GROUPS=num_groups, BLOCK_SIZE=block_size, CHUNK=256, num_warps=4,
+        NUM_GROUPS=num_groups, BLOCK_SIZE=block_size, CHUNK=256, REPEATS=repeats, num_warps=4,
         **pdl_options(packed.device),
     )  # fmt: skip

@@ -10,12 +10,17 @@ import pytest
 from torch import Tensor
 
 import kernels
+from engine import options
+from engine.engine import Engine
 from engine.models.expansion import LatentExpansion
 from engine.models.wide_pages import WidePages
 from engine.worker.attention import fp8_prefill, latent
 from engine.worker.attention.fp8_prefill import Fp8PrefillAttention
 from engine.worker.attention.group_attention import Prefills
 from engine.worker.attention.latent import LatentGroupAttention
+from engine.worker.cuda_graphs import DecodeGraphs
+from engine.worker.executor import Computed, StepRequest
+from engine.worker.input_batch import PackedStep
 
 pytest.importorskip("triton")
 
@@ -23,7 +28,8 @@ from kernels.cuda import quantized_linear
 from kernels.cuda.choice import CHOICE
 from tests.oracles.families import make_checkpoint
 from tests.oracles.quantised import make_quantised
-from tests.support.interpreted_gpu import InterpretedGPU, answers, interpret
+from tests.support.drafts import Answers
+from tests.support.interpreted_gpu import REQUESTS, InterpretedGPU, answers, interpret
 
 
 @pytest.fixture
@@ -38,6 +44,40 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
     first, second = InterpretedGPU.graphs[::2], InterpretedGPU.graphs[1::2]  # sizes 4, 2, 1
     assert all(graph.num_replays for graph in first)
     assert all(graph.num_replays for graph in second[:2])
+
+
+def test_tokens_with_drafts_that_graphs_of_decode_steps_verify(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    names = ["greedy", "long prompt", "sampled", "word"]
+    expected = answers(tiny_model, names)
+    request.getfixturevalue("gpu")
+    monkeypatch.setattr(options, "STEP_DRAFTS", 4)
+    found = Answers()
+    found.truth = 0.8
+    for name in names:
+        prompt, sampling = REQUESTS[name]
+        found.answers[tuple(prompt), sampling.seed or 0] = expected[name]
+    counts, sizes = [], list[int]()
+
+    def begin(engine: Engine) -> None:
+        policy = engine.scheduler._drafts
+        assert policy is not None
+        policy._proposer = found
+        counts.append(policy.counts)
+
+    def noted(self: DecodeGraphs, step: StepRequest, packed: PackedStep) -> Computed:
+        if step.output.drafts:
+            assert packed.num_tokens == packed.num_seqs >= step.batch.total_num_tokens > len(step.batch)
+            sizes.append(packed.num_seqs)
+        return run(self, step, packed)
+
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    settings = {"num_speculative_tokens": 3, "enable_adaptive_verification": False}
+    assert answers(tiny_model, names, begin, speculative_config=settings, num_gpu_blocks_override=24) == expected
+    assert 8 in sizes, "padded sizes of steps with drafts"
+    assert 0 < counts[0].num_accepted_tokens < counts[0].num_draft_tokens
 
 
 def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:

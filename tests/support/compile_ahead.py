@@ -312,6 +312,7 @@ def prepare() -> None:
     for num_groups in (1, 2):
         state, step = RowState.allocate(5, num_groups, 64, META), StepTensors.allocate(4, 16, num_groups, META)
         prepare_step(tensor(99, dtype=I32), 5, 4, 16, 16, state, step)
+        prepare_step(tensor(99, dtype=I32), 5, 4, 4, 16, state, step, repeats=True)
 
 
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:

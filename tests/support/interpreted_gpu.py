@@ -105,13 +105,23 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpretedGPU, "graphs", [])
 
 
-def answers(model: Path, names: Iterable[str] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
-    """The tokens of each request, and where it wants log-probabilities the ranks of these and the likeliest tokens."""
+def answers(
+    model: Path,
+    names: Iterable[str] = REQUESTS,
+    begin: Callable[[Engine], None] = lambda engine: None,
+    /,
+    **settings: Any,
+) -> dict[str, list[int]]:
+    """The tokens of each request, and where it wants log-probabilities the ranks of these and the likeliest tokens.
+
+    `begin`: called with the engine before the first request.
+    """
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 8}
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", max_model_len=64, block_size=8, **few | settings
     )
     engine = Engine(config)
+    begin(engine)
     input_processor = InputProcessor.load(config)
     tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in tokens:

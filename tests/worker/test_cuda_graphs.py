@@ -21,7 +21,7 @@ from engine.models.shard import WHOLE
 from engine.worker.attention.group_attention import CapturedPrefills
 from engine.worker.cuda_graphs import PrefillGraphs, PrefillShape
 from engine.worker.device import CpuDevice
-from engine.worker.executor import StepRequest
+from engine.worker.executor import Padding, StepRequest
 from engine.worker.forward_pass import StepSize
 from engine.worker.input_batch import Members, PackedStep
 from engine.worker.options import RunnerOptions
@@ -110,7 +110,7 @@ def test_a_step_that_appends_more_blocks_than_the_graphs_buffer_holds_runs_eager
     length = runner.batch.packed_size(small.output, *padding)
     graphs._buffer = torch.zeros(length, dtype=torch.int32)
     assert runner._executor(small) == (graphs, padding)
-    assert runner._executor(large) == (runner._eager, (0, 0))
+    assert runner._executor(large) == (runner._eager, Padding())
 
 
 def test_latent_attention_decodes_in_no_graph_of_steps_that_prefill() -> None:
@@ -128,7 +128,7 @@ def test_a_replayed_step_reads_its_tiles_and_padding_that_writes_nothing() -> No
     words = torch.arange(7, dtype=torch.int32)
     members = Members(ScheduledBatch([], [], 0, 0, []), {})
     lengths = np.array([9, 50, 3])
-    packed = PackedStep(words, 0, *padding, 1, members, lengths, lengths)
+    packed = PackedStep(words, 0, padding.num_seqs, padding.num_tokens, 1, members, lengths, lengths)
     forward.seen.clear()
     hidden = graphs.run(step(lens), packed).hidden
     [(used, read, tiles)] = forward.seen

@@ -29,7 +29,7 @@ class DraftLimits:
 
     per_request: int
     per_step: int
-    max_seqs: int = 64  # with more running requests, no step has drafts
+    max_seqs: int  # with more running requests, no step has drafts
 
 
 class _Drafting:

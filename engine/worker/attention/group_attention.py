@@ -82,7 +82,7 @@ class GroupAttention:
         self.tile_queries = 0  # queries of a prefill tile; 0: there are no tiles
         self._plans: list[kernels.DecodePlan] = []  # in ascending order of the number of sequences that they fit
         if options.device.is_accelerator:
-            most = options.max_num_seqs
+            most = options.max_decodes
             limits = sorted({min(n, most) for n in (*kernels.FEW_SEQS, most)})
             allocate, self.tile_queries = self._kernel_sizes(mixer, group, options)
             self._plans = [allocate(n) for n in limits]

@@ -75,7 +75,7 @@ def membership(build: Build, options: RunnerOptions) -> Membership:
     pairs = [dist.new_group([rank, rank + size]) for rank in range(size * (stage.count - 1))]
     before = None if stage.is_first else Neighbour(build.rank + size, pairs[build.rank])
     after = None if stage.is_last else Neighbour(build.rank - size, pairs[build.rank - size])
-    num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_num_seqs)
+    num_tokens = 0 if stage.is_first else max(options.max_num_batched_tokens, options.max_decodes)
     buffer = torch.empty(num_tokens, build.spec.hidden_size, dtype=options.dtype, device=device.torch_device)
     link = StageLink(before, after, buffer)
     return Membership(options, communicator(device.torch_device, ranks), link)

@@ -108,14 +108,14 @@ def test_sizes_of_more_tokens_are_measured_together() -> None:
 
 
 def test_no_drafts_before_the_time_of_a_plain_step_is_known() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100))
+    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100, 64))
     assert policy.choose([decoding()], 1, 100) == {}
     read(policy, 1.0, 1)
     assert policy.choose([decoding()], 1, 100) == {"a": [5, 6]}, "4, 8 and so on are further numbers"
 
 
 def test_the_number_of_drafts_is_the_one_that_pays_most() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100))
+    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100, 64))
     read(policy, 1.0, 1)
     read(policy, 1.2, 1, num_drafts=1)
     read(policy, 9.0, 1, num_drafts=2)
@@ -125,7 +125,7 @@ def test_the_number_of_drafts_is_the_one_that_pays_most() -> None:
 
 
 def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7, 8]), DraftLimits(4, 5))
+    policy = DraftPolicy(Fixed([5, 6, 7, 8]), DraftLimits(4, 5, 64))
     read(policy, 1.0, 2)
     good, bad = decoding("good"), decoding("bad")
     policy.choose([good, bad], 2, 100)
@@ -137,7 +137,7 @@ def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
 
 
 def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(4, 100))
+    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(4, 100, 64))
     read(policy, 1.0, 1)
     read(policy, 3.0, 1, num_drafts=1)
     request = decoding()
@@ -149,7 +149,7 @@ def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
 
 
 def test_a_request_waits_for_its_token_in_flight_if_the_drafts_after_it_pay() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100))
+    policy = DraftPolicy(Fixed([5, 6, 7], CERTAIN), DraftLimits(4, 100, 64))
     read(policy, 1.0, 1)
     request = decoding()
     request.num_tokens, request.num_computed_tokens = 4, 3
@@ -159,13 +159,13 @@ def test_a_request_waits_for_its_token_in_flight_if_the_drafts_after_it_pay() ->
 
 
 def test_drafts_end_before_the_last_token() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(4, 100), adaptive=False)
+    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(4, 100, 64), adaptive=False)
     assert policy.choose([decoding(max_tokens=4)], 1, 100) == {"a": [5, 6]}
     assert policy.choose([decoding()], 1, 0) == {}
 
 
 def test_without_adaptation_all_drafts_are_verified() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(2, 3), adaptive=False)
+    policy = DraftPolicy(Fixed([5, 6, 7]), DraftLimits(2, 3, 64), adaptive=False)
     requests = [decoding("a"), decoding("b")]
     assert policy.choose(requests, 2, 100, beside_chunks=True) == {"a": [5, 6], "b": [5]}
     policy.verified(requests[0], 2, 1)
@@ -175,7 +175,7 @@ def test_without_adaptation_all_drafts_are_verified() -> None:
 
 
 def test_tokens_of_a_prediction_are_counted_by_request() -> None:
-    policy = DraftPolicy(Fixed([5, 6, 7], predicted=True), DraftLimits(3, 3), adaptive=False)
+    policy = DraftPolicy(Fixed([5, 6, 7], predicted=True), DraftLimits(3, 3, 64), adaptive=False)
     request = decoding()
     policy.choose([request], 1, 100)
     policy.verified(request, 3, 2)

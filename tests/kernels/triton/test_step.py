@@ -103,3 +103,47 @@ def test_a_fault_in_place_of_the_newest_token_is_no_token_id(prepare_step: Any) 
     packed, segment = packed_step([0, 1], [1, 1], [[(0, [5]), (0, [3])]], [-1, -1])
     prepare_step(packed, segment, 2, 2, BLOCK, state, out)
     assert out.input_ids[:2].tolist() == [0, 0], "what it computes is dropped, but must be in the vocabulary"
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_successive_sequences_of_a_row_are_its_successive_tokens(prepare_step: Any, num_groups: int) -> None:
+    state, out = (
+        RowState.allocate(4, num_groups, 8, torch.device("cpu")),
+        StepTensors.allocate(40, 40, num_groups, torch.device("cpu")),
+    )
+    state.num_computed[:] = torch.tensor([6, 2, 9, 0])
+    state.last_token[:] = torch.tensor([50, 51, 52, 53])
+    state.records[:, layout.TOP_K] = torch.tensor([5, 4, 3, 2])
+    for group in range(num_groups):
+        state.block_tables[group, 0, :2] = torch.tensor([1, 2], dtype=torch.int32) + 100 * group
+        state.block_tables[group, 1, :1] = 3 + 100 * group
+        state.block_tables[group, 2, :3] = torch.tensor([4, 5, 6], dtype=torch.int32) + 100 * group
+    # Row 0 with three drafts, the last of which is in a new block; row 2 with none; row 1 with one; padding.
+    rows = [0, 0, 0, 0, 2, 1, 1, 3, 3]
+    updates = [[(2, [7 + 100 * g])] * 4 + [(0, [])] * 5 for g in range(num_groups)]
+    packed, segment = packed_step(rows, [1] * 9, updates, [-1, 11, 12, 13, -1, -1, 21, 0, 0])
+    packed[9:segment] = 3
+    prepare_step(packed, segment, 9, 9, BLOCK, state, out, repeats=True)
+    assert out.input_ids[:9].tolist() == [50, 11, 12, 13, 52, 51, 21, 0, 0]
+    assert out.positions[:7].tolist() == [6, 7, 8, 9, 9, 2, 3]
+    assert out.context_lens[:9].tolist() == [7, 8, 9, 10, 10, 3, 4, 0, 0]
+    assert out.samples.next_position[:7].tolist() == [7, 8, 9, 10, 10, 3, 4]
+    assert out.samples.token_index[:9].tolist() == list(range(9))
+    assert out.samples.rows[:9].tolist() == rows
+    assert out.samples.top_k[:7].tolist() == [5, 5, 5, 5, 3, 4, 4]
+    for group in range(num_groups):
+        blocks = [b + 100 * group for b in (2, 2, 7, 7, 6, 3, 3)]
+        offsets = [2, 3, 0, 1, 1, 2, 3]
+        expected = [block * BLOCK + offset for block, offset in zip(blocks, offsets, strict=True)]
+        assert out.slot_mapping[group, :9].tolist() == [*expected, -1, -1]
+        assert state.block_tables[group, 0, 2] == 7 + 100 * group
+    assert state.num_computed.tolist() == [6, 2, 10, 0], "rows with drafts wait until it is known how many are right"
+
+
+def test_a_row_may_have_as_many_sequences_as_there_may_be_drafts(prepare_step: Any) -> None:
+    n = layout.MAX_REPEATS + 1
+    state, out = RowState.allocate(2, 1, 16, torch.device("cpu")), StepTensors.allocate(40, 40, 1, torch.device("cpu"))
+    packed, segment = packed_step([0] * n, [1] * n, [[(0, list(range(16)))] * n], [-1] * n)
+    packed[n:segment] = 1
+    prepare_step(packed, segment, n, n, BLOCK, state, out, repeats=True)
+    assert out.positions[:n].tolist() == list(range(n))
