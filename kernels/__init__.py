@@ -87,6 +87,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.lora": ("lora_add",),
+        "kernels.cuda.lora": ("adapted_linear", "fuses_adapters"),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.cuda.linear": (
@@ -170,6 +171,8 @@ norm_gated = _dispatched(reference.norm_gated)
 norms_apart = _dispatched(reference.norms_apart)
 quantized_input = _dispatched(reference.quantized_input)
 lora_add = _dispatched(reference.lora_add)
+adapted_linear = _dispatched(reference.adapted_linear)
+fuses_adapters = _dispatched(reference.fuses_adapters)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)

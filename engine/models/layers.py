@@ -21,7 +21,7 @@ from engine.models.residual import (
     SublayerInput,
     TokenContext,
 )
-from engine.models.shard import Span
+from engine.models.shard import Span, WeightAndEps
 from engine.models.spec import LearntPositions
 
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
@@ -108,6 +108,9 @@ class Linear(Matrix):
         adapts = self._adapts(context)
         if adapts and not isinstance(x, SublayerInput):
             assert isinstance(x, Tensor), "activations are not quantised in steps with adapters"
+            fused = None if self.is_partial or not epilogue.is_sum else self._fused(x, context, epilogue.hidden)
+            if fused is not None:
+                return epilogue.done(fused)
             x = SublayerInput(x, context=context)
         if not epilogue.is_sum or (adapts and not self.is_partial):
             output = self.run(x)
@@ -130,12 +133,35 @@ class Linear(Matrix):
         return self.adapters is not None and context.adapters is not None
 
     def _adapted(self, x: SublayerInput, epilogue: GateEpilogue | None) -> Tensor:
-        """Compute `run` with each token's adapter. No kernel is fused with the GEMM."""
+        """Compute `run` with each token's adapter."""
+        gate = None if epilogue is None else epilogue.gate
+        norm = (x.norm.weight, x.norm.eps) if x.normed is None and isinstance(x.norm, RMSNorm) else None
+        fused = self._fused(x.value if norm is None else x.hidden, x.context, norm=norm, gate=gate)
+        if fused is not None:
+            return fused
         value, tokens = x.value, x.context.adapters
         assert self.adapters is not None
         assert tokens is not None
         output = kernels.lora_add(kernels.linear(value, self.weight, self.bias), value, self.adapters, tokens)
-        return output if epilogue is None else kernels.gate_and_mul(output, epilogue.gate)
+        return output if gate is None else kernels.gate_and_mul(output, gate)
+
+    def _fused(
+        self,
+        x: Tensor,
+        context: TokenContext,
+        residual: Tensor | None = None,
+        *,
+        norm: WeightAndEps | None = None,
+        gate: kernels.Gate | None = None,
+    ) -> Tensor | None:
+        """Compute the GEMM with each token's adapter, its prologue and epilogue if one kernel does so, else None."""
+        assert self.adapters is not None
+        assert context.adapters is not None
+        if not kernels.fuses_adapters(x, self.weight, self.adapters, gate):
+            return None
+        return kernels.adapted_linear(
+            x, self.weight, self.bias, self.adapters, context.adapters, norm=norm, gate=gate, residual=residual
+        )
 
     def quantized_input(self, x: Tensor) -> kernels.QuantizedRows | None:
         """Return memory for x [T, in], quantised as this layer reads it. None: it reads x as it is."""

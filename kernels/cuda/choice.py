@@ -24,6 +24,7 @@ class Choice:
     small_batch_weight: int = 1 << 24  # elements of a float weight, from 9 tokens on: every program reads all of x
     small_batch_outputs: int = 32768  # beyond (output heads) these kernels save little beside the time of the GEMM
     cuda_core_tokens: int = 2  # the Triton kernel for float weights on CUDA cores; then cuBLAS
+    adapted_tokens: int = 0  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS

@@ -37,6 +37,7 @@ class LoraWeights:
     shift: Tensor  # [S, out] float32, with the strides of `factor`
     groups: tuple[RowGroup, ...]  # all rows, in order
     blocks: Tensor  # [N, 3] int32: first row, end and group of at most `BLOCK_ROWS` rows
+    arrivals: Tensor  # [1] int32: 0 between launches, in which programs count what is complete
 
     @property
     def rank(self) -> int:

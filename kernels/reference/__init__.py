@@ -20,7 +20,7 @@ from kernels.reference.latent import (
     latent_attention_prefill,
     rotate_and_store,
 )
-from kernels.reference.lora import lora_add
+from kernels.reference.lora import adapted_linear, fuses_adapters, lora_add
 from kernels.reference.matmul import (
     linear,
     linear_add,
@@ -62,6 +62,7 @@ from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
     "absorb_and_store",
+    "adapted_linear",
     "add_rms_norm",
     "add_scaled",
     "best_keys",
@@ -73,6 +74,7 @@ __all__ = [
     "embedding",
     "experts",
     "experts_add_norm",
+    "fuses_adapters",
     "gate_and_mul",
     "gated_rms_norm",
     "gelu_and_mul",
@@ -121,4 +123,4 @@ __all__ = [
     "to_e4m3",
     "token_logprobs",
     "widen_pages",
-]  # fmt: skip
+]

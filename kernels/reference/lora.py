@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.data.activation import Gate
 from kernels.data.lora import AdapterTokens, LoraWeights
+from kernels.data.quantized_weight import Weight
+from kernels.reference.activation import gate_and_mul
+from kernels.reference.matmul import linear
+from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 
 
@@ -25,3 +30,31 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
             )
         y[at] = result.to(y.dtype)
     return y
+
+
+def fuses_adapters(x: Tensor, weight: Weight, lora: LoraWeights, gate: Gate | None = None) -> bool:
+    """Return whether one kernel computes `adapted_linear` of x [T, in] with this gate; else nothing may call it."""
+    return False
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    lora: LoraWeights,
+    tokens: AdapterTokens,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate: Gate | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute a linear layer of x [T, in] with each token's adapter: [T, out], or [T, out / 2] with `gate`.
+
+    norm: weight and eps of the RMSNorm of x that is computed first. residual [T, out]: the result is added to it, in
+    place, and it is returned; not together with `gate`.
+    """
+    value = x if norm is None else rms_norm(x, *norm)
+    y = lora_add(linear(value, weight, bias), value, lora, tokens)
+    if gate is not None:
+        y = gate_and_mul(y, gate)
+    return y if residual is None else residual.add_(y)

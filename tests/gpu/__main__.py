@@ -34,7 +34,7 @@ from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.latent import check_latent
-from tests.gpu.lora import check_lora_engine, check_lora_kernels
+from tests.gpu.lora import check_fused_adapters, check_lora_engine, check_lora_kernels
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
 from tests.gpu.plan import check_plan
@@ -57,7 +57,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),
-    "lora": (check_lora_kernels, check_lora_engine),
+    "lora": (check_fused_adapters, check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kernels
 from engine import LLM, LoRARequest, SamplingParams
-from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
+from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, captured, relative_error
 from tests.oracles.random_adapters import merge, merged, random_adapter, random_slots, write_adapter
 from tests.support.tiny_model import write_model
 
@@ -55,6 +55,59 @@ def check_lora_kernels(
 
                 timed = call if kind != "some" else None
                 checks.add(label, relative_error(got, want), 2 * LIMITS[dtype], timed, num_bytes, graph=True)
+
+
+FUSED = {  # of 8B, with what is fused: rows of each projection, channels, before and after
+    "qkv": ((4096, 1024, 1024), 4096, "norm"), "o": ((4096,), 4096, "sum"), "gate_up": ((12288, 12288), 4096, "gate"),
+    "down": ((4096,), 12288, "sum"),
+}  # fmt: skip
+REPEATS = 200  # of one launch, in a graph: all results must be equal
+
+
+def check_fused_adapters(checks: Checks) -> None:
+    """GEMMs of few tokens with adapters in one launch, and how long they take beside those without."""
+    if checks.device != "cpu":
+        for name in FUSED:
+            for count in (1, 2, 5, 8):
+                _check_fused(checks, name, count)
+
+
+def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
+    from kernels.cuda import linear, lora
+
+    rows, channels, form = FUSED[name]
+    weights = random_slots(NUM_SLOTS, rank, channels, rows, dtype=BF16, device=checks.device)
+    weight = checks.random(sum(rows), channels, dtype=F32).mul_(channels**-0.5).bfloat16()
+    scale, x, sums = checks.random(channels), checks.random(count, channels), checks.random(count, sum(rows))
+    wide = x.double() if form == "sum" else kernels.reference.rms_norm(x.double(), scale.double(), 1e-6)
+    y = wide @ weight.double().T
+    plain: Callable[[], Tensor] = {
+        "norm": lambda: linear.norm_linear(x, scale, 1e-6, weight),
+        "gate": lambda: linear.norm_gated(x, scale, 1e-6, weight),
+        "sum": lambda: linear.linear_add(sums.clone(), x, weight),
+    }[form]
+    label = f"lora fused {name}: {count} tokens"
+    checks.add(f"{label}, without", 0.0, 0.0, plain, weight.nbytes, graph=True)
+    for kind, slots in _slots(checks, count).items():
+        want = merged(y, wide, weights, slots)
+        want = kernels.reference.gate_and_mul(want, "silu") if form == "gate" else want
+        want = want + sums.double() if form == "sum" else want
+        tokens = kernels.AdapterTokens(slots, NUM_SLOTS)
+
+        def call(tokens: kernels.AdapterTokens = tokens) -> Tensor:
+            return lora.adapted_linear(
+                x, weight, None, weights, tokens, norm=None if form == "sum" else (scale, 1e-6),
+                gate="silu" if form == "gate" else None, residual=sums.clone() if form == "sum" else None,
+            )  # fmt: skip
+
+        timed = call if kind != "some" else None
+        checks.add(f"{label}, {kind}", relative_error(call(), want), 2 * LIMITS[BF16], timed, weight.nbytes, graph=True)
+        outputs: list[Tensor] = []
+        graph = captured(lambda: outputs.extend(call() for _ in range(REPEATS)))  # noqa: B023 (called here)
+        graph()
+        torch.cuda.synchronize()
+        same = all(torch.equal(each, outputs[-1]) for each in outputs[REPEATS:])
+        checks.saw(f"{label}, {kind}, {REPEATS} launches", same, "equal" if same else "they differ")
 
 
 def _slots(checks: Checks, count: int) -> dict[str, Tensor]:

@@ -42,7 +42,8 @@ def random_slots(
     up = (random(num_slots, 2 * out, rank) / rank**0.5).to(dtype)[:, :out]
     factor, shift = (1 + 0.1 * random(num_slots, 3 * out))[:, :out], random(num_slots, 3 * out)[:, :out]
     blocks = LoraWeights.blocks_of(groups, torch.device(device))
-    return LoraWeights(down, up, factor, shift, groups, blocks)
+    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+    return LoraWeights(down, up, factor, shift, groups, blocks, arrivals)
 
 
 def merged(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:

@@ -321,11 +321,27 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
 
     factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
     down, up = tensor(4, rank, 4096, dtype=dtype), tensor(4, 6144, rank, dtype=dtype)
-    weights = LoraWeights(down, up, factor, factor, groups, tensor(96, 3, dtype=I32))
+    weights = LoraWeights(down, up, factor, factor, groups, tensor(96, 3, dtype=I32), tensor(1, dtype=I32))
     size = LARGE_TILE if tokens > 1000 else SMALL_TILE
     step = AdapterTokens(tensor(tokens, dtype=I32), 4)
     step.tiles = Tiles(tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), size)
     lora_add(tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype), weights, step)
+
+
+def adapted_linear(tokens: int, rank: int) -> None:
+    """A linear layer with adapters in one launch: a norm before it, a gate or a sum after it."""
+    from kernels.cuda.lora import adapted_linear
+    from kernels.data.lora import AdapterTokens, LoraWeights, RowGroup
+
+    x, scale, slots = tensor(tokens, 1024), tensor(1024), AdapterTokens(tensor(tokens, dtype=I32), 4)
+    for gate in (None, "silu"):
+        groups = (RowGroup(0, 1024, 0), RowGroup(1024, 2048, 1))
+        factor, blocks = tensor(4, 2048, dtype=F32), tensor(32, 3, dtype=I32)
+        down, up = tensor(4, 2 * rank, 1024), tensor(4, 2048, rank)
+        lora = LoraWeights(down, up, factor, factor, groups, blocks, tensor(1, dtype=I32))
+        adapted_linear(x, tensor(2048, 1024), None, lora, slots, norm=(scale, 1e-6), gate=gate)  # type: ignore[arg-type]
+        if gate is None:
+            adapted_linear(x, tensor(2048, 1024), None, lora, slots, residual=tensor(tokens, 2048))
 
 
 def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 128) -> None:
@@ -392,6 +408,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(lora, 1, 16, BF16),
     functools.partial(lora, 1100, 48, F16),
     functools.partial(lora, 20, 512, F32),
+    functools.partial(adapted_linear, 5, 32),
     functools.partial(recurrent, 1, 1, BF16),
     functools.partial(recurrent, 2, 70, F16, 64),
     functools.partial(recurrent, 2, 70, F32),

@@ -43,13 +43,20 @@ class Pointers:
         loaded = memory[torch.where(mask, offsets, 0)]
         return torch.where(mask, loaded, torch.tensor(other).to(loaded.dtype))
 
-    def store(self, value: Tensor, mask: Tensor) -> None:
-        mask, offsets, value = torch.broadcast_tensors(mask, self.offsets, value)
+    def store(self, value: Tensor | int, mask: Tensor | None = None) -> None:
+        mask = torch.tensor(True) if mask is None else mask
+        values = torch.as_tensor(value).to(self.tensor.dtype)
+        mask, offsets, values = torch.broadcast_tensors(mask, self.offsets, values)
         inside = offsets[mask]
         assert len(inside.unique()) == len(inside)
         if not len(inside):
             return
-        torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))[inside] = value[mask]
+        torch.as_strided(self.tensor, (int(inside.max()) + 1,), (1,))[inside] = values[mask]
+
+    def atomic_add(self, value: int, **options: str) -> Tensor:
+        before = self.load()
+        self.store(before + value)
+        return before
 
 
 class Shared:
@@ -225,6 +232,7 @@ def run_on_tensors(
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
         SwizzledSharedLayout=layout, NVMMASharedLayout=layout,
         allocate_shared_memory=Shared, load=Pointers.load, store=Pointers.store,
+        atomic_add=Pointers.atomic_add,
         arange=lambda start, end, layout: torch.arange(start, end), convert_layout=lambda value, layout, **_: value,
         join=lambda a, b: torch.stack([a, b], -1), split=lambda value: value.unbind(-1),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),

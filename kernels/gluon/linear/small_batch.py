@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.data.activation import Gate
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.layouts import last, middle, warps
+from kernels.gluon.linear.adapters import NEVER, NO_ADAPTERS, Adapters, arguments, expand, leave, shrink
 from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -43,18 +44,24 @@ def _load_step(
         )
 
 
-@gluon.jit(do_not_specialize=["num_tokens"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_shrink"])
 def _few_linear_kernel(
     x, weight, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
+    slots, adapter_down, adapter_up, factor, shift, inner, arrivals, stride_down, stride_up, stride_factor, num_shrink,
     N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr,
     NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    ADAPTED: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr, CHANNELS: gl.constexpr,
+    END_0: gl.constexpr, END_1: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu", "gelu_tanh"): gate rows, then up rows.
 
     A warp takes CHUNK channels at a time, and adds to CHAINS sums in turns. TOKENS_FIRST: tokens are the 16 rows of the
     tensor core's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile
     beyond the tokens (or the weight) repeat the last one, and are not stored.
+
+    ADAPTED: the first num_shrink programs compute A · x of the tokens' adapters, the others add B times that: those
+    from EARLY on before their own sums, since A · x is complete when they start.
     """
     GATED: gl.constexpr = GATE != ""
     STEPS: gl.constexpr = (K // CHUNK + WARPS - 1) // WARPS
@@ -63,10 +70,19 @@ def _few_linear_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     LANES: gl.constexpr = min(BLOCK_N, 32)
-    first = gl.program_id(0) * BLOCK_N
-    weights = weight + first.to(gl.int64) * K
     if PDL:
         launch_dependents()
+    program = gl.program_id(0)
+    if ADAPTED:
+        if program < num_shrink:
+            shrink(
+                program, x, norm_weight, slots, adapter_down, inner, arrivals, stride_x, stride_down,
+                K, RANKS, PARTS, CHANNELS, WARPS, NORM, PDL,
+            )  # fmt: skip
+            return
+        program -= num_shrink
+    first = program * BLOCK_N
+    weights = weight + first.to(gl.int64) * K
 
     # The layouts of a weight's row, a token's row and the sums. In SUM a thread has one element of all warps' sums.
     if TOKENS_FIRST:
@@ -131,6 +147,22 @@ def _few_linear_kernel(
         xs = xs + (_load_step(x_pointers, x_chunks, i, K, CHUNK, WARPS, ""),)
     if RESIDUAL:
         before = gl.load(residual + at, mask=mask, other=0.0)
+    if ADAPTED:
+        slot = gl.load(slots + m, mask=m < num_tokens, other=-1).to(gl.int64)
+        adapted = (slot >= 0) & (n < N)
+        factors = gl.load(factor + slot * stride_factor + n, mask=adapted, other=1.0)
+        shifts = gl.load(shift + slot * stride_factor + n, mask=adapted, other=0.0)
+        if GATED:
+            up_factors = gl.load(factor + slot * stride_factor + N + n, mask=adapted, other=1.0)
+            up_shifts = gl.load(shift + slot * stride_factor + N + n, mask=adapted, other=0.0)
+        change = gl.zeros(SHAPE[1:], gl.float32, gl.SliceLayout(0, SUM))
+        up_change = gl.zeros(SHAPE[1:], gl.float32, gl.SliceLayout(0, SUM))
+        if EARLY < NEVER:  # noqa: SIM102 (what follows is compiled only where it is asked for)
+            if program >= EARLY:
+                change, up_change = expand(
+                    slots, adapter_up, inner, arrivals, num_shrink, first, num_tokens, stride_up,
+                    N, M, BLOCK_N, RANK, RANKS, PARTS, END_0, END_1, GATED, TOKENS_FIRST, SUM, WARPS,
+                )  # fmt: skip
     sums = ()
     up_sums = ()
     for _ in gl.static_range(CHAINS):
@@ -184,6 +216,12 @@ def _few_linear_kernel(
     result = gl.sum(total_smem.load(SUM), 0)
     if GATED:
         up = gl.sum(up_smem.load(SUM), 0)
+    if ADAPTED:  # noqa: SIM102
+        if program < EARLY:
+            change, up_change = expand(
+                slots, adapter_up, inner, arrivals, num_shrink, first, num_tokens, stride_up,
+                N, M, BLOCK_N, RANK, RANKS, PARTS, END_0, END_1, GATED, TOKENS_FIRST, SUM, WARPS,
+            )  # fmt: skip
     if NORM:
         TOKENS_OF_SUM: gl.constexpr = gl.SliceLayout(X_CHANNELS, SUM)
         mean = gl.sum(squares_smem.load(TOKENS_OF_SUM), 0) / K
@@ -192,15 +230,25 @@ def _few_linear_kernel(
         result *= scale
         if GATED:
             up *= scale
+        if ADAPTED:
+            change *= scale
+            if GATED:
+                up_change *= scale
     if BIAS:
         result += b.to(gl.float32)
         if GATED:
             up += b_up.to(gl.float32)
+    if ADAPTED:
+        result = result * factors + shifts + change
+        if GATED:
+            up = up * up_factors + up_shifts + up_change
     if GATED:
         result = activate(result, GATE) * up
     if RESIDUAL:
         result += before.to(gl.float32)
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+    if ADAPTED:
+        leave(arrivals, gl.num_programs(0))
 
 
 class Config(NamedTuple):
@@ -291,18 +339,23 @@ def launch(
     eps: float = 0.0,
     gate: Gate | Literal[""] = "",
     residual: Tensor | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`; see `supports`."""
     num_tokens, k = x.shape
     n = out.shape[1]
     assert k % config.chunk == 0
     steps = cdiv(k // config.chunk, config.warps)
-    _few_linear_kernel[(cdiv(n, config.block_n),)](
+    num_shrink, added, constants = NO_ADAPTERS
+    if adapters is not None:
+        num_shrink, added, constants = arguments(x, adapters, cdiv(n, config.block_n))
+        config = config._replace(registers=config.registers or {4: 168, 8: 128}.get(config.warps))
+    _few_linear_kernel[(num_shrink + cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
-        out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
+        out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), *added, N=n, K=k,
         M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n,
         CHUNK=config.chunk, AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps),
         CHAINS=min(config.chains, steps), WARPS=config.warps, TOKENS_FIRST=config.tokens_first,
         NORM=norm_weight is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None,
-        num_warps=config.warps, maxnreg=config.registers, **pdl_options(x.device),
+        **constants, num_warps=config.warps, maxnreg=config.registers, **pdl_options(x.device),
     )  # fmt: skip
