@@ -122,7 +122,7 @@ class Engine:
             config.enable_prefix_caching,
             runner.cache_groups,
             num_batches=options.num_stages,
-            drafts=_draft_policy(speculative, options, grammars) if speculative else None,
+            drafts=_draft_policy(speculative, options, grammars, runner) if speculative else None,
         )
         self.in_flight: deque[Handle] = deque()  # launched and not read, in launch order
         self._max_in_flight = max(options.num_stages - 1, 1)  # after each `step`
@@ -427,11 +427,13 @@ def _log_corrupted(outputs: StepOutputs) -> None:
             _log.error("request %s: %s", output.request_id, output.error)
 
 
-def _draft_policy(config: SpeculativeConfig, options: RunnerOptions, grammars: GrammarManager[Request]) -> DraftPolicy:
+def _draft_policy(
+    config: SpeculativeConfig, options: RunnerOptions, grammars: GrammarManager[Request], runner: Runner
+) -> DraftPolicy:
     """Return what chooses the drafts of each step."""
     proposer = GuidedProposer(grammars, NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
     limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts, MAX_DRAFTED_SEQS)
-    return DraftPolicy(proposer, limits, config.enable_adaptive_verification)
+    return DraftPolicy(proposer, limits, config.enable_adaptive_verification, device_seconds=runner.step_seconds)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
 
 
+MEASURED = 3  # replays that are measured
+
 # Token counts of steps with prefill to capture. In larger steps the GPU takes longer than launching its kernels.
 PREFILL_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
@@ -52,7 +55,7 @@ class DecodeGraphs:
         see `RunnerOptions`.
         """
         self._has_adapters, self._splits_drafts = has_adapters, splits_drafts
-        self._work, self._buffer, self._sizes = work, buffer, sizes
+        self._device, self._work, self._buffer, self._sizes = device, work, buffer, sizes
         self._graphs: dict[int, Graph] = {}
         self._filtered: dict[int, Graph] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
@@ -93,6 +96,18 @@ class DecodeGraphs:
         own_logits, tokens = outputs
         logits = GraphLogits(self._work, own_logits, self._filtered[packed.num_seqs])
         return Computed(logits=logits, tokens=tokens, is_graph=True)
+
+    def seconds(self, packed: Tensor, size: int) -> float:
+        """Measure the device's time for a packed step of a captured size, sampling included."""
+        self._buffer[: len(packed)].copy_(packed)
+        graph = self._graphs[size]
+        graph.replay()
+        self._device.synchronize()
+        start = time.perf_counter()
+        for _ in range(MEASURED):
+            graph.replay()
+        self._device.synchronize()
+        return (time.perf_counter() - start) / MEASURED
 
 
 class GraphLogits(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class Runner(Protocol):
     block_size: int
     max_model_len: int
     cache_bound: str  # what limits `num_blocks`, for display
+    # Seconds of the device for a step that only decodes, by captured size; empty: not measured.
+    step_seconds: Mapping[int, float]
 
     @property
     def attention_backend(self) -> str: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class ModelRunner:
     num_blocks: int = 0
     num_states: int = 0  # blocks of states of recurrent layers
     cache_bound: str = ""  # what limits `num_blocks`, for display
+    step_seconds: Mapping[int, float] = MappingProxyType({})  # see `Runner`
 
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
         """`link`: the connection to the other stages of a pipeline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,14 +32,16 @@ from engine.worker.attention.group_attention import StepLens
 from engine.worker.captured_steps import MAX_TOKENS, CapturedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
 from engine.worker.executor import Executor
+from engine.worker.input_batch import segment_of
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
 from engine.worker.model_runner import ModelRunner
-from engine.worker.options import RunnerOptions
+from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.parallel.cores import num_cores
 
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
+MOST_MEASURED = 2 * MAX_DRAFTED_SEQS  # tokens of a step with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +193,11 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     splits_drafts = runner.options.splits_drafts
     sizes, forward = graph_sizes(runner.options.max_decodes), runner.forward
     buffer = _packed_steps(runner, sizes[-1])
-    executors: list[Executor] = [
+    decodes = [
         DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress, has_adapters, splits_drafts)
         for has_adapters in _kinds(runner)
     ]
+    executors: list[Executor] = [*decodes]
     if shapes := prefill_shapes(forward, runner.options):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         executors += [
@@ -202,6 +205,26 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
             for has_adapters in _kinds(runner)
         ]
     runner.executors = executors
+    if splits_drafts:
+        runner.step_seconds = _measured(runner, decodes[0], [size for size in sizes if size <= MOST_MEASURED])
+
+
+@torch.inference_mode()
+def _measured(runner: ModelRunner, graphs: DecodeGraphs, sizes: Sequence[int]) -> dict[int, float]:
+    """Measure captured steps of random tokens: seconds by size. All are on block 0, with a short context."""
+    found, state = {}, runner.batch.state
+    generator = torch.Generator().manual_seed(runner.options.seed)
+    for size in sizes:
+        segment, num_groups = segment_of(size), len(runner.cache_groups)
+        words = torch.zeros((2 + 2 * num_groups) * segment + size + 1, dtype=torch.int32)
+        words[:segment] = runner.batch.num_rows
+        words[:size] = torch.arange(size) * min(size, runner.batch.num_rows) // size
+        words[segment : segment + size + 1] = torch.arange(size + 1)
+        ids = torch.randint(runner.spec.vocab_size, (size,), generator=generator)
+        words[-size - 1 : -1] = ids
+        found[size] = graphs.seconds(words.to(runner.device.torch_device), size)
+        state.records.zero_()  # the rows have advanced
+    return found
 
 
 def _kinds(runner: ModelRunner) -> tuple[bool, ...]:

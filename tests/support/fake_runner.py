@@ -1,7 +1,7 @@
 """A runner whose next token follows from prompt and position alone, and which checks what it is asked to do."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class FakeRunner:
     device_name: str = "fake"
     kv_cache_bytes: int = 1 << 20
     cache_bound: str = "a fake"
+    step_seconds: Mapping[int, float] = field(default_factory=dict)
     attention_backend: str = "fake"
     prompts: dict[str, list[int]] = field(default_factory=dict)
     num_computed: dict[str, int] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.batch import ScheduledBatch
@@ -12,8 +12,6 @@ from engine.core.drafts.step_costs import StepCosts
 from engine.core.request import Request
 
 LEAST_GAIN = 1.1  # tokens per second with drafts over those without, from which on there are drafts
-# Drafts of a step. There are few sizes, since each takes time to be captured and measured.
-NUMBERS = frozenset({1, 2, 4, 8, 16, 32, 64})
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
@@ -134,13 +132,20 @@ class DraftPolicy:
     (`StepCosts`), acceptance is learned (`Acceptance`).
     """
 
-    def __init__(self, proposer: Proposer, limits: DraftLimits, adaptive: bool = True, num_by_model: int = 0) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        limits: DraftLimits,
+        adaptive: bool = True,
+        num_by_model: int = 0,
+        device_seconds: Mapping[int, float] | None = None,
+    ) -> None:
         """`adaptive`: verify only drafts that pay. Otherwise all that the limits allow. `num_by_model`: tokens that a
-        drafter on the device proposes at a time; 0: there is none.
+        drafter on the device proposes at a time; 0: there is none. `device_seconds`: see `StepCosts`.
         """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
         self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
-        self._costs, self._acceptance = StepCosts(), Acceptance()
+        self._costs, self._acceptance = StepCosts(device_seconds), Acceptance()
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
@@ -252,10 +257,11 @@ class DraftPolicy:
             survival = request.drafting.acceptance.survival(proposal.basis, len(proposal.token_ids))
             slots += [(-survives, position, index) for position, survives in enumerate(survival[in_flight:])]
         slots.sort()
+        numbers_to_try = frozenset(self._costs.numbers(num_seqs, min(room, len(slots))))
         expected, best_rate, best = float(num_seqs), LEAST_GAIN * num_seqs / plain, 0
         for number, (survives, *_) in enumerate(slots[:room], 1):
             expected -= survives
-            if number not in NUMBERS or expected <= best_rate * plain:  # even if the drafts took no time
+            if number not in numbers_to_try or expected <= best_rate * plain:  # even if the drafts took no time
                 continue
             rate = expected / self._costs.drafted(num_seqs, num_seqs + number)
             if rate > best_rate:

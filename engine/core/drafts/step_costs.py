@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 RECENT = 7  # steps of a size whose median counts
 LEAST = 2  # measurements of a size before it counts: the first one may include preparations
 FIRST_GUESS = 0.05  # of a step's time, that a further token is taken to cost until it has been measured
+WAIT_GUESS = 0.1  # of a step's time, that waiting for a step with drafts is taken to cost until it has been measured
+# Numbers of drafts of a step. There are few, since each size takes time to be captured and measured.
+NUMBERS = (1, 2, 4, 8, 16, 32, 64)
 PLAIN_INTERVAL = 4  # plain steps are measured this often, to spare time
 STALE = 512  # steps after which a size that was not used since is measured again
 EXACT = 16  # sizes up to this are measured apart, larger ones in steps of an eighth
 
 
 def size_class(num_tokens: int) -> int:
-    """Return the largest size that is measured together with this one."""
+    """Return the largest size that is measured together with this one, where no step is padded."""
     if num_tokens <= EXACT:
         return num_tokens
     width = 1 << (num_tokens.bit_length() - 4)
@@ -49,10 +54,17 @@ class StepCosts:
     """Seconds from the end of one step to the end of the next, for steps in which every request decodes.
 
     Plain steps go by their number of requests, steps with drafts by their number of tokens. They differ in more than
-    that: other kernels run, and a step with drafts ends before the next one is launched.
+    that: other kernels may run, and a step with drafts ends before the next one is launched.
+
+    Until a size has been measured, it is estimated from others, and from the device's own time for it, if known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_seconds: Mapping[int, float] | None = None) -> None:
+        """`device_seconds`: the device's time for a step, by its number of tokens, measured at start-up. Other steps
+        are padded to these sizes. None: unknown, and no step is padded.
+        """
+        self._device = device_seconds or {}
+        self._sizes = sorted(self._device)
         self._plain: dict[int, _Times] = {}
         self._drafted: dict[int, _Times] = {}
         self._num_steps = 0
@@ -60,7 +72,7 @@ class StepCosts:
     def record(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Record a step of `num_tokens` tokens, drafts among them, in which every request decoded."""
         self._num_steps += 1
-        kind, size = self._drafted if has_drafts else self._plain, size_class(num_tokens)
+        kind, size = self._drafted if has_drafts else self._plain, self._size(num_tokens)
         times = kind.get(size)
         if times is None:
             times = kind[size] = _Times()
@@ -69,15 +81,17 @@ class StepCosts:
 
     def plain(self, num_seqs: int) -> float:
         """Return the seconds of a step of so many requests without drafts; 0: not known yet."""
-        found = self._plain.get(size_class(num_seqs))
+        found = self._plain.get(self._size(num_seqs))
         return found.seconds if found is not None else 0.0
 
     def drafted(self, num_seqs: int, num_tokens: int) -> float:
         """Estimate the seconds of a step with drafts of so many requests, whose plain time is known."""
-        plain, size = self.plain(num_seqs), size_class(num_tokens)
+        plain, size = self.plain(num_seqs), self._size(num_tokens)
+        if self._sizes:
+            return self._padded(num_seqs, plain, size)
         below, above = (num_seqs, plain), (0, 0.0)
         for known, times in self._drafted.items():
-            if not times.seconds or self._num_steps - times.last_used > STALE:
+            if not self._is_known(times):
                 continue
             if known == size:
                 return times.seconds
@@ -92,3 +106,33 @@ class StepCosts:
         if below[0] > num_seqs:
             each = max((below[1] - plain) / (below[0] - num_seqs), each)
         return below[1] + each * (size - below[0])
+
+    def numbers(self, num_seqs: int, most: int) -> Iterable[int]:
+        """Return the numbers of drafts to choose from for so many requests, in ascending order, up to `most`. Where
+        steps are padded, more drafts up to the next number would cost nothing.
+        """
+        if not self._sizes:
+            return (number for number in NUMBERS if number <= most)
+        sizes = self._sizes[bisect.bisect_right(self._sizes, num_seqs) :]
+        return sorted({min(size - num_seqs, most) for size in sizes})
+
+    def _size(self, num_tokens: int) -> int:
+        at = bisect.bisect_left(self._sizes, num_tokens)
+        return self._sizes[at] if at < len(self._sizes) else size_class(num_tokens)
+
+    def _is_known(self, times: _Times) -> bool:
+        return times.seconds > 0 and self._num_steps - times.last_used <= STALE
+
+    def _padded(self, num_seqs: int, plain: float, size: int) -> float:
+        """Estimate the seconds of a step of a padded size with drafts."""
+        found = self._drafted.get(size)
+        if found is not None and self._is_known(found):
+            return found.seconds
+        largest = self._sizes[-1]
+
+        def on_device(tokens: int) -> float:
+            return self._device.get(tokens, self._device[largest] * tokens / largest)
+
+        known = [times.seconds - on_device(each) for each, times in self._drafted.items() if self._is_known(times)]
+        beside = plain - on_device(self._size(num_seqs)) + WAIT_GUESS * plain  # what is no time of the device
+        return on_device(size) + (sorted(known)[len(known) // 2] if known else beside)

@@ -233,6 +233,7 @@ class RankedRunner:
         self.num_blocks, self.num_states = runner.num_blocks, runner.num_states
         self.block_size, self.max_model_len = runner.block_size, runner.max_model_len
         self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
+        self.step_seconds = runner.step_seconds
         self._batch = NO_BATCH  # the last step's
         self._is_pipelined = runner.options.num_stages > 1
         self._sampled: dict[str, list[int]] = {}  # request id → tokens that are not yet sent to the other ranks

@@ -181,3 +181,20 @@ def test_tokens_of_a_prediction_are_counted_by_request() -> None:
     policy.verified(request, 3, 2)
     policy.verified(request, 3, 0)
     assert request.num_predicted == [2, 4]
+
+
+def test_padded_sizes_are_estimated_by_the_devices_own_time() -> None:
+    costs = StepCosts({1: 4.0, 2: 4.1, 4: 4.2, 8: 5.0})
+    for _ in range(3):
+        costs.record(1, False, 4.4)
+    estimated = 5.0 + 0.4 + 0.44  # the device's time, what else a plain step takes, and waiting for the step
+    assert costs.drafted(1, 7) == costs.drafted(1, 8) == pytest.approx(estimated)
+    for _ in range(3):
+        costs.record(3, True, 4.9)
+    assert costs.drafted(1, 3) == costs.drafted(1, 4) == 4.9
+    assert costs.drafted(1, 8) == pytest.approx(5.7), "waiting is measured"
+    assert list(costs.numbers(1, 20)) == [1, 3, 7]
+    assert list(costs.numbers(1, 5)) == [1, 3, 5]
+    assert list(costs.numbers(5, 2)) == [2]
+    assert list(costs.numbers(8, 2)) == []
+    assert list(StepCosts().numbers(1, 20)) == [1, 2, 4, 8, 16]
