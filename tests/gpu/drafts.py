@@ -6,11 +6,13 @@ import importlib.util
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.model_shapes import model_folder
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, options
 from engine.core.drafts.policy import DraftPolicy
 from tests.gpu.checks import Checks
 from tests.oracles.families import VOCAB, make_checkpoint
@@ -22,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "filters": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "logprobs": 2},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.2},
 }
-SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", (1, 8, 64), 200
+SHAPE, STREAMS, NUM_TOKENS, ROUNDS = "qwen3-8b", (1, 8, 64), 200, 3
 LEAST_RATIO = 0.98  # of the speed without drafts
 
 
@@ -46,12 +48,14 @@ def check_draft_texts(checks: Checks) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(2, 60))] for _ in range(12)]
     for name in FAMILIES:
-        if not checks.wants(f"drafts of {name}"):
+        kinds = {eager: f"drafts of {name}, {'eager' if eager else 'graphs'}" for eager in (True, False)}
+        wanted = [eager for eager, kind in kinds.items() if checks.wants(kind)]
+        if not wanted:
             continue
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(name, Path(folder))
-            for eager in (True, False):
-                _check_texts(checks, f"drafts of {name}, {'eager' if eager else 'graphs'}", folder, prompts, eager)
+            for eager in wanted:
+                _check_texts(checks, kinds[eager], folder, prompts, eager)
 
 
 def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]], eager: bool) -> None:
@@ -82,49 +86,63 @@ def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]
 
 
 def check_draft_speed(checks: Checks) -> None:
-    """A model's shape in bfloat16, dummy weights: tokens per second with drafts beside without, by turns."""
+    """A model's shape in bfloat16, dummy weights: tokens per second with drafts beside without, by turns. First with
+    drafts in graphs, then, for fewer streams, as tokens of their request's sequence, which graphs of decode steps lack.
+    """
     if checks.device == "cpu":
         print("left out: speed with drafts (there is no GPU)")
         return
-    if not checks.wants("drafts: speed"):
-        return
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=str(model_folder(SHAPE, Path(folder))), device=checks.device, load_format="dummy",
-            skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False,
-            speculative_config={"num_speculative_tokens": 8},
-        )  # fmt: skip
-        policy, answers = policy_of(llm), Answers()
-        lookup = policy._proposer
-        rng = random.Random(7)
-        for num in STREAMS:
-            prompts = [[rng.randrange(1, 30_000) for _ in range(64)] for _ in range(num)]
-            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=6, ignore_eos=True, detokenize=False)
-            use(llm, None)
-            _timed(llm, prompts, params)
-            for name, proposer in (("all wrong", answers), ("lookup", lookup)):  # dummy weights repeat themselves
-                policy._proposer, ratios = proposer, list[float]()
-                counts = policy.counts.num_accepted_tokens, policy.counts.num_draft_tokens
-                use(llm, policy)
-                _timed(llm, prompts, params)
-                for _ in range(3):
-                    use(llm, None)
-                    plain = _timed(llm, prompts, params)
-                    use(llm, policy)
-                    drafted = _timed(llm, prompts, params)
-                    ratios.append(plain / drafted)
-                ratio, speed = sorted(ratios)[1], num * NUM_TOKENS / plain
-                accepted = policy.counts.num_accepted_tokens - counts[0]
-                tried = policy.counts.num_draft_tokens - counts[1]
-                what = f"{ratio:.2f} of {speed:,.0f} tokens/s, {accepted} of {tried} accepted; {_costs(policy)}"
-                checks.saw(f"drafts: speed of {num} streams, {name}", ratio >= LEAST_RATIO, what)
-        llm.close()
+        model = model_folder(SHAPE, Path(folder))
+        for splits, name, streams in ((True, "drafts: speed", STREAMS), (False, "drafts: speed, eager", STREAMS[:2])):
+            if checks.wants(name):
+                _check_speed(checks, name, model, streams, splits)
 
 
-def _timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+def _check_speed(checks: Checks, name: str, model: Path, streams: Sequence[int], splits: bool) -> None:
     start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return time.perf_counter() - start
+    with mock.patch.object(options, "SPLIT_DRAFTS", splits):
+        llm = LLM(
+            model=str(model), device=checks.device, load_format="dummy", skip_tokenizer_init=True, max_model_len=1024,
+            max_num_seqs=256, enable_prefix_caching=False, speculative_config={"num_speculative_tokens": 8},
+        )  # fmt: skip
+    policy, answers = policy_of(llm), Answers()
+    measured = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in llm._engine.runner.step_seconds.items())
+    print(f"{name}: start {time.perf_counter() - start:.1f} s; measured at start: {measured} ms", flush=True)
+    lookup, rng = policy._proposer, random.Random(7)
+    for num in streams:
+        prompts = [[rng.randrange(1, 30_000) for _ in range(64)] for _ in range(num)]
+        use(llm, None)
+        _timed(llm, prompts)
+        for kind, proposer in (("all wrong", answers), ("lookup", lookup)):  # dummy weights repeat themselves
+            policy._proposer, ratios, num_equal = proposer, list[float](), 0
+            counts = policy.counts.num_accepted_tokens, policy.counts.num_draft_tokens
+            use(llm, policy)
+            _timed(llm, prompts)
+            for _ in range(ROUNDS):
+                use(llm, None)
+                plain, expected = _timed(llm, prompts)
+                use(llm, policy)
+                drafted, got = _timed(llm, prompts)
+                ratios.append(plain / drafted)
+                num_equal += sum(a == b for a, b in zip(expected, got, strict=True))
+            ratio, speed = sorted(ratios)[ROUNDS // 2], num * NUM_TOKENS / plain
+            accepted = policy.counts.num_accepted_tokens - counts[0]
+            tried = policy.counts.num_draft_tokens - counts[1]
+            what = (
+                f"{ratio:.2f} of {speed:,.0f} tokens/s, {accepted} of {tried} accepted, {num_equal} of {ROUNDS * num} "
+                f"texts equal; {_costs(policy)}"
+            )
+            checks.saw(f"{name} of {num} streams, {kind}", ratio >= LEAST_RATIO, what)
+    llm.close()
+
+
+def _timed(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """Return the seconds that all answers take, and their tokens."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, seed=6, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - start, [list(each.outputs[0].token_ids) for each in answers]
 
 
 def _costs(policy: DraftPolicy) -> str:
