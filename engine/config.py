@@ -141,6 +141,12 @@ class EngineConfig:
         at_most=1024,
     )
     gpu_memory_utilization: float = flag(0.92, "fraction of the GPU's memory to use", above=0, at_most=1, common=True)
+    kv_offloading_size: float | None = flag(
+        None,
+        "host memory in GiB for what the KV cache evicts, for all ranks of a replica: prompts and answers that "
+        "come again are copied back instead of computed; 0: none (default: 0)",
+        at_least=0,
+    )
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
     num_states_override: int | None = flag(

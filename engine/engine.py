@@ -44,6 +44,7 @@ from engine.speculative import SpeculativeConfig, speculative_config
 from engine.stats import ExpertTokens
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
+from engine.tiered_cache import TieredCache
 from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
@@ -123,7 +124,9 @@ class Engine:
             runner.cache_groups,
             num_batches=options.num_stages,
             drafts=_draft_policy(speculative, options, grammars, runner) if speculative else None,
+            has_host_tier=options.host_cache_bytes > 0,
         )
+        self._tiered = TieredCache(self.scheduler, lambda: self.runner)
         self.in_flight: deque[Handle] = deque()  # launched and not read, in launch order
         self._max_in_flight = max(options.num_stages - 1, 1)  # after each `step`
         self.expert_tokens = ExpertTokens()
@@ -240,8 +243,9 @@ class Engine:
         self._in_doubt = True
         outputs = StepOutputs(outputs=self._queue_ready())
         try:
+            self._on_device(self._tiered.before_step)
             scheduled = self.scheduler.schedule()
-            launched = self._on_device(self.runner.launch, scheduled) if scheduled else None
+            launched = self._launch(scheduled)
             oldest = self._oldest_if_full(launched)
             result = self._on_device(oldest.read) if oldest is not None else None
             outputs.outputs += self._take_late()
@@ -252,6 +256,8 @@ class Engine:
                 outputs = self._update(self._on_device(launched.read), outputs)
             elif launched is not None:
                 self.in_flight.append(launched)
+            elif not self.in_flight:
+                self._on_device(self._tiered.wait)
         except _StepFailedError as failed:
             outputs.outputs += self._recover(failed.error)
         else:
@@ -260,6 +266,14 @@ class Engine:
             self._adapted.remove_finished(outputs.outputs)
         self._in_doubt = False
         return outputs
+
+    def _launch(self, scheduled: SchedulerOutput) -> Handle | None:
+        """Launch a step, or only what is to be copied if it has no requests."""
+        if scheduled:
+            return self._on_device(self.runner.launch, scheduled)
+        if scheduled.moves is not None:
+            self._on_device(self.runner.move_blocks, scheduled.moves)
+        return None
 
     def _queue_ready(self) -> list[EngineOutput]:
         """Queue held requests that wait no more. Returns the outputs of those that cannot run."""

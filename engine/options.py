@@ -10,9 +10,10 @@ from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
 from engine.speculative import speculative_config
-from engine.worker.device import Device, DeviceNotFoundError, find_device
+from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
+HOST_FRACTION = 0.0  # of the free host memory, for what a GPU's KV cache evicts, by default
 STEP_DRAFTS = 64  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
@@ -110,7 +111,21 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
+        host_cache_bytes=_host_cache_bytes(config, device),
     )
+
+
+def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
+    """Return the host memory of each rank for evicted blocks. On a CPU, where the KV cache is in the same memory, there
+    is none by default.
+    """
+    if not config.enable_prefix_caching:
+        return 0
+    if config.kv_offloading_size is not None:
+        return int(config.kv_offloading_size * 2**30) // config.num_ranks
+    if not device.is_accelerator or not HOST_FRACTION:
+        return 0
+    return int(CpuDevice().memory().free * HOST_FRACTION) // (config.num_ranks * config.data_parallel_size)
 
 
 def _adapters(config: EngineConfig) -> AdapterOptions | None:

@@ -21,6 +21,7 @@ from kernels.data.activation import ExpertActivation as ExpertActivation
 from kernels.data.activation import Gate as Gate
 from kernels.data.attention import AttentionArgs as AttentionArgs
 from kernels.data.attention import PagedContext as PagedContext
+from kernels.data.block_parts import BlockParts as BlockParts
 from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
@@ -85,6 +86,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.attention_decode": ("plan_decode",),
         "kernels.triton.latent": ("absorb_and_store", "rotate_and_store"),
         "kernels.triton.embedding": ("embedding",),
+        "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.lora": ("lora_add",),
         "kernels.cuda.lora": ("adapted_linear", "fuses_adapters"),
@@ -183,6 +185,8 @@ experts = _dispatched(reference.experts)
 experts_add_norm = _dispatched(reference.experts_add_norm)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
+gather_blocks = _dispatched(reference.gather_blocks)
+scatter_blocks = _dispatched(reference.scatter_blocks)
 widen_pages = _dispatched(reference.widen_pages)
 paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)

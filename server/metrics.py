@@ -345,12 +345,19 @@ _GAUGES: Sequence[_Row] = [
     ("num_requests_running", "Requests in the engine's batch", lambda stats: stats.num_running),
     ("num_requests_waiting", "Requests that wait for the engine", lambda stats: stats.num_waiting + stats.num_deferred),
     ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", lambda stats: stats.kv_cache_usage),
+    ("host_cache_usage_perc", "Fraction of the host memory for evicted blocks in use", lambda stats: stats.host_usage),
     ("state_usage_perc", "Fraction of recurrent layers' states in use, from 0 to 1", lambda stats: stats.state_usage),
 ]
 _COUNTERS: Sequence[_Row] = [
     ("num_preemptions", "Preemptions", lambda stats: stats.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda stats: stats.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
+    (
+        "external_prefix_cache_queries",
+        "Prompt tokens looked up in host memory, as they were not in the KV cache",
+        lambda stats: stats.external_queries,
+    ),
+    ("external_prefix_cache_hits", "Prompt tokens found in host memory", lambda stats: stats.external_hits),
     ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens),
     ("spec_decode_num_drafts", "Times that a request had drafts in a step", lambda stats: stats.num_drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.num_draft_tokens),

@@ -44,6 +44,8 @@ class AdmissionControl:
 
     def lacks_blocks(self, request: Request) -> bool:
         """Return whether there are too few blocks for the request."""
+        if request.load is not None and not request.load.is_done:
+            return False
         if not self._is_refused(request):
             prefix = self._cached(request)
             if self._blocks.fits(request, request.num_tokens, prefix, self._num_spare(request)):
@@ -63,6 +65,8 @@ class AdmissionControl:
             return None
         if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
             return None
+        if self._blocks.awaits_load(request, self._num_spare(request)):
+            return None
         prefix = self._cached(request)
         num_blocks = len(prefix[0]) if prefix else 0
         if prefix and self._blocks.awaits_state(request, num_blocks):
@@ -73,6 +77,7 @@ class AdmissionControl:
             self._refuse(request)
             return None
         self._requests.queues.start(request)
+        request.load = None
         request.num_computed_tokens = num_computed
         request.is_rewound = False  # its new row is right
         request.num_charged = max(request.num_charged, request.num_computed_tokens)
@@ -85,6 +90,11 @@ class AdmissionControl:
             request.num_computed_tokens,
             [table.copy() for table in request.block_tables],
         )
+
+    def load(self, request: Request) -> None:
+        """Begin to load the prefix of a request that is not the next to start."""
+        if len(request.token_ids) == request.num_tokens:
+            self._blocks.awaits_load(request, self._num_spare(request))
 
     def _record_first(self, request: Request, num_blocks: int) -> None:
         """Record the first start of a request, with a cached prefix of `num_blocks` blocks."""

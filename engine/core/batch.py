@@ -42,6 +42,27 @@ class NewRequest:
         return len(self.request.prompt_token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Blocks to copy from host memory to the device, while steps run."""
+
+    number: int
+    copies: list[tuple[int, int, int]]  # pool, slot, block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Copies of whole blocks between the device and slots in host memory. They begin after the steps launched before.
+
+    - A later step may write the blocks of `spills`: they are copied as they are now.
+    - A slot of a load keeps its content until the load has `arrived`. No step uses a load's blocks before.
+    """
+
+    spills: list[tuple[int, int, int]]  # pool, block, slot
+    loads: list[BlockLoad]
+    arrived: list[int]  # numbers of loads that ended on rank 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
     """The requests of a step: request `request_ids[i]` computes its next `num_tokens[i]` tokens. Immutable.
@@ -86,6 +107,7 @@ class SchedulerOutput:
     # is set to these before the step.
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_proposals: int = 0  # tokens that a drafter on the device proposes for each request that is sampled
+    moves: BlockMoves | None = None  # begin before this step; also in an output without requests
 
     def __bool__(self) -> bool:
         return bool(self.batch.request_ids)
@@ -201,6 +223,10 @@ class SchedulerStats:
     num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
     num_states: int = 0  # blocks of states of recurrent layers
     num_free_states: int = 0  # free or evictable
+    external_queries: int = 0  # prompt tokens that were looked up in host memory, as they were not on the device
+    external_hits: int = 0  # prompt tokens found there
+    num_host_blocks: int = 0  # slots for blocks in host memory
+    num_used_host_blocks: int = 0  # slots with blocks
     num_drafts: int = 0  # times that a request had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of these
@@ -209,6 +235,11 @@ class SchedulerStats:
     @property
     def kv_cache_usage(self) -> float:
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def host_usage(self) -> float:
+        """The part of the slots in host memory that have blocks."""
+        return self.num_used_host_blocks / self.num_host_blocks if self.num_host_blocks else 0.0
 
     @property
     def state_usage(self) -> float:

@@ -6,6 +6,7 @@ import sys
 
 from engine.core.batch import FAULTS, EngineOutput, PromptScores, TokenLogprobs
 from engine.core.engine_request import EngineRequest
+from engine.core.host_load import HostLoad
 
 
 class Request:
@@ -58,6 +59,7 @@ class Request:
         self.num_admitted_tokens = 0  # tokens known by then
         # Index of the last block of a cached prefix that no state was kept for: one is kept there now. -1: none.
         self.branch = -1
+        self.load: HostLoad | None = None  # of blocks of its prefix; None: it was not looked for since the last start
 
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves

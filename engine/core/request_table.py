@@ -109,6 +109,9 @@ class RequestTable:
                 self.blocks.release(request)
             self.queues.remove(request)
             request.num_tokens, request.num_computed_tokens, request.steady_until = len(request.token_ids), 0, 0
+            request.load = None
             taken[request.request_id not in in_flight].append(request)
+        if self.blocks.tier is not None:
+            self.blocks.tier.clear()
         self.blocks.reset()
         return taken

@@ -17,6 +17,7 @@ from time import monotonic
 
 from engine.core.admission_control import AdmissionControl
 from engine.core.batch import (
+    BlockMoves,
     EngineOutput,
     NewRequest,
     ScheduledBatch,
@@ -35,6 +36,7 @@ from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
+from engine.core.tiers import MAX_LOADS
 
 PAUSED_STEPS = 16  # successive steps for favoured tenants only, before all tenants get one
 
@@ -125,14 +127,17 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
         drafts: DraftPolicy | None = None,
+        has_host_tier: bool = False,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `num_batches`: number of overlapping steps, one for each pipeline
         stage. With more than one, a request whose newest token is in flight is in no other step, so each step takes a
-        fraction of the running requests. `drafts`: None: there are none.
+        fraction of the running requests. `drafts`: None: there are none. `has_host_tier`: see `HostTier`.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens)
+        self.blocks = BlockManager(
+            num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens, has_host_tier
+        )
         arrivals, deadlines = Arrivals(clock), Deadlines(clock)
         self.queues = RequestQueues(max_num_batched_tokens // 2, arrivals)
         self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
@@ -236,8 +241,16 @@ class Scheduler:
             removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(
             self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds,
-            plan.num_proposals,
+            plan.num_proposals, self._moves(),
         )  # fmt: skip
+
+    def _moves(self) -> BlockMoves | None:
+        return None if self.blocks.tier is None else self.blocks.tier.take_moves()
+
+    def arrived(self, loads: Iterable[int]) -> None:
+        """Record that these loads have arrived, see `BlockMoves`. Call it before `schedule`."""
+        if self.blocks.tier is not None:
+            self.blocks.tier.arrived(loads)
 
     def _choose_drafts(self, drafts: DraftPolicy, plan: _Plan) -> bool:
         """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
@@ -316,11 +329,19 @@ class Scheduler:
                 continue
             new_request = self._admission.admit(request, budget)
             if new_request is None:
+                self._load_ahead(request)
                 break
             plan.new_requests.append(new_request)
             granted = self._grant(request, budget, plan)
             assert granted, "a new request has blocks for its first chunk"
             budget -= granted
+
+    def _load_ahead(self, first: Request) -> None:
+        """While the first waiting request waits for its blocks from host memory, load those of the next ones."""
+        if first.load is None or first.load.is_done:
+            return
+        for request in self.queues.next_waiting(MAX_LOADS):
+            self._admission.load(request)
 
     def _give_way(self) -> bool:
         """Preempt the last running request if the first waiting one needs its row or blocks and deserves them more."""
@@ -353,7 +374,18 @@ class Scheduler:
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
             accepted_at=tuple(drafts.accepted_at),
+            **self._tier_stats(),
         )
+
+    def _tier_stats(self) -> dict[str, int]:
+        if (tier := self.blocks.tier) is None:
+            return {}
+        return {
+            "external_queries": tier.queries,
+            "external_hits": tier.hits,
+            "num_host_blocks": tier.num_slots,
+            "num_used_host_blocks": tier.num_used,
+        }
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
         """Schedule as many of the request's tokens as the budget allows, and return how many.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -41,6 +42,15 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued before it is done."""
+
+
+class Queue(Protocol):
+    """A work queue beside the device's own. As a context it gets the work that is queued meanwhile."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: object) -> None: ...
+    def wait(self, event: Event) -> None:
+        """Let the work queued from now on wait for the event."""
 
 
 class Graph(Protocol):
@@ -86,8 +96,22 @@ class Device(Protocol):
     def record_event(self) -> Event:
         """An event after all work queued so far."""
 
+    def wait(self, event: Event) -> None:
+        """Let the work queued from now on wait for the event."""
+
+    def side_queue(self) -> Queue:
+        """Create a queue whose work runs beside that of the device's own queue."""
+
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised CPU tensor that the device can copy from and to without the CPU waiting."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Like `pinned`, for much memory, [num_bytes] uint8: of exactly this size, and steps of other threads are
+        hardly delayed. It stays until `release_host_memory`.
+        """
+
+    def release_host_memory(self, memory: Tensor) -> None:
+        """Release what `host_memory` returned. Nothing is copied from or to it any more."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros on the device. On a CPU, unlike with `torch.zeros`, memory is used only as it is written."""
@@ -113,6 +137,20 @@ class _Done:
         return True
 
     def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _NoQueue:
+    """The side queue of a device that has no queue."""
+
+    def __enter__(self) -> object:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
         pass
 
 
@@ -185,8 +223,20 @@ class CpuDevice:
     def record_event(self) -> Event:
         return _Done()
 
+    def wait(self, event: Event) -> None:
+        pass
+
+    def side_queue(self) -> Queue:
+        return _NoQueue()
+
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def release_host_memory(self, memory: Tensor) -> None:
+        pass
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -248,8 +298,27 @@ class CudaDevice:
         event.record()
         return event
 
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self.index).wait_event(event)
+
+    def side_queue(self) -> Queue:
+        return _SideQueue(torch.cuda.Stream(self.torch_device))
+
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # present before the driver locks the pages
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # type: ignore[attr-defined]
+            raise MemoryError(f"{num_bytes >> 20} MiB of host memory cannot be locked for copies to the GPU")
+        return memory
+
+    def release_host_memory(self, memory: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[attr-defined]
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
@@ -265,6 +334,22 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph, result
+
+
+class _SideQueue:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._context = stream, torch.cuda.stream(stream)
+
+    def __enter__(self) -> object:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
 
 
 DEVICES: dict[str, type[CpuDevice] | type[CudaDevice]] = {"cuda": CudaDevice, "cpu": CpuDevice}  # the best one first

@@ -211,11 +211,32 @@ class KVCacheLayout:
 
     def slots(self, kv_cache: Sequence[LayerCache]) -> list[Tensor]:
         """Return the memory of each slot that this stage uses, as bytes [num_parts, num_blocks, bytes]."""
-        assert self.states is None
         slot_of = [self.slot_of[layer] for layer in self.own_layers]
         first = [cast(Tensor, kv_cache[slot_of.index(slot)]) for slot in self._own_slots]
         shape = self.num_parts, first[0].shape[1], self._slot_size
         return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
+
+    def pool_bytes(self) -> list[int]:
+        """Return the bytes of a block of each pool in this stage."""
+        return [self.block_bytes] if self.states is None else [self.block_bytes, self.state_bytes]
+
+    def host_slots(self, num_bytes: int, num_blocks: int, num_states: int) -> list[int]:
+        """Return how many blocks of each pool fit in host memory, in the same proportion as on the device."""
+        sizes = self.pool_bytes()
+        counts = [num_blocks, num_states][: len(sizes)]
+        on_device = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        return [num_bytes * count // max(on_device, 1) for count in counts]
+
+    def block_parts(self, kv_cache: Sequence[LayerCache]) -> list[list[Tensor]]:
+        """Return the memory of the blocks of each pool: the parts of a block, [blocks, bytes] uint8 each. A stage may
+        have none.
+        """
+        pools = [[part for kv in self.slots(kv_cache) for part in kv]]
+        if self.states is not None:
+            of_layers = zip(self.own_layers, kv_cache, strict=True)
+            parts = (part for layer, cache in of_layers if self.slot_of[layer] == NO_SLOT for part in cache)
+            pools.append([part.view(len(part), -1).view(torch.uint8) for part in parts])
+        return pools
 
     @property
     def _attention_groups(self) -> list[CacheGroup]:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import SchedulerOutput
+from engine.core.batch import BlockMoves, SchedulerOutput
 from engine.core.engine_request import Adapter
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.worker.adapter_slots import AdapterSlots
 from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
+from engine.worker.block_store.host_blocks import HostBlocks
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.decode_step import DecodeStep
 from engine.worker.executor import Computed, Executor, Padding, StepRequest, WholeLogits
@@ -59,6 +60,9 @@ class ModelRunner:
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups = len(self.cache_groups)
+        self.host: HostBlocks | None = None
+        if options.host_cache_bytes:
+            self.host = HostBlocks(self.device, self.kv_layout.pool_bytes())
         self.adapters: AdapterSlots | None = None
         if options.adapters is not None:
             self.adapters = AdapterSlots(model, spec, options.adapters, options.dtype, self.device)
@@ -113,11 +117,15 @@ class ModelRunner:
         self.release_cache()
         if self.adapters is not None:
             self.adapters.close()
+        if self.host is not None:
+            self.host.close()
 
     def release_cache(self) -> None:
         """Release the KV cache, and the captured steps, which hold its addresses."""
         self.executors = []
         self.forward.kv_cache = []
+        if self.host is not None:
+            self.host.detach()
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -126,7 +134,32 @@ class ModelRunner:
         self.batch.clear()
         self.sampler.clear()
         self._sampling.clear()
+        if self.host is not None:
+            self.host.clear()
         self.device.reset_peak_memory()
+
+    @torch.inference_mode()
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Queue copies between the KV cache and host memory, beside later steps."""
+        self._host.move(moves)
+
+    def finished_loads(self) -> list[int]:
+        """See `HostBlocks.finished_loads`."""
+        return self._host.finished_loads()
+
+    def wait_for_load(self) -> None:
+        """See `HostBlocks.wait_for_load`."""
+        self._host.wait_for_load()
+
+    @property
+    def num_host_slots(self) -> list[int]:
+        """See `HostBlocks.num_slots`."""
+        return self._host.num_slots
+
+    @property
+    def _host(self) -> HostBlocks:
+        assert self.host is not None
+        return self.host
 
     def load_adapter(self, adapter: Adapter) -> Future[Any]:
         """See `AdapterSlots.load`."""
@@ -154,6 +187,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Queue a step. Does not wait for the device."""
+        if output.moves is not None:
+            self.move_blocks(output.moves)
         self.update_rows(output)
         step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
         if self.adapters is not None and self.batch.members(output.batch).has_adapters:

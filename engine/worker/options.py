@@ -48,6 +48,7 @@ class RunnerOptions:
     num_stages: int = 1  # pipeline stages, of successive layers
     max_step_drafts: int = 0  # of all requests in a step
     max_request_drafts: int = 0  # of a request in a step
+    host_cache_bytes: int = 0  # of host memory, for what this rank's KV cache evicts
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
     splits_drafts: bool = False
 

@@ -98,8 +98,13 @@ def build_runner(
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
     (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
-    runner.num_blocks, runner.num_states = map(member.communicator.least, (num_blocks, num_states))
+    least = member.communicator.least
+    runner.num_blocks, runner.num_states = map(least, (num_blocks, num_states))
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
+    if runner.host is not None:
+        num_bytes = options.host_cache_bytes
+        slots = runner.kv_layout.host_slots(num_bytes, runner.num_blocks, runner.num_states)
+        runner.host.allocate([least(count) for count in slots])
     prepare_steps(runner, progress)
     return runner
 
@@ -108,6 +113,8 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
     """Allocate the KV cache and capture steps: what is left to do once the weights are on the device."""
     options = runner.options
     runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device, runner.num_states)
+    if runner.host is not None:
+        runner.host.attach(runner.kv_layout.block_parts(runner.forward.kv_cache))
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager:

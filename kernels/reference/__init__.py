@@ -13,6 +13,7 @@ cache hold the same numbers in another dtype.
 
 from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, sigmoid, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
+from kernels.reference.blocks import gather_blocks, scatter_blocks
 from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
@@ -77,6 +78,7 @@ __all__ = [
     "fuses_adapters",
     "gate_and_mul",
     "gated_rms_norm",
+    "gather_blocks",
     "gelu_and_mul",
     "greedy_sample",
     "gumbel",
@@ -116,6 +118,7 @@ __all__ = [
     "sample",
     "sampling_thresholds",
     "scale",
+    "scatter_blocks",
     "short_conv",
     "sigmoid",
     "silu_and_mul",

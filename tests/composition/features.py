@@ -42,6 +42,7 @@ FEATURES = (
     Feature("mxfp4", "weights", checkpoint="mxfp4"),
     Feature("prefix cache", "setting", {"enable_prefix_caching": True}),
     Feature("prefix-cache file", "setting", {"enable_prefix_caching": True, "prefix_cache_file": "{folder}/cache"}),
+    Feature("host tier", "setting", {"enable_prefix_caching": True, "kv_offloading_size": 0.01}),
     Feature("chunked prefill", "setting", {"max_num_batched_tokens": 16}),
     Feature("preemption", "setting", {"num_gpu_blocks_override": 14}),
     Feature("fp8 KV cache", "setting", {"kv_cache_dtype": "fp8"}),

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.core import scheduler
+from engine.core import scheduler, tiers
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
@@ -29,7 +29,7 @@ from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from tests.support.toy import Launched, ToyRunner, single_answer, single_embedding, states_of
+from tests.support.toy import POISON, Launched, ToyRunner, single_answer, single_embedding, states_of
 
 NUM_WORKLOADS = 1400
 NUM_TESTS = 2
@@ -88,6 +88,13 @@ EXPECTED_EVENTS = [
     "states are kept where a prompt leaves a cached one",
     "waits for the state of a prompt that is computed",
     "states between the two ends of a prompt",
+    "blocks to the host",
+    "blocks from the host",
+    "loads of several requests at a time",
+    "a step while blocks are on their way",
+    "aborted while its blocks were on their way",
+    "states from the host",
+    "NaN in blocks in the host",
 ]
 
 
@@ -150,7 +157,7 @@ class _Answer:
 class Workload:
     """A scheduler of random size, and clients that come, wait and leave at random."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, has_tier: bool = False) -> None:
         self.rng = rng = Random(seed)
         self.seed = seed
         self.block_size = rng.choice([1, 2, 3, 4, 8])
@@ -174,7 +181,11 @@ class Workload:
         self.scheduler = Scheduler(
             num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
             clock=lambda: self.now, num_batches=self.num_batches, drafts=self._drafts(),
+            has_host_tier=has_tier,
         )  # fmt: skip
+        self.tier, self.delays = self.scheduler.blocks.tier, Random(seed)
+        self.delay = self.delays.choice([0, 0.5, 0.9])  # the part of the steps in which a load does not arrive
+        self.most_slots = self.delays.choice([0, 3, 40, 1000])
         self.runner = ToyRunner(num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
@@ -227,6 +238,7 @@ class Workload:
     def run(self) -> Counter[str]:
         with (
             patch.object(deadlines, "MIN_MEASURED", 1),
+            patch.object(tiers, "MIN_LOADED_TOKENS", 1),
             patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
@@ -251,8 +263,16 @@ class Workload:
     def _step(self) -> None:
         """`Engine.step`, with the invariants checked after each move."""
         scheduler = self.scheduler
+        self._move_blocks()
         output = self._schedule()
         scheduler.check()
+        if output.moves is not None:
+            self.runner.move(output.moves)
+            self.events["states from the host"] += self.groups[-1].is_state and any(
+                pool == self.groups[-1].pool for load in output.moves.loads for pool, *_ in load.copies
+            )
+        self.events["loads of several requests at a time"] += len(self.runner.loads) > 1
+        self.events["a step while blocks are on their way"] += bool(output and self.runner.loads)
         if self.num_batches > 1:
             self.events["batches that take turns"] += bool(output and self.in_flight)
             self.events["more than two steps at a time"] += bool(output and len(self.in_flight) > 1)
@@ -308,6 +328,21 @@ class Workload:
         for index, pool in enumerate(scheduler.blocks.pools.pools):
             self.runner.poison(pool.free_and_empty(), index)
 
+    def _move_blocks(self) -> None:
+        """Some loads arrive, in any order. The host gets more memory."""
+        tier, rng = self.tier, self.delays
+        if tier is None:
+            return
+        if rng.random() < 0.2:
+            counts = [slots.num_slots for slots in tier._slots]
+            tier.resize([min(count + rng.choice([0, 1, 20]), self.most_slots) for count in counts])
+        for pool, slots in enumerate(tier._slots):
+            for slot in slots.free():
+                self.runner.host[pool, slot] = [POISON] * self.block_size
+        loads = self.runner.loads
+        while loads and rng.random() >= self.delay:
+            self.scheduler.arrived([self.runner.arrive(rng.randrange(len(loads)))])
+
     def _observe_states(self) -> None:
         if not self.groups[-1].is_state:
             return
@@ -339,6 +374,10 @@ class Workload:
                     for each in self.scheduler.queues.running
                 }
                 own = running.pop(request_id, set())
+                hashes = self.clients[request_id].request.block_hashes if request_id in self.clients else []
+                self.events["NaN in blocks in the host"] += self.tier is not None and any(
+                    (g, block_hash) in slots for slots in self.tier._slots for g in range(2) for block_hash in hashes
+                )
                 self.events["NaN in blocks that others hold"] += any(own & other for other in running.values())
             at += count
         return output, replace(result, token_ids=token_ids, embeddings=embeddings)
@@ -443,7 +482,7 @@ class Workload:
         if self.rng.random() < self.abort_rate:
             self._abort()
         if self.rng.random() < self.reset_rate:
-            idle = not self.scheduler.queues.running
+            idle = not self.scheduler.queues.running and not (self.tier and self.tier.has_loads)
             assert self.scheduler.reset_prefix_cache() == idle
             self.events["cache resets"] += idle
 
@@ -537,6 +576,8 @@ class Workload:
             assert not self.scheduler.abort(request_id)
             return
         unread = client.request.num_tokens > len(client.request.token_ids)
+        load = client.request.load
+        self.events["aborted while its blocks were on their way"] += load is not None and not load.is_done
         state = "running" if client.request in self.scheduler.queues.running else "waiting"
         assert self.scheduler.abort(request_id)
         assert not self.scheduler.abort(request_id)
@@ -546,8 +587,11 @@ class Workload:
 
     def _check_end(self) -> None:
         scheduler = self.scheduler
-        stats = scheduler.stats()
         scheduler.check()
+        while self.runner.loads:
+            scheduler.arrived([self.runner.arrive(0)])
+        scheduler.check()
+        stats = scheduler.stats()
         assert not self.in_flight
         assert not self.clients, "a request got no end"
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -561,8 +605,9 @@ class Workload:
         self.events["prefix-cache hits"] += stats.prefix_hits > 0
 
 
-def run_workload(seed: int) -> Counter[str]:
-    workload = Workload(seed)
+def run_workload(seed: int, has_tier: bool | None = None) -> Counter[str]:
+    """`has_tier`: evicted blocks go to host memory; None: in half of the workloads."""
+    workload = Workload(seed, Random(seed).random() < 0.5 if has_tier is None else has_tier)
     try:
         return workload.run()
     except BaseException as error:
@@ -577,3 +622,10 @@ def test_every_answer_is_the_single_request_answer(part: int) -> None:
         events += run_workload(seed)
     missing = [name for name in EXPECTED_EVENTS if not events[name]]
     assert not missing, f"the workloads do not exercise: {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(NUM_TESTS))
+def test_every_answer_is_the_single_request_answer_with_a_tier_in_host_memory(part: int) -> None:
+    for seed in range(10_000 + part, 11_500, NUM_TESTS):
+        run_workload(seed, has_tier=True)

@@ -32,6 +32,7 @@ from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
+from tests.gpu.host_tier import check_host_speed, check_host_texts
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.latent import check_latent
 from tests.gpu.lora import check_fused_adapters, check_lora_engine, check_lora_kernels
@@ -53,6 +54,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "rotary": (check_rotary,),
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
+    "host": (check_host_texts, check_host_speed),
     "families": (check_families,),
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),

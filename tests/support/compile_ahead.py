@@ -262,6 +262,14 @@ def parts_of_channels() -> None:
     dense.launch(x, weight, None, out, dense.Config(64, 4, 2), residual=out)
 
 
+def blocks(num_bytes: int) -> None:
+    from kernels.triton.blocks import gather_blocks, scatter_blocks
+
+    parts = kernels.BlockParts.of([tensor(9, num_bytes, dtype=torch.uint8)] * 2)
+    for copy in (gather_blocks, scatter_blocks):
+        copy(tensor(3, 2 * num_bytes, dtype=torch.uint8), parts, tensor(3, dtype=I64))
+
+
 def embedding() -> None:
     from kernels.triton.embedding import embedding
 
@@ -415,6 +423,8 @@ VARIANTS: list[Callable[[], None]] = [
     prepare,
     parts,
     embedding,
+    functools.partial(blocks, 32768),
+    functools.partial(blocks, 1028),
     pairs,
 ]
 

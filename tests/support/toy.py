@@ -14,7 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.core.batch import PromptScores, ScheduledBatch, SchedulerOutput, StepResult, TokenLogprobs
+from engine.core.batch import (
+    BlockLoad,
+    BlockMoves,
+    PromptScores,
+    ScheduledBatch,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.core.kv.block_pools import UNHELD, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.params.pooling import PoolingParams
@@ -113,6 +121,8 @@ class ToyRunner:
         self.step = 0
         self.last_batch: ScheduledBatch | None = None
         self.events: Counter[str] = Counter()
+        self.host: dict[tuple[int, int], list[int]] = {}  # pool, slot → content
+        self.loads: list[BlockLoad] = []  # on their way
 
     def poison(self, block_ids: Iterable[int], pool: int = 0) -> None:
         for block_id in held_ids(block_ids):
@@ -123,6 +133,27 @@ class ToyRunner:
 
     def write_block(self, block_id: int, content: list[int], pool: int = 0) -> None:
         self.kv[pool][block_id * self.block_size : (block_id + 1) * self.block_size] = content
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copy to the host at once, since later steps may write the blocks. Loads take a while, see `arrive`."""
+        for pool, block_id, slot in moves.spills:
+            content = self.read_block(block_id, pool)
+            assert POISON not in content, "a block that is not written goes to the host"
+            self.host[pool, slot] = content
+        self.events["blocks to the host"] += len(moves.spills)
+        for load in moves.loads:
+            for pool, _, block_id in load.copies:
+                self.poison([block_id], pool)
+            self.loads.append(load)
+
+    def arrive(self, index: int) -> int:
+        """End a load: only now are its slots read and its blocks written. Returns its number."""
+        load = self.loads.pop(index)
+        for pool, slot, block_id in load.copies:
+            assert self.read_block(block_id, pool) == [POISON] * self.block_size, "a block on its way was written"
+            self.write_block(block_id, self.host[pool, slot], pool)
+            self.events["blocks from the host"] += 1
+        return load.number
 
     def launch(self, output: SchedulerOutput) -> Launched:
         self._check(output)

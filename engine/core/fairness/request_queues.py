@@ -102,6 +102,12 @@ class RequestQueues:
         group = self._groups[self._heads[0][-1]]
         return next(iter(group.tenants[group.heads[0][-1]].waiting.values()))
 
+    def next_waiting(self, most: int) -> list[Request]:
+        """Return up to `most` waiting requests, the first ones of each tenant."""
+        most_each = -(-most // max(len(self._tenants), 1))
+        first = (request for tenant in self._tenants.values() for request in islice(tenant.waiting.values(), most_each))
+        return list(islice(first, most))
+
     def should_give_way(self) -> bool:
         """Return whether the last running request should be preempted for the first waiting one.
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from struct import pack
 
+from engine.core import tiers
+from engine.core.host_load import NOTHING_TO_LOAD
 from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
 from engine.core.kv.prefix_history import PrefixHistory, salt_hash
 from engine.core.kv.state_blocks import StateBlocks
 from engine.core.request import Request
+from engine.core.tiers import IN_HOST, HostTier
 
 HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
 
@@ -63,9 +66,10 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
+        has_host_tier: bool = False,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `max_chunk`: maximum number of tokens that a step computes for
-        one request.
+        one request. `has_host_tier`: keep evicted blocks in host memory, see `HostTier`.
         """
         assert block_size >= 1
         assert groups
@@ -74,6 +78,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._history = PrefixHistory(block_size)
+        self.tier = HostTier(self.pools) if has_host_tier and enable_prefix_caching else None
         self._passing = [(index, group) for index, group in enumerate(self.groups) if group.passes]
         self._states = StateBlocks(self.groups, self.pools, block_size, enable_prefix_caching)
         self._state_pools = [self.pools.of_group[g] for g in self._states.groups]
@@ -119,12 +124,12 @@ class BlockManager:
         of_kv = ((pool.num_blocks, most) for pool, most in most_held if pool not in self._state_pools)
         return min(num_blocks * num_tokens // most for num_blocks, most in of_kv)
 
-    def match_prefix(self, request: Request, with_new: bool = False) -> list[list[int]]:
+    def match_prefix(self, request: Request, with_new: bool = False, in_host: bool = False) -> list[list[int]]:
         """Find the longest cached prefix. Returns the first block table entries of each group.
 
         The prefix never includes the last token, since at least one token must be computed. In a group with a window or
         states, only the blocks that the next query reads need to be cached. `with_new`: as if the states that the
-        planned step computes were there.
+        planned step computes were there. `in_host`: blocks in host memory, too, as `IN_HOST`.
         """
         tables: list[list[int]] = [[] for _ in self.groups]
         if not self.enable_prefix_caching:
@@ -133,15 +138,15 @@ class BlockManager:
         num_blocks = (len(request.token_ids) - 1) // size
         for g, group in enumerate(self.groups):
             if not group.passes:
-                find = self.pools.finder(g)
+                find = self._finder(g, with_new, in_host)
                 for index in range(num_blocks):
                     if (block_id := find(self._hash(request, index))) is None:
                         break
                     tables[g].append(block_id)
                 num_blocks = len(tables[g])
         if self._passing:
-            num_attended, num_blocks = num_blocks, self._match_passing(request, num_blocks, tables, with_new)
-            if self._states.groups and not with_new:
+            num_attended, num_blocks = num_blocks, self._match_passing(request, num_blocks, tables, with_new, in_host)
+            if self._states.groups and not (with_new or in_host):
                 request.branch = num_attended - 1 if num_attended > num_blocks else -1
         for table in tables:
             del table[num_blocks:]
@@ -180,14 +185,16 @@ class BlockManager:
             return "other_salt", 0
         return "other_tokens" if self._history.went_on(request, num_matched) else "not_seen", num_matched * size
 
-    def _match_passing(self, request: Request, num_blocks: int, tables: list[list[int]], with_new: bool) -> int:
+    def _match_passing(
+        self, request: Request, num_blocks: int, tables: list[list[int]], with_new: bool, in_host: bool
+    ) -> int:
         """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
         every group with a window or states.
 
         Fills the tables of these groups, except for entries that the query after that prefix does not read.
         """
         size, longest = self.block_size, 0
-        finders = [(self._finder(g, with_new), group, tables[g]) for g, group in self._passing]
+        finders = [(self._finder(g, with_new, in_host), group, tables[g]) for g, group in self._passing]
         runs = [0] * len(finders)  # consecutive published blocks, up to the current one
         for index in range(num_blocks):
             block_hash, is_end = self._hash(request, index), True
@@ -203,10 +210,33 @@ class BlockManager:
             table[:num_passed] = [UNHELD] * num_passed
         return longest
 
-    def _finder(self, group: int, with_new: bool) -> Callable[[bytes], int | None]:
-        if self.groups[group].is_state:
-            return self._states.finder(group, with_new)
-        return self.pools.finder(group)
+    def _finder(self, group: int, with_new: bool, in_host: bool) -> Callable[[bytes], int | None]:
+        is_state = self.groups[group].is_state
+        find = self._states.finder(group, with_new) if is_state else self.pools.finder(group)
+        return self.tier.finder(group, find) if in_host and self.tier is not None else find
+
+    def awaits_load(self, request: Request, num_spare: int) -> bool:
+        """Return whether a waiting request should wait for blocks of its prefix, which come from host memory. Begins to
+        load them, once for each time that the request starts, if `num_spare` blocks of each group remain free.
+        """
+        tier = self.tier
+        if tier is None or not request.reads_cache:
+            return False
+        if request.load is None:
+            on_device = self.match_prefix(request)
+            tables = self.match_prefix(request, in_host=True)
+            num_tokens = (len(tables[0]) - len(on_device[0])) * self.block_size
+            at = [(g, i) for g, table in enumerate(tables) for i, block_id in enumerate(table) if block_id == IN_HOST]
+            names = [(g, self._hash(request, i)) for g, i in at]
+            if names and num_tokens >= tiers.MIN_LOADED_TOKENS:
+                if tier.must_wait(names):
+                    return True
+                request.load = tier.begin(tables, names, num_spare)
+            else:
+                request.load = NOTHING_TO_LOAD
+            if not request.scheduled_time:
+                tier.record(request.num_prompt_tokens - len(on_device[0]) * self.block_size, request.load, num_tokens)
+        return not request.load.is_done
 
     def grow(
         self,
@@ -324,6 +354,8 @@ class BlockManager:
                 find = self.pools.finder(g)
                 passed = (find(self._hash(request, index)) for index in range(num_sound, num_passed))
                 self.pools.unpublish(g, [block_id for block_id in passed if block_id is not None])
+            if self.tier is not None:
+                self.tier.forget(g, request.block_hashes[num_sound:])
 
     def release(self, request: Request) -> None:
         """Release the request's blocks, the last one first, so that the start of a prefix is evicted last."""
@@ -334,10 +366,12 @@ class BlockManager:
         request.next_commit = sys.maxsize
 
     def reset(self) -> bool:
-        """Empty the prefix cache. Returns False, without any change, while a request holds a block."""
+        """Empty the prefix cache. Returns False, without any change, while a request or a load holds a block."""
         was_reset = self.pools.reset()
         if was_reset:
             self._history.clear()
+            if self.tier is not None:
+                self.tier.clear()
         return was_reset
 
     def _hash(self, request: Request, index: int) -> bytes:
@@ -362,6 +396,9 @@ class BlockManager:
         """Assert all invariants, given all requests that hold blocks."""
         requests = list(holders)
         tables = [[each.block_tables[g][each.num_passed[g] :] for each in requests] for g in range(len(self.groups))]
+        if self.tier is not None:
+            self.tier.check()
+            tables = [of_requests + self.tier.held(g) for g, of_requests in enumerate(tables)]
         held = self.pools.check(tables)
         for request in requests:
             num_computed = request.num_computed_tokens

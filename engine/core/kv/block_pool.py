@@ -31,6 +31,9 @@ class BlockPool:
         self.num_releases = 0  # calls of `release`
         self._suspect: set[int] = set()  # held blocks that were unpublished
         self._evicted = RecentHashes(MAX_EVICTED)
+        self.on_evict: Callable[[Name, int], None] | None = (
+            None  # called with each evicted block, not yet written again
+        )
 
     @property
     def num_free(self) -> int:
@@ -69,6 +72,8 @@ class BlockPool:
                 self._names[block_id] = None
                 self._evicted.add(block_hash)
                 self.version += 1
+                if self.on_evict is not None:
+                    self.on_evict(name, block_id)
             self._num_holders[block_id] = 1
             taken.append(block_id)
         return taken

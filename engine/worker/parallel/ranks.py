@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from engine.core.batch import ScheduledBatch, SchedulerOutput, StepResult
+from engine.core.batch import BlockMoves, ScheduledBatch, SchedulerOutput, StepResult
 from engine.core.engine_request import Adapter
 from engine.core.kv.cache_groups import CacheGroup
 from engine.models.errors import ModelError
@@ -65,6 +65,13 @@ class Launch:
     repeated: bool
     sampled: dict[str, list[int]]
     confirm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copies of blocks without a step."""
+
+    moves: BlockMoves
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +327,24 @@ class RankedRunner:
             self._run_waiting()
         return step
 
+    def move_blocks(self, moves: BlockMoves) -> None:
+        self._run_waiting()  # copies begin after earlier steps
+        self._tell(Move(moves))
+        self._runner.move_blocks(moves)
+
+    def finished_loads(self) -> list[int]:
+        """See `HostBlocks.finished_loads`. Other ranks wait for a load when they get `BlockMoves.arrived`."""
+        return self._runner.finished_loads()
+
+    def wait_for_load(self) -> None:
+        """See `HostBlocks.wait_for_load`."""
+        self._runner.wait_for_load()
+
+    @property
+    def num_host_slots(self) -> list[int]:
+        """See `HostBlocks.num_slots`. Other ranks allocate the same ones at the same time, or wait for them."""
+        return self._runner.num_host_slots
+
     def _run_waiting(self) -> None:
         for step in self._waiting:
             step.run()
@@ -382,7 +407,7 @@ class RankedRunner:
         finish(deferred)
         self._check_others(confirm)
 
-    def _tell(self, message: Launch | Sample | Reset | OpenFile | FileCall | AdapterCall | Close) -> None:
+    def _tell(self, message: Launch | Move | Sample | Reset | OpenFile | FileCall | AdapterCall | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for follower in self.followers:
             follower.send(data)
@@ -447,6 +472,9 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
         if steps.have_failed and not connections.are_renewed and not connection.poll(RESET_SECONDS):
             raise RuntimeError("a step failed on this rank alone")
         match pickle.loads(connection.recv_bytes()):
+            case Move(moves):
+                if not steps.have_failed:
+                    runner.move_blocks(moves)
             case Launch() | Sample() as message:
                 steps.run(message)
                 if message.confirm and build.stage.is_last:

@@ -1,0 +1,232 @@
+"""Host memory with room for blocks, and copies between it and the device while steps run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import kernels
+from engine.core.batch import BlockLoad, BlockMoves
+from engine.worker.device import Device, Event
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 256 << 20  # of host memory allocated at a time
+CHUNKS_AHEAD = 4  # chunks that are ready before they are needed
+STAGING_BYTES = 32 << 20  # of device memory, where blocks are packed before they cross the bus and after
+NUM_STAGES = 4  # such pieces of memory for either way
+
+
+class HostChunks:
+    """The slots of one pool, allocated in chunks as they are needed, by a thread."""
+
+    def __init__(self, device: Device, num_slots: int, block_bytes: int, threads: ThreadPoolExecutor) -> None:
+        """`num_slots`: the most there may be."""
+        self._device, self._threads, self._block_bytes = device, threads, block_bytes
+        self._num_slots, self._in_chunk = num_slots, max(min(CHUNK_BYTES // block_bytes, num_slots), 1)
+        self._chunks: list[Future[Tensor]] = []
+        self.use(-1)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of slots that exist."""
+        ready = next((i for i, chunk in enumerate(self._chunks) if not _is_ready(chunk)), len(self._chunks))
+        return min(ready * self._in_chunk, self._num_slots)
+
+    def use(self, slot: int) -> None:
+        """Allocate what will be needed after the slot."""
+        wanted = min(slot // self._in_chunk + 1 + CHUNKS_AHEAD, -(-self._num_slots // self._in_chunk))
+        while len(self._chunks) < wanted:
+            self._chunks.append(self._threads.submit(self._allocate))
+
+    def _allocate(self) -> Tensor:
+        """Return [slots, block_bytes] uint8."""
+        return self._device.host_memory(self._in_chunk * self._block_bytes).view(self._in_chunk, self._block_bytes)
+
+    def close(self) -> None:
+        """Release the memory. Its thread has ended."""
+        for chunk in self._chunks:
+            if not chunk.cancelled() and chunk.exception() is None:
+                self._device.release_host_memory(chunk.result())
+        self._chunks.clear()
+
+    def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the memory of these slots, as the number and the rows of those that follow each other."""
+        start = 0
+        while start < len(slots):
+            first, end = slots[start], start + 1
+            while end < len(slots) and slots[end] == first + end - start and slots[end] % self._in_chunk:
+                end += 1
+            row = first % self._in_chunk
+            yield start, self._chunks[first // self._in_chunk].result()[row : row + end - start]
+            start = end
+
+
+def _is_ready(chunk: Future[Tensor]) -> bool:
+    """Return whether a chunk exists. When the machine has no more memory, there are fewer slots than wanted."""
+    return chunk.done() and chunk.exception() is None
+
+
+class Staging:
+    """Device memory for packed blocks. On a CPU, where blocks need not cross a bus, it is host memory."""
+
+    def __init__(self, device: Device, stage_bytes: int) -> None:
+        self._memory = torch.empty(NUM_STAGES, stage_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._busy: deque[tuple[int, Event | None]] = deque((i, None) for i in range(NUM_STAGES))
+
+    def rows(self, block_bytes: int) -> int:
+        """Return how many blocks fit in a stage."""
+        return self._memory.shape[1] // block_bytes
+
+    def take(self, block_bytes: int, count: int) -> tuple[int, Tensor, Event | None]:
+        """Return a stage: its number, its first rows, and what its last user waits for."""
+        number, event = self._busy.popleft()
+        return number, self._memory[number, : count * block_bytes].view(count, block_bytes), event
+
+    def give_back(self, number: int, event: Event) -> None:
+        """The stage is free after the event."""
+        self._busy.append((number, event))
+
+
+class HostBlocks:
+    """Copies blocks to slots in host memory and back, see `BlockMoves`.
+
+    Blocks are packed by a kernel in the device's own queue, between two steps, which takes little time. They cross the
+    bus in a queue beside it. Loads cross the bus and are unpacked beside the steps: no step uses their blocks yet.
+    """
+
+    def __init__(self, device: Device, block_bytes: Sequence[int]) -> None:
+        """`block_bytes`: of each pool; 0: this rank has no part of its blocks. Call `allocate` and `attach` next."""
+        self._device, self._block_bytes = device, block_bytes
+        self._threads = ThreadPoolExecutor(1, "host memory for blocks")
+        self._chunks: list[HostChunks] = []
+        self._num_slots: Sequence[int] = [0] * len(block_bytes)
+        self._parts: list[kernels.BlockParts | None] = []
+        self._staging = self._new_staging()
+        self._spill_queue, self._load_queue = device.side_queue(), device.side_queue()
+        self._last_spill: Event | None = None
+        self._loads: dict[int, Event] = {}  # that have not `arrived`
+        self._unreported: list[int] = []
+
+    def _new_staging(self) -> list[Staging]:
+        """Return that of spills and that of loads."""
+        stage_bytes = max(STAGING_BYTES, *self._block_bytes)
+        return [Staging(self._device, stage_bytes) for _ in range(2)]
+
+    def allocate(self, num_slots: Sequence[int]) -> None:
+        """Begin to allocate up to this many slots for each pool."""
+        self._num_slots = num_slots
+        self._chunks = [
+            HostChunks(self._device, count if size else 0, max(size, 1), self._threads)
+            for size, count in zip(self._block_bytes, num_slots, strict=True)
+        ]
+
+    def attach(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Use this memory of the device, see `KVCacheLayout.block_parts`. Compiles the kernels."""
+        self._staging = self._staging or self._new_staging()
+        self._parts = [kernels.BlockParts.of(each) if each else None for each in parts]
+        for pool, place in enumerate(self._parts):
+            if place is not None:
+                number, packed, _ = self._staging[0].take(self._block_bytes[pool], 1)
+                kernels.gather_blocks(packed, place, self._ids([0]))
+                kernels.scatter_blocks(packed, place, self._ids([0]))
+                self._staging[0].give_back(number, self._device.record_event())
+
+    def detach(self) -> None:
+        """Release the device's memory, until `attach`."""
+        self.clear()
+        self._parts, self._staging = [], []
+        self._last_spill = None
+
+    @property
+    def num_slots(self) -> list[int]:
+        """Number of slots of each pool that can be used by now."""
+        return [
+            chunks.num_ready if size else count
+            for chunks, size, count in zip(self._chunks, self._block_bytes, self._num_slots, strict=True)
+        ]
+
+    def move(self, moves: BlockMoves) -> None:
+        """Queue copies."""
+        for number in moves.arrived:
+            if (event := self._loads.pop(number, None)) is not None:
+                self._device.wait(event)  # rank 0 has seen it; this rank may be later
+                self._spill_queue.wait(event)
+        for pool, place in enumerate(self._parts):
+            spills = [(block_id, slot) for of_pool, block_id, slot in moves.spills if of_pool == pool]
+            if place is not None and spills:
+                self._chunks[pool].use(max(slot for _, slot in spills))
+                for part in _batched(spills, self._staging[0].rows(self._block_bytes[pool])):
+                    self._spill(pool, place, *zip(*part, strict=True))
+        if moves.loads:
+            self._load_queue.wait(self._device.record_event())  # the blocks may still be used by their last holder
+            if self._last_spill is not None:
+                self._load_queue.wait(self._last_spill)
+            for load in moves.loads:
+                self._load(load)
+
+    def _spill(self, pool: int, place: kernels.BlockParts, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        number, packed, event = self._staging[0].take(self._block_bytes[pool], len(slots))
+        if event is not None:
+            self._device.wait(event)
+        kernels.gather_blocks(packed, place, self._ids(block_ids))
+        self._spill_queue.wait(self._device.record_event())
+        with self._spill_queue:
+            for start, rows in self._chunks[pool].runs(slots):
+                rows.copy_(packed[start : start + len(rows)], non_blocking=True)
+            self._last_spill = self._device.record_event()
+        self._staging[0].give_back(number, self._last_spill)
+
+    def _load(self, load: BlockLoad) -> None:
+        with self._load_queue:
+            for pool, place in enumerate(self._parts):
+                copies = [(slot, block_id) for of_pool, slot, block_id in load.copies if of_pool == pool]
+                if place is None:
+                    continue
+                for part in _batched(copies, self._staging[1].rows(self._block_bytes[pool])):
+                    slots, block_ids = zip(*part, strict=True)
+                    number, packed, _ = self._staging[1].take(self._block_bytes[pool], len(slots))  # in queue order
+                    for start, rows in self._chunks[pool].runs(slots):
+                        packed[start : start + len(rows)].copy_(rows, non_blocking=True)
+                    kernels.scatter_blocks(packed, place, self._ids(block_ids))
+                    self._staging[1].give_back(number, self._device.record_event())
+            self._loads[load.number] = self._device.record_event()
+        self._unreported.append(load.number)
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        return self._device.upload(torch.tensor(block_ids, dtype=torch.int64))
+
+    def finished_loads(self) -> list[int]:
+        """Return the loads that have ended since the last call. On rank 0."""
+        ended = [number for number in self._unreported if self._loads[number].query()]
+        self._unreported = [number for number in self._unreported if number not in ended]
+        return ended
+
+    def wait_for_load(self) -> None:
+        """Wait until the oldest load has ended."""
+        if self._unreported:
+            self._loads[self._unreported[0]].synchronize()
+
+    def clear(self) -> None:
+        """Forget all loads, which have ended, or the device has failed."""
+        self._loads.clear()
+        self._unreported.clear()
+
+    def close(self) -> None:
+        """Release all memory."""
+        self.detach()
+        self._threads.shutdown(cancel_futures=True)
+        for chunks in self._chunks:
+            chunks.close()
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part
