@@ -332,8 +332,10 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
     return max(hidden, logits)
 
 
-def _mlp_width(mlp: DenseSpec | MoESpec, hidden_size: int) -> int:
+def _mlp_width(mlp: DenseSpec | MoESpec | None, hidden_size: int) -> int:
     """Return how many numbers per token all intermediate results of an MLP have."""
+    if mlp is None:
+        return 0
     if isinstance(mlp, DenseSpec):
         return mlp.intermediate_size * (3 if mlp.gated else 2)
     shared = _mlp_width(mlp.shared, hidden_size) if mlp.shared else 0

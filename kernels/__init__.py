@@ -59,6 +59,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
     "cpu": {
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
         "kernels.cpu.lora": ("lora_add",),
+        "kernels.cpu.mamba2": ("grouped_rms_norm", "mamba2"),
         "kernels.cpu.moe": ("experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (
             "pack_weight",
@@ -108,6 +109,8 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.prepare": ("prepare_step",),
         "kernels.triton.delta_rule": ("delta_rule",),
         "kernels.triton.recurrent": ("causal_conv", "gated_rms_norm", "short_conv"),
+        "kernels.triton.grouped_norm": ("grouped_rms_norm",),
+        "kernels.triton.scans": ("mamba2",),
         "kernels.triton.rotary": ("rope_and_store",),
         "kernels.triton.sampling": ("best_keys", "best_tokens", "mask_logits", "sample"),
         "kernels.triton.thresholds": ("sampling_thresholds",),
@@ -210,6 +213,8 @@ short_conv = _dispatched(reference.short_conv)
 causal_conv = _dispatched(reference.causal_conv)
 delta_rule = _dispatched(reference.delta_rule)
 gated_rms_norm = _dispatched(reference.gated_rms_norm)
+mamba2 = _dispatched(reference.mamba2)
+grouped_rms_norm = _dispatched(reference.grouped_rms_norm)
 
 
 def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:

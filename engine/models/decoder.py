@@ -62,6 +62,8 @@ class Decoder(nn.Module):
         if spec.embedding_norm:
             self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
         per_layer = spec.per_layer
+        if self.own_layers.start and spec.layers[self.own_layers.start - 1].lends_input:
+            raise ModelError(f"mixers that read the same input must be in one of {self.stage.count} stages")
         if self.stage.count > 1 and (per_layer or any(layer.mixer.kv_of is not None for layer in spec.layers)):
             raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
         self.per_layer: PerLayerEmbedding | None = None
@@ -199,14 +201,18 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> Norm | None:
             return make_norm(scope / name, hidden_size) if name else None
 
-        self.parallel = layer.parallel
+        self.parallel, self.lends_input = layer.parallel, layer.lends_input
         self.attention_norm = InputNorm(norm(names.before_mixer))
         self.mlp_norm = InputNorm(norm(names.before_mlp))  # none, if parallel: both sublayers read the first
         self.attention_sum = OutputSum(norm(names.after_mixer), multiplier)
-        self.mlp_sum = OutputSum(norm(names.after_mlp), multiplier)
+        self.mlp_sum = OutputSum(
+            norm(names.after_mlp), multiplier if layer.mlp_multiplier is None else layer.mlp_multiplier
+        )
         self.attention: Mixer = make_mixer(layer.mixer, hidden_size, cos_sin, make_norm, scope)
-        self.mlp: MLP | MoE | DenseAndExperts
-        if isinstance(layer.mlp, MoESpec) and layer.mlp.parallel_norms:
+        self.mlp: MLP | MoE | DenseAndExperts | None
+        if layer.mlp is None:
+            self.mlp = None
+        elif isinstance(layer.mlp, MoESpec) and layer.mlp.parallel_norms:
             self.mlp = DenseAndExperts(layer.mlp, hidden_size, make_norm, scope)
         elif isinstance(layer.mlp, MoESpec):
             self.mlp = MoE(layer.mlp, hidden_size, scope)
@@ -215,8 +221,9 @@ class DecoderLayer(nn.Module):
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
         self.attention_norm.read_by(self._next_norm)
-        self.mlp_norm.read_by(self.mlp.next_norm)
-        if not self.parallel:
+        if self.mlp is not None:
+            self.mlp_norm.read_by(self.mlp.next_norm)
+        if not self.parallel and self.mlp is not None:
             self.attention_sum.precede(self.mlp_norm)
 
     def forms_of_weights(self) -> tuple[object, ...]:
@@ -226,8 +233,8 @@ class DecoderLayer(nn.Module):
     def precede(self, following: DecoderLayer) -> None:
         """Let this layer's last kernel compute the norm with which the layer `following` begins, where it is faster."""
         if self.output_scale is None:
-            last = self.mlp_sum if self.per_layer is None else self.per_layer.after
-            last.precede(following.attention_norm)
+            last = self.attention_sum if self.mlp is None else self.mlp_sum
+            (last if self.per_layer is None else self.per_layer.after).precede(following.attention_norm)
 
     def _next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`. If the MLP reads the same norm, it is not quantised."""
@@ -245,18 +252,21 @@ class DecoderLayer(nn.Module):
         """Return the stream after this layer, or its rows at `metadata.logits_indices`. `vector` [T, P]: the tokens'
         per-layer embeddings, if the model has them.
         """
-        slots = None if isinstance(self.mlp, MLP) else metadata.slot_mapping
+        slots = None if isinstance(self.mlp, MLP | None) else metadata.slot_mapping
         stream = replace(stream, context=stream.context._replace(slots=slots, vector=vector))
         x = self.attention_norm(stream)
         normed = None
-        if self.parallel:
+        if self.parallel or self.lends_input:
             x = x.with_normed(x.value)
+        if self.parallel:
             normed = x.value if self.mlp_norm.norm is None else self.mlp_norm.norm(stream.hidden)
         stream = self.attention(x, self.attention_sum.into(stream), positions, kv, metadata)
         if normed is not None:
             stream = replace(stream, normed=metadata.select(normed))
-        x = self.mlp_norm(stream)
-        stream = self.mlp(x, self.mlp_sum.into(stream))
+        if self.mlp is not None:
+            stream = self.mlp(self.mlp_norm(stream), self.mlp_sum.into(stream))
+        elif self.lends_input:
+            stream = replace(stream, normed=x.value)
         if self.per_layer is not None:
             stream = self.per_layer(stream)
         if self.output_scale is not None:

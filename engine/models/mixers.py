@@ -9,13 +9,14 @@ from torch import Tensor
 
 from engine.models.attention import Attention
 from engine.models.latent import LatentAttention
+from engine.models.mamba2 import Mamba2
 from engine.models.matrix import Scope
 from engine.models.norms import MakeNorm
 from engine.models.recurrent import GatedDeltaNet, ShortConv
-from engine.models.recurrent_spec import DeltaNetSpec, RecurrentSpec, ShortConvSpec
+from engine.models.recurrent_spec import DeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from engine.models.spec import AttentionSpec, LatentSpec
 
-Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDeltaNet
+Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2
 LayerCache: TypeAlias = "Tensor | Sequence[Tensor]"  # keys and values, latents, or the parts of a block of states
 
 
@@ -34,5 +35,7 @@ def make_mixer(
         return Attention(spec, hidden_size, cos_sin, make_norm, scope / "self_attn")
     if isinstance(spec, DeltaNetSpec):
         return GatedDeltaNet(spec, hidden_size, scope / "linear_attn")
+    if isinstance(spec, Mamba2Spec):
+        return Mamba2(spec, hidden_size, scope / "mamba")
     assert isinstance(spec, ShortConvSpec)
     return ShortConv(spec, hidden_size, scope / "conv")

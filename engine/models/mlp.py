@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,10 +46,15 @@ class MLP(nn.Module):
 
     def activate(self, x: SublayerInput) -> Tensor:
         """Return the input of `down`: [T, intermediate_size]."""
+        if self.spec.gate_multiplier != 1:
+            assert self._gate is not None
+            gate, up = self.gate_up.run(x).chunk(2, 1)
+            return kernels.gate_and_mul(torch.cat((gate * self.spec.gate_multiplier, up), 1), self._gate.gate)
         if self._gate is not None:
             return self.gate_up.run(x, self._gate)
         return ACTIVATIONS[self.spec.activation](self.gate_up.run(x))
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`."""
-        return self.gate_up.next_norm(norm, hidden, self._gate)
+        gate = self._gate if self.spec.gate_multiplier == 1 else None
+        return self.gate_up.next_norm(norm, hidden, gate)

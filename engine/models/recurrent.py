@@ -111,7 +111,7 @@ class GatedDeltaNet(CheckpointModule):
         normed = x.with_normed(x.value)
         qkvz, gates = self.qkvz.run(normed), self.gates.run(normed)
         qkv, z = qkvz.split((self.spec.conv_channels, qkvz.shape[1] - self.spec.conv_channels), 1)
-        qkv = kernels.causal_conv(qkv, self.conv, inputs, metadata.context)
+        qkv = kernels.causal_conv(qkv, self.conv, None, inputs, metadata.context)
         args = self.rate, self.bias, kernels.DeltaStates(*states), metadata.context
         out = kernels.delta_rule(qkv, gates, *args)  # [T, Hv, Dv]
         out = kernels.gated_rms_norm(metadata.select(out), metadata.select(z), self.norm.weight, self.norm.eps)

@@ -99,6 +99,55 @@ class DeltaNetSpec(RecurrentSpec):
         return 2 * self.conv_channels + 4 * self.num_value_heads * self.value_dim
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """State-space layer (Mamba-2), see `kernels.reference.mamba2`. Each group serves several consecutive heads."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of B and C
+    state_dim: int
+    kernel_size: int  # of the convolution of x, B and C
+    norm_eps: float
+    num_norm_groups: int = 1  # groups of channels that are normalised; 0: the output is gated, without a norm
+    gate_first: bool = True  # the norm is that of the gated output, else the norm's output is gated
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    limits: tuple[float, float] = (0.0, float("inf"))  # of step sizes
+    scales: tuple[float, float, float, float, float] = (1, 1, 1, 1, 1)  # of the projected z, x, B, C and steps
+
+    @property
+    def inner(self) -> int:
+        """Numbers per token of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers per token of x, B and C."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    def state(self, block_size: int, max_drafts: int = 0) -> tuple[StateTensor, ...]:
+        heads, size = self.num_heads, self.head_dim
+        return (
+            StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
+            StateTensor((heads, self.state_dim, size), "float32"),
+            StateTensor((block_size, self.num_groups, self.state_dim)),
+            StateTensor((block_size, heads, size), "float32"),
+            StateTensor((block_size, heads), "float32"),
+        )
+
+    def for_rank(self, shard: Shard) -> Mamba2Spec:
+        heads = shard.span("mamba heads", self.num_heads)
+        groups = shard.span("mamba groups", self.num_groups, replicate=True)
+        norm_groups = self.num_norm_groups and max(self.num_norm_groups // shard.size, 1)
+        return replace(self, num_heads=len(heads), num_groups=len(groups), num_norm_groups=norm_groups)
+
+    @property
+    def width(self) -> int:
+        return 2 * self.conv_channels + 4 * self.inner
+
+
 def num_inputs(count: int) -> int:
     """Return how many inputs of a convolution a block holds. It needs `count`: those that its newest token saw,
     whichever of the newest tokens are taken back.

@@ -151,6 +151,7 @@ class DenseSpec:
     bias: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     gated: bool = True
+    gate_multiplier: float = 1.0  # of the gate, before its activation
     fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors
     up_name: str = "up_proj"  # in the checkpoint
     down_name: str = "down_proj"
@@ -248,14 +249,16 @@ class LayerSpec:
     """One decoder layer: a mixer (attention or a recurrent layer), then an MLP."""
 
     mixer: AttentionSpec | LatentSpec | RecurrentSpec
-    mlp: DenseSpec | MoESpec
+    mlp: DenseSpec | MoESpec | None  # None: there is none
     norms: Norms = Norms()
     parallel: bool = False  # mixer and MLP read the stream before either adds to it, through one norm or two
+    lends_input: bool = False  # the next layer's mixer reads this one's normalised input; there is no MLP
     residual_multiplier: float = 1.0  # of the outputs added to the residual stream
+    mlp_multiplier: float | None = None  # of the MLP's output; None: residual_multiplier
     output_scale: bool = False  # the layer's output is multiplied by a learnt number
 
     def for_rank(self, shard: Shard) -> LayerSpec:
-        return replace(self, mixer=self.mixer.for_rank(shard), mlp=self.mlp.for_rank(shard))
+        return replace(self, mixer=self.mixer.for_rank(shard), mlp=self.mlp and self.mlp.for_rank(shard))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from kernels.data.state import DeltaStates, StateContext
 CHUNK = 64  # tokens whose updates are solved for at once
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """The tokens of a sequence in a step."""
 
     part: slice  # of the step's tokens
@@ -24,14 +24,14 @@ class _Sequence(NamedTuple):
     table: list[int]  # entries of the block table up to the last token's
 
 
-def _sequences(context: StateContext, num_tokens: int) -> Iterator[_Sequence]:
+def sequences(context: StateContext, num_tokens: int) -> Iterator[Sequence]:
     """Yield the sequences, without padding."""
     padding, starts = len(context.block_tables) - 1, context.query_start.tolist()
     for i, (row, end) in enumerate(zip(context.rows.tolist(), context.context_lens.tolist(), strict=True)):
         part = slice(starts[i], starts[i + 1])
         if row != padding and part.start < part.stop:
             table = context.block_tables[row, : (end - 1) // context.block_size + 1].tolist()
-            yield _Sequence(part, end - (part.stop - part.start), end, table)
+            yield Sequence(part, end - (part.stop - part.start), end, table)
 
 
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
@@ -40,15 +40,15 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, c
     return after * _causal_conv(before * values, weight, bias, inputs, context)
 
 
-def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, context: StateContext) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     """See `kernels.reference.causal_conv`."""
-    return F.silu(_causal_conv(x, weight, None, inputs, context), inplace=True)
+    return F.silu(_causal_conv(x, weight, bias, inputs, context), inplace=True)
 
 
 def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     out, size, length = x.new_zeros(x.shape), context.block_size, weight.shape[1]
     taps, offset = weight.T.float(), None if bias is None else bias.float()
-    for part, first, end, table in _sequences(context, len(x)):
+    for part, first, end, table in sequences(context, len(x)):
         known = _newest(inputs, table, first, length - 1, size)
         seen = torch.cat((known, x[part]))  # from position `begin` on
         begin, count = first - len(known), end - first
@@ -97,11 +97,11 @@ def delta_rule(
     beta = b.sigmoid().float().T
     decay = (F.softplus(a.float() + bias) * -rate).T  # [Hv, T]
     query, keys, values = qkv.split((num_keys * key_dim, num_keys * key_dim, num_values * value_dim), 1)
-    for sequence in _sequences(context, len(qkv)):
+    for sequence in sequences(context, len(qkv)):
         at = sequence.part
         raw = keys[at].unflatten(1, (num_keys, key_dim))
-        net = _Net(sequence, states, context.block_size, raw)
-        new = _Tokens(
+        net = Net(sequence, states, context.block_size, raw)
+        new = Tokens(
             _heads(query[at].unflatten(1, (num_keys, key_dim)), num_values) * key_dim**-0.5,
             _heads(raw, num_values),
             values[at].unflatten(1, (num_values, value_dim)).transpose(0, 1).float(),
@@ -119,39 +119,42 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.transpose(0, 1).repeat_interleave(count // x.shape[1], 0)
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """n tokens of a sequence, by value heads."""
 
     query: Tensor  # [Hv, n, Dk]
     keys: Tensor  # [Hv, n, Dk]
     values: Tensor  # [Hv, n, Dv]
-    beta: Tensor  # [Hv, n]
+    beta: Tensor  # [Hv, n]; not read by state-space layers
     decay: Tensor  # [Hv, n]
 
-    def part(self, start: int, stop: int) -> _Tokens:
-        return _Tokens(*(each[:, start:stop] for each in self))
+    def part(self, start: int, stop: int) -> Tokens:
+        return Tokens(*(each[:, start:stop] for each in self))
 
 
-class _Net:
+Old: TypeAlias = tuple[Tensor, Tensor, Tensor]  # keys, updates and decays of a block's tokens before
+
+
+class Net:
     """The delta rule of a sequence."""
 
-    def __init__(self, sequence: _Sequence, states: DeltaStates, size: int, raw_keys: Tensor) -> None:
+    def __init__(self, sequence: Sequence, states: DeltaStates, size: int, raw_keys: Tensor) -> None:
         """raw_keys [n, Hk, Dk]: as they are stored."""
         self._sequence, self._states, self._size, self._raw = sequence, states, size, raw_keys
 
-    def run(self, new: _Tokens, out: Tensor) -> None:
+    def run(self, new: Tokens, out: Tensor) -> None:
         """Write the outputs [n, Hv, Dv], and the states."""
         (_, first, end, table), size, s = self._sequence, self._size, self._states
         num_heads, key_dim, value_dim = s.before.shape[1:]
         position, start = first, first - first % size
-        old: tuple[Tensor, Tensor, Tensor] | None = None
+        old: Old | None = None
         state = torch.zeros(num_heads, key_dim, value_dim)
         if first:
             index = (first - 1) // size
             block, count = table[index], first - index * size
             if index:
                 state = s.before[block]
-            keys = _heads(s.keys[block, :count], num_heads)
+            keys = self._keys(s.keys[block, :count], num_heads)
             old = keys, s.updates[block, :count].transpose(0, 1), s.decays[block, :count].T
             if count == size:  # the block is full: the step begins with the next one
                 state, old = _after(state, *old), None
@@ -161,7 +164,7 @@ class _Net:
                 s.before[block] = state
             stop = self._stop(start, position, end)
             part = new.part(position - first, stop - first)
-            outputs, keys, updates, decays = _solve(part, old, state)
+            outputs, keys, updates, decays = self._solve(part, old, state)
             out[position - first : stop - first] = outputs.transpose(0, 1)
             if block >= 0:
                 self._store(block, position, min(stop, start + size), start, updates, decays)
@@ -169,6 +172,14 @@ class _Net:
                 state = _after(state, keys, updates, decays)
             position = start = stop
             old = None
+
+    def _keys(self, raw: Tensor, num_heads: int) -> Tensor:
+        """Return stored keys [n, Hk, Dk] as they are multiplied, for each value head: [Hv, n, Dk] float32."""
+        return _heads(raw, num_heads)
+
+    def _solve(self, new: Tokens, old: Old | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `_solve`."""
+        return _solve(new, old, state)
 
     def _stop(self, start: int, position: int, end: int) -> int:
         """Return where a chunk from `start` on ends: before the next block that is held, and after a part of one."""
@@ -195,9 +206,16 @@ def _after(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tens
     return torch.baddbmm(state * last.exp().unsqueeze(2), weighted.transpose(1, 2), updates)
 
 
-def _solve(
-    new: _Tokens, old: tuple[Tensor, Tensor, Tensor] | None, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def between(own: Tensor, decays: Tensor) -> Tensor:
+    """Return what of each token is left at new ones, 0 of later ones: [Hv, n, m], by decays [Hv, n] and [Hv, m]."""
+    since, (count, total) = own.unsqueeze(2) - decays.unsqueeze(1), (own.shape[1], decays.shape[1])
+    if count > 1:
+        is_past = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+        since = since.masked_fill(~is_past, -torch.inf)
+    return since.exp()
+
+
+def _solve(new: Tokens, old: Old | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the outputs [Hv, n, Dv] of new tokens after old ones, whose keys, updates and decays are given.
 
     Also returns keys [Hv, m, Dk], updates [Hv, m, Dv] and decays [Hv, m] since `state` of all tokens.
@@ -207,22 +225,17 @@ def _solve(
     if old is not None:
         num_old, own = old[0].shape[1], own + old[2][:, -1:]
         keys, updates, decays = torch.cat((old[0], new.keys), 1), old[1], torch.cat((old[2], own), 1)
-    shrunk, count = own.exp().unsqueeze(2), own.shape[1]
-    between = own.unsqueeze(2) - decays.unsqueeze(1)  # [Hv, n, m]
-    if count > 1:
-        is_past = torch.ones(count, keys.shape[1], dtype=torch.bool).tril(num_old)
-        between = between.masked_fill(~is_past, -torch.inf)
-    between = between.exp()
+    shrunk, count, decay = own.exp().unsqueeze(2), own.shape[1], between(own, decays)
     beta = new.beta.unsqueeze(2)
     solved = (new.values - shrunk * torch.bmm(new.keys, state)) * beta
     if keys.shape[1] > 1:
-        similar = torch.bmm(new.keys, keys.transpose(1, 2)) * between * beta
+        similar = torch.bmm(new.keys, keys.transpose(1, 2)) * decay * beta
         if num_old:
             solved -= torch.bmm(similar[:, :, :num_old], updates)
         if count > 1:
             similar = similar[:, :, num_old:].tril(-1)
             solved = torch.linalg.solve_triangular(similar, solved, upper=False, unitriangular=True)
     updates = torch.cat((updates, solved), 1) if num_old else solved
-    seen = torch.bmm(new.query, keys.transpose(1, 2)) * between
+    seen = torch.bmm(new.query, keys.transpose(1, 2)) * decay
     outputs = torch.baddbmm(shrunk * torch.bmm(new.query, state), seen, updates)
     return outputs, keys, updates, decays

@@ -25,6 +25,7 @@ class StateContext:
     sequence_of: Tensor  # [T] int32: the sequence of each token, the last one where none has it
     block_size: int
     only_decodes: bool = False  # each sequence has exactly one token
+    num_decodes: int = 0  # each of these first sequences has exactly one token: that of its index
 
     @classmethod
     def of_step(
@@ -37,13 +38,15 @@ class StateContext:
         block_size: int,
         *,
         only_decodes: bool = False,
+        num_decodes: int = 0,
     ) -> StateContext:
         """Create the context of a step with T = `num_tokens`, on the device of its tensors, without waiting for it."""
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
         sequence_of = tokens
         if not only_decodes:
             sequence_of = torch.searchsorted(query_start[1:-1].contiguous(), tokens, right=True, out_int32=True)
-        return cls(block_tables, rows, query_start, context_lens, sequence_of, block_size, only_decodes)
+        sequences = block_tables, rows, query_start, context_lens, sequence_of
+        return cls(*sequences, block_size, only_decodes, num_decodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from kernels.reference.latent import (
     rotate_and_store,
 )
 from kernels.reference.lora import adapted_linear, fuses_adapters, lora_add
+from kernels.reference.mamba2 import grouped_rms_norm, mamba2
 from kernels.reference.matmul import (
     linear,
     linear_add,
@@ -81,6 +82,7 @@ __all__ = [
     "gather_blocks",
     "gelu_and_mul",
     "greedy_sample",
+    "grouped_rms_norm",
     "gumbel",
     "latent_attention_decode",
     "latent_attention_prefill",
@@ -89,6 +91,7 @@ __all__ = [
     "linear_add_norm",
     "linear_gated",
     "lora_add",
+    "mamba2",
     "mark_faults",
     "mask_logits",
     "norm_gated",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,9 +75,9 @@ class _Past:
             self._inputs[self._target[at][where], position[where] % size] = value[where]
 
 
-def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, context: StateContext) -> Tensor:
-    """Compute SiLU of the convolution of each channel of x [T, C] → [T, C]. weight, inputs: see `short_conv`."""
-    return F.silu(_causal_conv(x, weight, None, inputs, context))
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
+    """Compute SiLU of the convolution of each channel of x [T, C] → [T, C]. weight, bias, inputs: see `short_conv`."""
+    return F.silu(_causal_conv(x, weight, bias, inputs, context))
 
 
 def delta_rule(
@@ -101,11 +102,11 @@ def delta_rule(
         query, keys, values = qkv[part].split((num_keys * key_dim, num_keys * key_dim, num_values * value_dim), 1)
         query, keys = (each.unflatten(1, (num_keys, key_dim)) for each in (query, keys))
         beta, decay = _gates(gates[part], rate, bias)
-        new = _Delta(
+        new = Tokens(
             unit(query) * key_dim**-0.5, keys, to_wide(values).unflatten(1, (num_values, value_dim)), beta, decay
         )
         table = tables[row].tolist()
-        out[part] = _delta_of_sequence(new, end - count, table, s, size).to(out.dtype)
+        out[part] = of_sequence(new, end - count, table, s, size, _delta_of_block).to(out.dtype)
     return out
 
 
@@ -121,8 +122,8 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-class _Delta(NamedTuple):
-    """n tokens of a sequence."""
+class Tokens(NamedTuple):
+    """n tokens of a sequence: of the delta rule, or of a state-space layer, whose β is 1."""
 
     query: Tensor  # [n, Hk, Dk], scaled
     keys: Tensor  # [n, Hk, Dk], of any length
@@ -130,13 +131,19 @@ class _Delta(NamedTuple):
     beta: Tensor  # [n, Hv]
     decay: Tensor  # [n, Hv]: g
 
-    def part(self, start: int, stop: int) -> _Delta:
+    def part(self, start: int, stop: int) -> Tokens:
         """Return the tokens of these indices."""
-        return _Delta(*(each[start:stop] for each in self))
+        return Tokens(*(each[start:stop] for each in self))
 
 
-def _delta_of_sequence(new: _Delta, first: int, table: list[int], states: DeltaStates, size: int) -> Tensor:
-    """Compute the outputs [n, Hv, Dv] of tokens from position `first` on, block by block, and store their states."""
+OfBlock = Callable[[Tokens, tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def of_sequence(new: Tokens, first: int, table: list[int], states: DeltaStates, size: int, of_block: OfBlock) -> Tensor:
+    """Compute the outputs [n, Hv, Dv] of tokens from position `first` on, block by block, and store their states.
+
+    of_block: computes a block's new tokens, see `_delta_of_block`.
+    """
     end, outputs = first + len(new.beta), []
     state: Tensor | None = None  # [Hv, Dk, Dv]: before the block
     for index in range(max(first - 1, 0) // size, (end - 1) // size + 1):
@@ -150,7 +157,7 @@ def _delta_of_sequence(new: _Delta, first: int, table: list[int], states: DeltaS
             states.before[block] = state
         part = new.part(max(start - first, 0), max(start + size - first, 0))
         old = (states.keys[block, :num_old], states.updates[block, :num_old], states.decays[block, :num_old])
-        output, keys, updates, decays = _delta_of_block(part, old, state)
+        output, keys, updates, decays = of_block(part, old, state)
         outputs.append(output)
         stop = num_old + len(part.beta)
         if block >= 0 and len(part.beta):
@@ -164,7 +171,7 @@ def _delta_of_sequence(new: _Delta, first: int, table: list[int], states: DeltaS
 
 
 def _delta_of_block(
-    new: _Delta, old: tuple[Tensor, Tensor, Tensor], state: Tensor
+    new: Tokens, old: tuple[Tensor, Tensor, Tensor], state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the outputs [n, Hv, Dv] of a block's new tokens. old: keys, updates and decays of its tokens before.
 

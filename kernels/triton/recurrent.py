@@ -102,9 +102,9 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, c
     return _causal_conv(x, weight, bias, inputs, context, gated=True)
 
 
-def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, context: StateContext) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     """See `kernels.reference.causal_conv`."""
-    return _causal_conv(x, weight, None, inputs, context, gated=False)
+    return _causal_conv(x, weight, bias, inputs, context, gated=False)
 
 
 def _causal_conv(

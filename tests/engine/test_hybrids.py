@@ -23,8 +23,8 @@ from tests.support.answers import greedy_answers
 from tests.support.drafts import Answers
 from tests.support.loaded import load
 
-CASES = ["lfm2", "qwen3_5"]
-MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe"]
+CASES = ["lfm2", "qwen3_5", "nemotron_h"]
+MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "bamba", "falcon_h1"]
 
 
 @pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])

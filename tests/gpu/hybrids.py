@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +19,18 @@ from engine import LLM, SamplingParams
 from kernels import DeltaStates, StateContext
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.gpu.models import check_families
-from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule
+from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule, whole_mamba2
 from tests.oracles.state_steps import StateSteps
 
-CASES = ("lfm2", "lfm2-bias", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-SERVED = ("lfm2", "qwen3_5", "qwen3_next")
+CASES = (
+    *("lfm2", "lfm2-bias", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"),
+)
+SERVED = ("lfm2", "qwen3_5", "qwen3_next", "nemotron_h")
 LENGTHS = [1, 16, 33, 150, 400]
 LIMITS = {BF16: 8e-3, F32: 1e-5}
 NETS: dict[str, Heads] = {"Qwen3.5-27B": (16, 48, 128, 128), "Qwen3.5-35B-A3B": (16, 32, 128, 128)}
+STATE_SPACES: dict[str, Heads] = {"Nemotron 3 Nano": (8, 64, 128, 64), "Granite 4 H": (1, 128, 128, 64)}
 BLOCK = 16
 
 
@@ -31,12 +38,53 @@ def check_recurrent(checks: Checks) -> None:
     """Sequences in chunks, over states of which few are held, against whole sequences in float64; and times."""
     for dtype, length in itertools.product((BF16, F32), (3, 4)):
         _check_conv(checks, dtype, length)
-    for dtype, name in itertools.product((BF16, F32), NETS):
-        _check_delta_rule(checks, dtype, name)
+    for dtype, layer in itertools.product((BF16, F32), _layers(checks.device)):
+        _check_layer(checks, dtype, layer)
     if checks.device != "cpu":
-        for name in NETS:
+        for layer in _layers(checks.device):
             for num_seqs, num_tokens in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 2048), (4, 2048)):
-                _time_delta_rule(checks, name, num_seqs, num_tokens)
+                _time_layer(checks, layer, num_seqs, num_tokens)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The delta rule or a state-space layer with heads of a model."""
+
+    name: str
+    heads: Heads
+    is_delta: bool
+    run: Callable[..., Tensor]
+
+    @property
+    def width(self) -> int:
+        """Numbers per token of the inputs."""
+        num_keys, num_values, key_dim, value_dim = self.heads
+        return 2 * num_keys * key_dim + num_values * value_dim
+
+    def inputs(self, count: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        """Return random inputs and gates of tokens, and what belongs to heads."""
+        num_values, new = self.heads[1], partial(torch.randn, device=device)
+        x, gates = new(count, self.width).to(dtype), new(count, num_values * (1 + self.is_delta)).to(dtype)
+        rate, bias = new(num_values).abs(), new(num_values)
+        return (x, gates, rate, bias) if self.is_delta else (x, gates, rate / 8, bias, new(num_values), (0.0, 10.0))
+
+    def whole(self, inputs: tuple[Any, ...], lengths: list[int]) -> Tensor:
+        """Return the outputs of whole sequences in float64."""
+        if self.is_delta:
+            return whole_delta_rule(*inputs, lengths, self.heads)
+        x, steps, *of_heads, limits = inputs
+        return whole_mamba2(x, steps, tuple(of_heads), limits, lengths, self.heads)
+
+
+def _layers(device: str) -> list[Layer]:
+    layers = [Layer(f"delta rule of {net}", heads, True, kernels.delta_rule) for net, heads in NETS.items()]
+    if device != "cpu":
+        from kernels.triton import scans
+
+        layers += [
+            Layer(f"chunks of delta rule of {net}", heads, True, scans.delta_rule) for net, heads in NETS.items()
+        ]
+    return layers + [Layer(f"mamba2 of {net}", heads, False, kernels.mamba2) for net, heads in STATE_SPACES.items()]
 
 
 def _check_conv(checks: Checks, dtype: torch.dtype, length: int) -> None:
@@ -55,23 +103,18 @@ def _check_conv(checks: Checks, dtype: torch.dtype, length: int) -> None:
     checks.add(name, relative_error(found, expected), LIMITS[dtype])
 
 
-def _check_delta_rule(checks: Checks, dtype: torch.dtype, net: str) -> None:
-    name = f"delta rule of {net}, {dtype}"
+def _check_layer(checks: Checks, dtype: torch.dtype, layer: Layer) -> None:
+    name, device = f"{layer.name}, {dtype}", checks.device
     if not checks.wants(name):
         return
-    heads, device = NETS[net], checks.device
-    num_keys, num_values, key_dim, value_dim = heads
-    steps = StateSteps(num_values, LENGTHS, BLOCK)
-    qkv = torch.randn(sum(LENGTHS), 2 * num_keys * key_dim + num_values * value_dim).to(dtype)
-    gates = torch.randn(sum(LENGTHS), 2 * num_values).to(dtype)
-    rate, bias = torch.rand(num_values) * 2, torch.randn(num_values)
-    expected = whole_delta_rule(qkv, gates, rate, bias, LENGTHS, heads)
-    states = _states(steps.num_blocks, heads, dtype, device, torch.nan)
-    found = torch.zeros(sum(LENGTHS), num_values, value_dim, dtype=dtype)
+    steps = StateSteps(layer.heads[1], LENGTHS, BLOCK)
+    inputs = layer.inputs(sum(LENGTHS), dtype, device)
+    states = _states(steps.num_blocks, layer.heads, dtype, device, torch.nan)
+    found = torch.zeros(sum(LENGTHS), layer.heads[1], layer.heads[3], dtype=dtype)
     for indices, context in steps.steps(device):
-        inputs = _rows(qkv, indices), _rows(gates, indices), rate.to(device), bias.to(device)
-        _collect(found, indices, kernels.delta_rule(*inputs, states, context))
-    checks.add(name, relative_error(found, expected), LIMITS[dtype])
+        own = (each[indices.clamp(min=0)] for each in inputs[:2])
+        _collect(found, indices, layer.run(*own, *inputs[2:], states, context))
+    checks.add(name, relative_error(found, layer.whole(inputs, LENGTHS).cpu()), LIMITS[dtype])
 
 
 def _rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -95,15 +138,15 @@ def _states(num_blocks: int, heads: Heads, dtype: torch.dtype, device: str, valu
     )
 
 
-def _time_delta_rule(checks: Checks, net: str, num_seqs: int, num_tokens: int) -> None:
+def _time_layer(checks: Checks, layer: Layer, num_seqs: int, num_tokens: int) -> None:
     """Time a step in which each sequence computes `num_tokens` tokens; decodes are in the middle of a block."""
     kind = "decode" if num_tokens == 1 else f"{num_tokens} tokens"
-    name, heads, device = f"time of delta rule of {net}, {num_seqs} x {kind}", NETS[net], checks.device
+    name, device = f"time of {layer.name}, {num_seqs} x {kind}", checks.device
     if not checks.wants(name):
         return
-    num_keys, num_values, key_dim, value_dim = heads
+    num_keys, num_values, key_dim, value_dim = layer.heads
     context_len = 1000 if num_tokens == 1 else num_tokens
-    states = _states(2 * num_seqs, heads, BF16, device, 0.0)
+    states = _states(2 * num_seqs, layer.heads, BF16, device, 0.0)
     tables = torch.full((num_seqs + 1, 1 + context_len // BLOCK), -1, dtype=torch.int32, device=device)
     tables[:, (context_len - 1) // BLOCK] = torch.arange(num_seqs + 1, device=device) % (2 * num_seqs)
     order = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
@@ -111,15 +154,12 @@ def _time_delta_rule(checks: Checks, net: str, num_seqs: int, num_tokens: int) -
         tables, order[:num_seqs], order * num_tokens, torch.full_like(order[:num_seqs], context_len),
         num_seqs * num_tokens, BLOCK, only_decodes=num_tokens == 1,
     )  # fmt: skip
-    total = num_seqs * num_tokens
-    qkv = torch.randn(total, 2 * num_keys * key_dim + num_values * value_dim, device=device).to(BF16)
-    gates = torch.randn(total, 2 * num_values, device=device).to(BF16)
-    rate, bias = torch.rand(num_values, device=device), torch.randn(num_values, device=device)
-    call = partial(kernels.delta_rule, qkv, gates, rate, bias, states, context)
+    inputs = layer.inputs(num_seqs * num_tokens, BF16, device)
+    call = partial(layer.run, *inputs, states, context)
     finite = float(not call().isfinite().all())
     num_old = (context_len - 1) % BLOCK if num_tokens == 1 else 0
     of_seq = num_values * value_dim * 4 * (key_dim + num_old) + num_keys * key_dim * 2 * num_old
-    num_bytes = num_seqs * of_seq + qkv.nbytes + total * num_values * value_dim * 2
+    num_bytes = num_seqs * of_seq + inputs[0].nbytes + num_seqs * num_tokens * num_values * value_dim * 2
     checks.add(name, finite, 0.0, call, num_bytes, graph=True)
 
 

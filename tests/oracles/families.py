@@ -805,6 +805,74 @@ CASES |= {
         },
     ),
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+    "num_hidden_layers": 4,
+    **NONE,
+}
+MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+GRANITE_HYBRID = MAMBA | {
+    "layer_types": MIXED,
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.05,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 4,
+    "head_dim": 32,
+    "chunk_size": 32,
+    "time_step_min": 1e-12,  # published models limit no step; transformers limits those of prompts alone
+    **NONE,
+}
+CASES |= {
+    "nemotron_h": ("NemotronH", NEMOTRON),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_HYBRID,
+            "mamba_n_groups": 1,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
+    "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1, 3], "mamba_conv_bias": False}),
+    "falcon_h1": (
+        "FalconH1",
+        MAMBA
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 256,
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 0.04,
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.25,
+            "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36],
+            "mlp_multipliers": [0.88, 0.18],
+        },
+    ),
+    "falcon_h1-norm": (
+        "FalconH1",
+        MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_rms_norm": True, "projectors_bias": True},
+    ),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40
@@ -866,10 +934,13 @@ def transformers_decode(model: Any, prompt: list[int], num_tokens: int, forced: 
     """The same by transformers, alone and token by token over its own cache."""
     tokens: list[int] = []
     rows: list[Tensor] = []
-    inputs, cache = prompt, None
+    inputs, cache, start = prompt, None, 0
     while True:
         ids = torch.tensor([inputs], device=model.device)
-        output = model(ids, past_key_values=cache, use_cache=True)
+        more = {}
+        if model.config.model_type == "bamba":  # without them, it begins at 0 in each call
+            more = {"position_ids": torch.arange(start, start + len(inputs), device=model.device)[None]}
+        output, start = model(ids, past_key_values=cache, use_cache=True, **more), start + len(inputs)
         cache = output.past_key_values
         rows.append(output.logits[0])
         tokens.append(forced[len(tokens)] if forced else int(rows[-1][-1].argmax()))

@@ -24,7 +24,7 @@ def whole_delta_rule(
         value = value.view(-1, num_values, value_dim)
         b, a = own_gates.chunk(2, 1)
         decay = (-rate.double() * F.softplus(a + bias.double())).exp()
-        state = torch.zeros(num_values, key_dim, value_dim, dtype=torch.float64)
+        state = x.new_zeros(num_values, key_dim, value_dim)
         for t in range(len(x)):
             state = state * decay[t][:, None, None]
             update = b[t].sigmoid()[:, None] * (value[t] - torch.einsum("hkv,hk->hv", state, key[t]))
@@ -42,3 +42,30 @@ def whole_conv(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int
         bias64 = None if bias is None else bias.double()
         outputs.append(after * F.conv1d(padded, weight.double()[:, None], bias64, groups=len(weight)).T)
     return torch.cat(outputs)
+
+
+def whole_mamba2(
+    xbc: Tensor,
+    steps: Tensor,
+    of_heads: tuple[Tensor, Tensor, Tensor],
+    limits: tuple[float, float],
+    lengths: list[int],
+    heads: Heads,
+) -> Tensor:
+    """The state-space layer of whole sequences, token by token in float64 [T, H, P]. of_heads: rate, bias and skip.
+
+    heads: groups, heads, sizes of states and heads.
+    """
+    num_groups, num_heads, state_dim, head_dim = heads
+    rate, bias, skip = (each.double() for each in of_heads)
+    outputs = []
+    for each, own_steps in zip(xbc.double().split(lengths), steps.double().split(lengths), strict=True):
+        x, b, c = each.split((num_heads * head_dim, num_groups * state_dim, num_groups * state_dim), 1)
+        x = x.view(-1, num_heads, head_dim)
+        b, c = (part.view(-1, num_groups, state_dim).repeat_interleave(num_heads // num_groups, 1) for part in (b, c))
+        dt = F.softplus(own_steps + bias).clamp(*limits)
+        state = x.new_zeros(num_heads, state_dim, head_dim)
+        for t in range(len(each)):
+            state = state * (-rate * dt[t]).exp()[:, None, None] + b[t][:, :, None] * (dt[t][:, None] * x[t])[:, None]
+            outputs.append(torch.einsum("hnp,hn->hp", state, c[t]) + skip[:, None] * x[t])
+    return torch.stack(outputs)

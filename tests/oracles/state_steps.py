@@ -15,8 +15,8 @@ from kernels import StateContext
 class StateSteps:
     """Sequences of random lengths whose tokens are computed in random chunks, several sequences in a step.
 
-    Each step's tokens are those at `indices` of all tokens of all sequences, one sequence after the other. Some newest
-    tokens are computed again, as after a deferral.
+    Each step's tokens are those at `indices` of all tokens of all sequences, one sequence after the other, those with
+    one token first. Some newest tokens are computed again, as after a deferral.
     """
 
     def __init__(self, seed: int, lengths: list[int], block_size: int, *, only_decodes: bool = False) -> None:
@@ -34,6 +34,7 @@ class StateSteps:
     def steps(self, device: str = "cpu") -> Iterator[tuple[torch.Tensor, StateContext]]:
         """Yield each step's `indices` [T] and context. A padding sequence ends each step, with tokens of index -1."""
         while any(done < length for done, length in zip(self.num_computed, self.lengths, strict=True)):
+            parts: list[tuple[int, int, int]] = []  # sequences with their first and last position
             rows: list[int] = []
             starts, lens = [0], list[int]()
             indices: list[int] = []
@@ -47,29 +48,38 @@ class StateSteps:
                     continue
                 self._hold(i, first, end)
                 self.num_computed[i] = end
+                parts.append((i, first, end))
+            if not parts:
+                continue
+            parts.sort(key=lambda part: part[2] - part[1] > 1)
+            num_decodes = sum(end - first == 1 for _, first, end in parts)
+            for i, first, end in parts:
                 rows.append(self.row_of[i])
                 indices += range(self.starts[i] + first, self.starts[i] + end)
                 starts.append(len(indices))
                 lens.append(end)
-            if not rows:
-                continue
             padding = 1 if self.only_decodes else self.draw.choice([0, 1, 3])
             rows.append(self.num_rows - 1)
             lens.append(1)
             indices += [-1] * padding
             starts.append(len(indices))
-            yield torch.tensor(indices, device=device), self._context(rows, starts, lens, device)
+            context = self._context(rows, starts, lens, device, num_decodes)
+            yield torch.tensor(indices, device=device), context
 
     def whole(self) -> list[tuple[torch.Tensor, StateContext]]:
         """Return the only step that computes the only sequence."""
         [length] = self.lengths
         self._hold(0, 0, length)
-        return [(torch.arange(length), self._context(self.row_of, [0, length], [length], "cpu"))]
+        return [(torch.arange(length), self._context(self.row_of, [0, length], [length], "cpu", 0))]
 
-    def _context(self, rows: list[int], starts: list[int], lens: list[int], device: str) -> StateContext:
+    def _context(
+        self, rows: list[int], starts: list[int], lens: list[int], device: str, num_decodes: int
+    ) -> StateContext:
         new = partial(torch.tensor, dtype=torch.int32, device=device)
         sequences = self.tables.to(device), new(rows), new(starts), new(lens)
-        return StateContext.of_step(*sequences, starts[-1], self.block_size, only_decodes=self.only_decodes)
+        return StateContext.of_step(
+            *sequences, starts[-1], self.block_size, only_decodes=self.only_decodes, num_decodes=num_decodes
+        )
 
     def _hold(self, i: int, first: int, end: int) -> None:
         """Hold the blocks that a scheduler would, and no other."""

@@ -371,7 +371,7 @@ def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 12
     )
     width = (2 * 16 + 32) * size
     qkvz = tensor(num_tokens, width + 32 * size, dtype=dtype)
-    causal_conv(qkvz[:, :width], tensor(width, 4, dtype=dtype), tensor(9, 4, width, dtype=dtype), context)
+    causal_conv(qkvz[:, :width], tensor(width, 4, dtype=dtype), None, tensor(9, 4, width, dtype=dtype), context)
     states = DeltaStates(
         tensor(9, 32, size, size, dtype=F32), tensor(9, 16, 16, size, dtype=dtype), tensor(9, 16, 32, size, dtype=F32),
         tensor(9, 16, 32, dtype=F32),
@@ -381,6 +381,19 @@ def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 12
         tensor(num_tokens, width, dtype=dtype), tensor(num_tokens, 64, dtype=dtype), heads, heads, states, context
     )
     gated_rms_norm(out, qkvz[:, width:], tensor(size, dtype=dtype), 1e-6)
+    scans(width, states, heads, context, dtype)
+
+
+def scans(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dtype) -> None:
+    """The same delta net by chunks, and a state-space layer with states like it."""
+    from kernels.triton.grouped_norm import grouped_rms_norm
+    from kernels.triton.scans import delta_rule, mamba2
+
+    inputs = tensor(len(context.sequence_of), width, dtype=dtype)
+    delta_rule(inputs, tensor(len(inputs), 64, dtype=dtype), heads, heads, states, context)
+    steps = tensor(len(inputs), 32, dtype=dtype)
+    out = mamba2(inputs, steps, heads, heads, heads, (0.0, 1.0), states, context).flatten(1)
+    grouped_rms_norm(out, out, tensor(out.shape[1], dtype=dtype), 1e-6, 8, True)
 
 
 VARIANTS: list[Callable[[], None]] = [

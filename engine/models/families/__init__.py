@@ -22,6 +22,7 @@ from engine.models.families import (
     other_norms,
     recent,
     renamed,
+    state_space,
 )
 from engine.models.families.fields import Config
 from engine.models.families.missing import A_FUNCTION, missing
@@ -186,6 +187,10 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3NextForCausalLM": hybrid.qwen3_next,
     "Qwen3_5ForCausalLM": hybrid.qwen3_5,
     "Qwen3_5MoeForCausalLM": hybrid.qwen3_5_moe,
+    "NemotronHForCausalLM": state_space.nemotron_h,
+    "GraniteMoeHybridForCausalLM": state_space.granite_hybrid,
+    "FalconH1ForCausalLM": state_space.falcon_h1,
+    "BambaForCausalLM": state_space.bamba,
 }
 
 

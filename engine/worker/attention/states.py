@@ -23,7 +23,10 @@ class StateSteps(GroupAttention):
         tables, slots = step.block_tables[self.index], step.slot_mapping[self._padding_index]
         sequences = step.rows, step.query_start, step.context_lens
         only_decodes = step.num_decodes == len(step.rows) and step.decode_lens is None
-        states = StateContext.of_step(tables, *sequences, len(slots), self._block_size, only_decodes=only_decodes)
+        num_decodes = step.num_decodes if step.decode_lens is None else 0
+        states = StateContext.of_step(
+            tables, *sequences, len(slots), self._block_size, only_decodes=only_decodes, num_decodes=num_decodes
+        )
         return StateMetadata(
             num_decodes=step.num_decodes,
             rows=step.rows,

@@ -17,6 +17,7 @@ from tests.oracles.state_steps import StateSteps
 
 delta: Any = pytest.importorskip("kernels.triton.delta_rule")
 recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
+scans: Any = pytest.importorskip("kernels.triton.scans")
 LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
@@ -57,12 +58,12 @@ def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
     for indices, context in steps.steps():
         real = indices >= 0
         part = torch.where(real[:, None], x[indices.clamp(min=0)], 0.5)[:, :24]  # a view of wider rows
-        out = module.causal_conv(part, weight, inputs, context)
+        out = module.causal_conv(part, weight, None, inputs, context)
         assert out.isfinite().all()
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("module", [reference, cpu, delta], ids=["reference", "cpu", "triton"])
+@pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
 @pytest.mark.parametrize(
     ("block_size", "only_decodes", "heads", "dtype"),
     [
@@ -70,8 +71,9 @@ def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
         (16, True, (1, 3, 32, 48), torch.float32),
         (4, False, (2, 2, 24, 16), torch.float32),
         (32, False, (1, 2, 16, 32), torch.bfloat16),
+        (128, False, (1, 1, 16, 16), torch.float32),
     ],
-    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16"],
+    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16", "blocks of 128"],
 )
 def test_delta_rule_in_chunks_is_that_token_by_token(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
@@ -114,7 +116,7 @@ def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
     gates = torch.tensor([[9.0, -9.0]]).expand(64, 2).contiguous()  # β ≈ 1, hardly any decay
     rate, bias = torch.ones(1), torch.zeros(1)
     expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
-    for function in (reference.delta_rule, cpu.delta_rule, delta.delta_rule):
+    for function in (reference.delta_rule, cpu.delta_rule, delta.delta_rule, scans.delta_rule):
         states = DeltaStates(*(torch.zeros(9, *s) for s in ((1, 16, 16), (16, 1, 16), (16, 1, 16), (16, 1))))
         [(indices, context)] = steps.whole()
         out = function(qkv[indices], gates[indices], rate, bias, states, context)
@@ -140,14 +142,15 @@ def test_steps_whose_sequences_have_no_tokens_change_no_state() -> None:
     assert context.sequence_of.max() < 4
     x, inputs = torch.randn(40, 72), torch.full((2, 4, 24), 7.0)
     recurrent.short_conv(x, torch.randn(24, 3), None, inputs, context)
-    recurrent.causal_conv(x[:, :24], torch.randn(24, 4), inputs, context)
+    recurrent.causal_conv(x[:, :24], torch.randn(24, 4), None, inputs, context)
     states = DeltaStates(
         torch.full((2, 2, 8, 8), 7.0),
         torch.full((2, 16, 1, 8), 7.0),
         torch.full((2, 16, 2, 8), 7.0),
         inputs.new_full((2, 16, 2), 7.0),
     )
-    delta.delta_rule(x[:, :32], x[:, :4], torch.ones(2), torch.zeros(2), states, context)
+    for module in (delta, scans):
+        module.delta_rule(x[:, :32], x[:, :4], torch.ones(2), torch.zeros(2), states, context)
     for each in (inputs, states.before, states.keys, states.updates, states.decays):
         assert (each == 7).all()
 
@@ -164,5 +167,6 @@ def test_sequences_without_tokens_read_and_write_nothing(only_decodes: bool) -> 
     x, weight, inputs = torch.randn(num_tokens, 48), torch.randn(16, 3), torch.full((1, 4, 16), torch.nan)
     assert recurrent.short_conv(x, weight, None, inputs, context).count_nonzero() == 0
     states = DeltaStates(*(torch.full((1, *s), torch.nan) for s in ((1, 16, 16), (16, 1, 16), (16, 1, 16), (16, 1))))
-    delta.delta_rule(x, torch.zeros(num_tokens, 2), torch.ones(1), torch.ones(1), states, context)
+    for module in (delta, scans):
+        module.delta_rule(x, torch.zeros(num_tokens, 2), torch.ones(1), torch.ones(1), states, context)
     assert all(each.isnan().all() for each in (inputs, states.before, states.keys, states.updates, states.decays))

@@ -1,0 +1,124 @@
+"""The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.data.state import DeltaStates, StateContext
+from kernels.gpu.launch import cdiv, next_power_of_2
+from kernels.triton.scan_chunks import prepare_kernel, scan_kernel, solve_kernel
+from kernels.triton.scan_decode import decode_kernel
+
+CHUNK = 64
+BLOCK_V = 32  # value channels of a program that scans
+DECODE_STATE = 8192  # numbers of a state in a program that decodes
+DECODE_WARPS = 4
+# Of operands of tensor cores, by the dtype of activations: of most products, and of those within a block's equations.
+PRECISIONS = {torch.bfloat16: ("bf16", "tf32x3"), torch.float16: ("tf32", "tf32x3"), torch.float32: ("ieee", "ieee")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's inputs of a step: of the delta rule, or of a state-space layer, which has `skip`."""
+
+    inputs: Tensor  # [T, W]
+    gates: Tensor
+    rate: Tensor
+    bias: Tensor
+    skip: Tensor | None
+    limits: tuple[float, float]
+    states: DeltaStates
+
+    def __post_init__(self) -> None:
+        s = self.states
+        for each in (s.before, s.keys, s.updates, s.decays):
+            assert each.is_contiguous()
+        assert s.keys.dtype == self.inputs.dtype
+        assert self.inputs.stride(1) == self.gates.stride(1) == 1
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Constants of all kernels."""
+        (num_keys, key_dim), (num_values, value_dim) = self.states.keys.shape[2:], self.states.updates.shape[2:]
+        return {
+            "NUM_KEYS": num_keys, "NUM_VALUES": num_values, "DK": key_dim, "DV": value_dim,
+            "DELTA": self.skip is None, "BLOCK_K": max(next_power_of_2(key_dim), 16),
+        }  # fmt: skip
+
+    def run(self, context: StateContext) -> Tensor:
+        """Return the outputs [T, Hv, Dv], and store the states."""
+        num_decodes = len(context.rows) if context.only_decodes else context.num_decodes
+        out = self.inputs.new_empty(len(self.inputs), *self.states.updates.shape[2:])
+        if num_decodes:
+            self._decode(context, num_decodes, out)
+        if num_decodes < len(context.rows):
+            self._scan(context, num_decodes, out)
+        return out
+
+    def _decode(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
+        c, s, sizes = context, self.states, self.sizes
+        block_v = max(DECODE_STATE // sizes["BLOCK_K"], 16)
+        block_v = min(block_v, max(next_power_of_2(sizes["DV"]), 16))
+        decode_kernel[(sizes["NUM_VALUES"], cdiv(sizes["DV"], block_v), num_decodes)](
+            self.inputs, self.gates, self.rate, self.bias, self.rate if self.skip is None else self.skip,
+            s.before, s.keys, s.updates, s.decays, out,
+            c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), *self.limits,
+            self.inputs.stride(0), self.gates.stride(0), c.block_tables.stride(0),
+            **sizes, SIZE=c.block_size, BLOCK_T=max(next_power_of_2(c.block_size), 16), BLOCK_V=block_v,
+            num_warps=DECODE_WARPS,
+        )  # fmt: skip
+
+    def _scan(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
+        c, s, sizes, x = context, self.states, self.sizes, self.inputs
+        num_heads, size, num_chunks = sizes["NUM_VALUES"], c.block_size, cdiv(len(x), CHUNK)
+        precision, exact = PRECISIONS[x.dtype]
+        operand = torch.bfloat16 if precision == "bf16" else torch.float32
+        scalars = x.new_empty(4, num_heads, num_chunks * CHUNK, dtype=torch.float32)
+        seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=operand)
+        is_delta = self.skip is None
+        similar = torch.empty_like(seen, dtype=torch.float32) if is_delta else scalars
+        inverse = torch.empty_like(seen) if is_delta else seen
+        prepare_kernel[(num_chunks, num_heads)](
+            x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
+            num_chunks * CHUNK, scalars, seen, similar, *self.limits, x.stride(0), self.gates.stride(0),
+            **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=4,
+        )  # fmt: skip
+        if is_delta:
+            solve_kernel[(num_chunks, num_heads)](
+                similar, scalars, inverse, num_chunks * CHUNK, NUM_VALUES=num_heads, CHUNK=CHUNK, EXACT=exact,
+                num_warps=1,
+            )  # fmt: skip
+        block_v, blocks = min(max(next_power_of_2(sizes["DV"]), 16), BLOCK_V), cdiv(CHUNK, size) + 1
+        scan_kernel[(num_heads, cdiv(sizes["DV"], block_v), len(c.rows) - num_decodes)](
+            x, self.rate if self.skip is None else self.skip, scalars, seen, inverse,
+            s.before, s.keys, s.updates, s.decays, out, c.block_tables, c.rows, c.query_start, c.context_lens,
+            len(c.block_tables), num_decodes, num_chunks * CHUNK, x.stride(0), c.block_tables.stride(0),
+            **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK, BLOCKS=blocks,
+            ENTRIES=next_power_of_2(blocks), PRECISION=precision, EXACT=exact, num_warps=4, num_stages=2,
+        )  # fmt: skip
+
+
+def delta_rule(
+    qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
+) -> Tensor:
+    """See `kernels.reference.delta_rule`."""
+    return _Layer(qkv, gates, rate, bias, None, (0.0, math.inf), states).run(context)
+
+
+def mamba2(
+    xbc: Tensor,
+    steps: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    limits: tuple[float, float],
+    states: DeltaStates,
+    context: StateContext,
+) -> Tensor:
+    """See `kernels.reference.mamba2`."""
+    return _Layer(xbc, steps, rate, bias, skip, limits, states).run(context)

@@ -1,0 +1,73 @@
+"""State-space layers in Triton's interpreter, against the reference and against whole sequences in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import mamba2 as cpu
+from kernels.data.state import DeltaStates
+from tests.oracles.recurrent import Heads, whole_mamba2
+from tests.oracles.state_steps import StateSteps
+
+scans: Any = pytest.importorskip("kernels.triton.scans")
+grouped_norm: Any = pytest.importorskip("kernels.triton.grouped_norm")
+LENGTHS = [1, 5, 16, 17, 50, 133]
+
+
+@pytest.mark.parametrize("module", [reference, cpu, scans], ids=["reference", "cpu", "triton"])
+@pytest.mark.parametrize(
+    ("block_size", "only_decodes", "heads", "dtype"),
+    [
+        (16, False, (2, 4, 16, 16), torch.float32),
+        (16, True, (1, 3, 32, 48), torch.float32),
+        (4, False, (2, 2, 24, 16), torch.float32),
+        (32, False, (1, 2, 16, 32), torch.bfloat16),
+        (128, False, (1, 1, 16, 16), torch.float32),
+    ],
+    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16", "blocks of 128"],
+)
+def test_chunks_give_what_tokens_give_one_by_one(
+    module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
+) -> None:
+    num_groups, num_heads, state_dim, head_dim = heads
+    torch.manual_seed(block_size)
+    lengths = [3, 17, 20] if only_decodes else LENGTHS
+    steps = StateSteps(block_size, lengths, block_size, only_decodes=only_decodes)
+    xbc = torch.randn(sum(lengths), num_heads * head_dim + 2 * num_groups * state_dim).to(dtype)
+    given = torch.randn(sum(lengths), num_heads).to(dtype)
+    of_heads = torch.rand(num_heads) / 2, torch.randn(num_heads), torch.randn(num_heads)
+    limits = (0.1, 1.5)
+    expected = whole_mamba2(xbc, given, of_heads, limits, lengths, heads)
+
+    def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((steps.num_blocks, *shape), torch.nan, dtype=dtype)
+
+    states = DeltaStates(
+        unwritten(num_heads, state_dim, head_dim),
+        unwritten(block_size, num_groups, state_dim, dtype=dtype),
+        unwritten(block_size, num_heads, head_dim),
+        unwritten(block_size, num_heads),
+    )
+    tolerance = 5e-5 if dtype == torch.float32 else 0.05
+    for indices, context in steps.steps():
+        real = indices >= 0
+        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (xbc, given))
+        out = module.mamba2(part, own, *of_heads, limits, states, context)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("module", [cpu, grouped_norm], ids=["cpu", "triton"])
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_grouped_rms_norm(module: Any, gate_first: bool) -> None:
+    torch.manual_seed(0)
+    x, both, weight = torch.randn(5, 72), torch.randn(5, 100), torch.randn(72)
+    args = x, both[:, 28:], weight, 1e-5, 3, gate_first
+    wide = [each.double() if isinstance(each, Tensor) else each for each in args]
+    expected = reference.grouped_rms_norm(*wide).float()  # type: ignore[arg-type]
+    torch.testing.assert_close(module.grouped_rms_norm(*args), expected, atol=1e-5, rtol=1e-5)
