@@ -17,7 +17,7 @@ from kernels.triton.scan_decode import decode_kernel
 CHUNK = 64
 BLOCK_V = 32  # value channels of a program that scans
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
-DECODE_WARPS = 4
+DECODE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 # Of operands of tensor cores, by the dtype of activations: of most products, and of those within a block's equations.
 PRECISIONS = {torch.bfloat16: ("bf16", "tf32x3"), torch.float16: ("tf32", "tf32x3"), torch.float32: ("ieee", "ieee")}
 
@@ -99,7 +99,8 @@ class _Layer:
             s.before, s.keys, s.updates, s.decays, out, c.block_tables, c.rows, c.query_start, c.context_lens,
             len(c.block_tables), num_decodes, num_chunks * CHUNK, x.stride(0), c.block_tables.stride(0),
             **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK, BLOCKS=blocks,
-            ENTRIES=next_power_of_2(blocks), PRECISION=precision, EXACT=exact, num_warps=4, num_stages=2,
+            ENTRIES=next_power_of_2(blocks), PRECISION=precision, EXACT=exact, num_warps=SCAN_WARPS,
+            num_stages=SCAN_STAGES,
         )  # fmt: skip
 
 
