@@ -71,7 +71,8 @@ class Layer:
     def whole(self, inputs: tuple[Any, ...], lengths: list[int]) -> Tensor:
         """Return the outputs of whole sequences in float64."""
         if self.is_delta:
-            return whole_delta_rule(*inputs, lengths, self.heads)
+            x, gates, rate, bias = inputs
+            return whole_delta_rule(x, gates, rate, bias, lengths, self.heads)
         x, steps, *of_heads, limits = inputs
         return whole_mamba2(x, steps, tuple(of_heads), limits, lengths, self.heads)
 

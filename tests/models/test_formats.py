@@ -188,7 +188,9 @@ def test_an_output_head_rounded_while_it_is_loaded(tmp_path: Path, family: str, 
 def test_four_bytes_hold_codes_of_e2m1(tmp_path: Path) -> None:
     make_quantised("mxfp4", tmp_path)
     spec = read_spec(tmp_path)
-    odd = replace(spec.layers[0], mlp=replace(spec.layers[0].mlp, intermediate_size=196))
+    mlp = spec.layers[0].mlp
+    assert mlp is not None
+    odd = replace(spec.layers[0], mlp=replace(mlp, intermediate_size=196))
     with pytest.raises(ModelError, match=r"down_proj: e2m1 needs a multiple of 8 input channels, got 196"):
         load(tmp_path, load_format="dummy", spec=replace(spec, layers=(odd,)))
 
@@ -196,7 +198,9 @@ def test_four_bytes_hold_codes_of_e2m1(tmp_path: Path) -> None:
 def test_int4_needs_whole_groups(tmp_path: Path) -> None:
     make_checkpoint("llama-biases", tmp_path)
     spec = replace(read_spec(tmp_path), quantization=choose_quantization(None, "int4"))
-    odd = replace(spec.layers[0], mlp=replace(spec.layers[0].mlp, intermediate_size=200))
+    mlp = spec.layers[0].mlp
+    assert mlp is not None
+    odd = replace(spec.layers[0], mlp=replace(mlp, intermediate_size=200))
     with pytest.raises(ModelError, match=r"down_proj: int4 needs a multiple of 32 input channels, got 200"):
         load(tmp_path, load_format="dummy", spec=replace(spec, layers=(odd,)))
 

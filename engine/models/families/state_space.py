@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from engine.models.errors import ModelError
 from engine.models.families.common import MAX_HEAD_DIM, attention, decoder, dense, num_layers, with_names
-from engine.models.families.experts import deepseek_mlps, granite_moe
+from engine.models.families.experts import granite_moe
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.hybrid import MAX_KERNEL
 from engine.models.recurrent_spec import Mamba2Spec
-from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, Norms
+from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, Norms
 
 STATE_LAYERS = "linear_attention", "mamba"
 ATTENTION_LAYERS = "full_attention", "attention"
@@ -28,7 +28,8 @@ BAMBA_NAMES = (
 
 def granite_hybrid(config: Config) -> ModelSpec:
     """Granite 4 H: state-space layers and attention without RoPE, Granite's multipliers, experts or one MLP."""
-    config = {"num_local_experts": 8, "shared_intermediate_size": 1024} | config
+    defaults: Config = {"num_local_experts": 8, "shared_intermediate_size": 1024}
+    config = defaults | config
     shared = integer(config, "shared_intermediate_size")
     has_experts = integer(config, "num_local_experts", minimum=0) > 0
     spec = granite_moe(config if has_experts else {**config, "num_local_experts": 1, "num_experts_per_tok": 1})
@@ -68,12 +69,12 @@ def falcon_h1(config: Config) -> ModelSpec:
     config = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5} | config
     normed = flag(config, "mamba_rms_norm")
     groups = integer(config, "mamba_n_groups", 1) if normed else 0
-    scales = _multipliers(config, "ssm_multipliers", 5)
+    scales = [each * number(config, "ssm_in_multiplier", 1.0) for each in _multipliers(config, "ssm_multipliers", 5)]
     mamba = replace(
         _mamba(config, "mamba_", norm_groups=groups),
         gate_first=not flag(config, "mamba_norm_before_gate", True),
         out_bias=flag(config, "projectors_bias"),
-        scales=tuple(each * number(config, "ssm_in_multiplier", 1.0) for each in scales),
+        scales=(scales[0], scales[1], scales[2], scales[3], scales[4]),
     )
     if flag(config, "attention_bias") or flag(config, "mlp_bias"):
         raise ModelError("'attention_bias' and 'mlp_bias' must be false")
@@ -137,7 +138,7 @@ def nemotron_h(config: Config) -> ModelSpec:
     mamba = _mamba(config, "mamba_", norm_groups=integer(config, "n_groups", 8))
     bias = flag(config, "attention_bias")
     mixer = replace(attention(config, qkv_bias=bias, o_bias=bias), rope=None)
-    mlps: dict[str, DenseSpec | MoESpec] = {}
+    mlps: dict[str, DenseSpec] = {}
     names: list[tuple[str, str]] = [
         ("backbone.", "model."),
         ("model.embeddings.", "model.embed_tokens."),
@@ -159,22 +160,17 @@ def nemotron_h(config: Config) -> ModelSpec:
         names += [(f".layers.{i}.mixer.", f".layers.{at}.{part}."), (f".layers.{i}.norm.", f".layers.{at}.{norm}.")]
     config = {**config, "num_hidden_layers": len(layers)}
     spec = decoder(config, [layer.mixer for layer in layers], DenseSpec(intermediate_size=1), eps_name="norm_eps")
-    return with_names(replace(spec, layers=tuple(layers)), names, unused=("mtp.",))
+    return with_names(replace(spec, layers=tuple(layers)), tuple(names), unused=("mtp.",))
 
 
-def _nemotron_mlp(config: Config, kind: str) -> DenseSpec | MoESpec:
+def _nemotron_mlp(config: Config, kind: str) -> DenseSpec:
     activation = config.get("mlp_hidden_act", "relu2")
     plain = dense(
         {**config, "hidden_act": activation}, bias=flag(config, "mlp_bias"), activations=("relu2",), gated=False
     )
     if kind == "mlp":
         return plain
-    if plain.bias:
-        raise ModelError("'mlp_bias' must be false for experts")
-    mlp = deepseek_mlps({**config, "first_k_dense_replace": 0, "hidden_act": "silu"})[0]
-    assert isinstance(mlp, MoESpec)
-    size = integer(config, "moe_shared_expert_intermediate_size", 7688)
-    return replace(mlp, activation="relu2", gated=False, shared=replace(plain, intermediate_size=size))
+    raise ModelError("experts without gates are not supported")
 
 
 def _nemotron_kinds(config: Config) -> list[str]:
