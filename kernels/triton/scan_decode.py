@@ -22,7 +22,7 @@ def softplus(x):
 def offsets(
     head, NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DELTA: tl.constexpr
 ):  # fmt: skip
-    """Return the places of a head's query, key and value in a token's inputs."""
+    """Return the first indices of a head's query, key and value in a token's inputs."""
     key_head = head // (NUM_VALUES // NUM_KEYS)
     if DELTA:
         return key_head * DK, (NUM_KEYS + key_head) * DK, 2 * NUM_KEYS * DK + head * DV
