@@ -74,7 +74,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
         "kernels.cpu.recurrent": ("causal_conv", "delta_rule", "gated_rms_norm", "short_conv"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
-        "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step"),
+        "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step", "store_tokens"),
     },
     "cuda": {
         "kernels.triton.activation": ("gate_and_mul",),
@@ -195,6 +195,7 @@ paged_attention_decode = _dispatched(reference.paged_attention_decode)
 paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
 embedding = _dispatched(reference.embedding)
 greedy_sample = _dispatched(reference.greedy_sample)
+store_tokens = _dispatched(reference.store_tokens)
 absorb_and_store = _dispatched(reference.absorb_and_store)
 rotate_and_store = _dispatched(reference.rotate_and_store)
 latent_attention_decode = _dispatched(reference.latent_attention_decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,20 @@ from engine.worker.input_batch import PackedStep
 from engine.worker.parallel.step_threads import StepThreads
 from engine.worker.sampling.sampler import Sampler
 
+Outcome = tuple[Tensor, Tensor | None]  # logits [T, V]; tokens [T] int64
 MAX_TOKENS = 16  # with more, the operations themselves take longer than Python
 
 
+class Size(NamedTuple):
+    """What a captured step computes, beside the logits of all its tokens."""
+
+    num_seqs: int
+    num_tokens: int  # more with drafts
+    samples: bool  # every sequence its likeliest token; else another part of the step samples
+
+
 class CapturedSteps:
-    """Captures the logits of a decode step, with or without drafts, for each size at its first use. A size is the
-    number of sequences and of tokens.
+    """Captures a decode step, with or without drafts, for each size at its first use.
 
     Owns the buffer from which steps read their packed input. A model is not captured if PyTorch computes a part of it.
     With a captured model, PyTorch computes only sampling and gets one thread: more would spin beside the kernels'.
@@ -28,8 +37,8 @@ class CapturedSteps:
 
     def __init__(self, work: DecodeStep, sampler: Sampler, buffer: Tensor) -> None:
         self._work, self._sampler, self._buffer = work, sampler, buffer
-        self._captured: dict[tuple[int, int], tuple[Tensor, Callable[[], None] | None]] = {}
-        self._threads: dict[tuple[int, int], StepThreads] = {}  # for steps that are not captured
+        self._captured: dict[Size, tuple[Outcome, Callable[[], None] | None]] = {}
+        self._threads: dict[Size, StepThreads] = {}  # for steps that are not captured
 
     @property
     def max_words(self) -> int:
@@ -41,21 +50,26 @@ class CapturedSteps:
         return Padding() if fits else None
 
     def run(self, step: StepRequest, packed: PackedStep) -> Computed:
-        """Compute the logits of a step. The next step of this size overwrites them."""
+        """Compute a step. The next step of this size overwrites its logits and tokens."""
         self._buffer[: len(packed.packed)] = packed.packed
-        size = packed.num_seqs, packed.num_tokens
-        return Computed(logits=WholeLogits(self._logits(size), self._sampler))
+        samples = packed.members.greedy and not packed.members.samples.has_drafts
+        logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, samples))
+        return Computed(logits=WholeLogits(logits, self._sampler), tokens=tokens)
 
-    def _logits(self, size: tuple[int, int]) -> Tensor:
-        work = partial(self._work.logits, self._buffer, *size)
+    def _outcome(self, size: Size) -> Outcome:
+        work = partial(self._compute, size)
         if (captured := self._captured.get(size)) is not None:
-            logits, replay = captured
+            outcome, replay = captured
             if replay is None:
                 return self._threads[size].run(work)
             replay()
-            return logits
-        self._captured[size] = logits, replay = kernels.record(work)
-        num_threads = kernels.num_threads(logits.device)
+            return outcome
+        self._captured[size] = outcome, replay = kernels.record(work)
+        num_threads = kernels.num_threads(self._buffer.device)
         torch.set_num_threads(num_threads if replay is None else 1)
         self._threads[size] = StepThreads(num_threads)
-        return logits
+        return outcome
+
+    def _compute(self, size: Size) -> Outcome:
+        logits = self._work.logits(self._buffer, size.num_seqs, size.num_tokens)
+        return logits, self._sampler.sample_unfiltered(logits, greedy=True) if size.samples else None

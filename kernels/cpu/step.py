@@ -64,6 +64,18 @@ class _GreedySample(ctypes.Structure):
     )
 
 
+class _TokenStore(ctypes.Structure):
+    """`TokenStore` in step.cpp."""
+
+    _fields_ = (
+        ("newest", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+    )
+
+
 def prepare_step(
     packed: Tensor,
     segment: int,
@@ -115,6 +127,20 @@ def greedy_sample(logits: Tensor) -> Tensor:
     )  # fmt: skip
     native.call("quire_greedy_sample", struct, (logits, out))
     return out
+
+
+def store_tokens(newest: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """See `kernels.reference.store_tokens`."""
+    native = library()
+    if native is None:
+        reference.store_tokens(newest, rows, tokens)
+        return
+    assert newest.dtype == rows.dtype == tokens.dtype == torch.int64
+    assert rows.is_contiguous()
+    assert tokens.is_contiguous()
+    assert len(rows) == len(tokens)
+    struct = _TokenStore(newest.data_ptr(), newest.stride(0), rows.data_ptr(), tokens.data_ptr(), len(rows))
+    native.call("quire_store_tokens", struct, (newest, rows, tokens))
 
 
 class _Watch(TorchDispatchMode):

@@ -58,6 +58,7 @@ from kernels.reference.sampling import (
     random_bits,
     sample,
     sampling_thresholds,
+    store_tokens,
     token_logprobs,
 )
 from kernels.reference.step import embedding, plan_decode, prepare_step
@@ -126,6 +127,7 @@ __all__ = [
     "sigmoid",
     "silu_and_mul",
     "store_kv",
+    "store_tokens",
     "to_e4m3",
     "token_logprobs",
     "widen_pages",

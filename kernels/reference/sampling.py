@@ -235,6 +235,11 @@ def greedy_sample(logits: Tensor) -> Tensor:
     return mark_faults(token_ids, highest)
 
 
+def store_tokens(newest: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Set `newest` [R] int64 at `rows` [n] int64 to `tokens` [n] int64."""
+    newest.scatter_(0, rows, tokens)
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 

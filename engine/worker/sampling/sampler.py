@@ -200,7 +200,7 @@ class Sampler:
 
         Rows with drafts get one of their tokens; `InputBatch.rewind` sets these to the newest before the next step.
         """
-        self._batch.state.last_token.scatter_(0, rows, tokens)
+        kernels.store_tokens(self._batch.state.last_token, rows, tokens)
 
     def _sample_group(self, group: Group, masks: Tensor | None, logits: Tensor, tokens: Tensor) -> None:
         lengths, params = self._step.samples.next_position.index_select(0, group.at), group.kernel_params

@@ -113,6 +113,16 @@ extern "C" void quire_greedy_sample(const GreedySample* a) {
     });
 }
 
+struct TokenStore {
+    int64_t *newest, stride;  // elements from a row to the next
+    const int64_t *rows, *tokens;
+    int64_t n;
+};
+
+extern "C" void quire_store_tokens(const TokenStore* a) {
+    for (int64_t i = 0; i < a->n; ++i) a->newest[a->rows[i] * a->stride] = a->tokens[i];
+}
+
 struct Call {
     void (*function)(const void*);
     const void* arguments;

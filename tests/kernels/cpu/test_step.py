@@ -33,6 +33,14 @@ def test_greedy_sample(backend: str, dtype: torch.dtype, vocab_size: int) -> Non
     assert torch.equal(step.greedy_sample(logits), reference.greedy_sample(logits))
 
 
+def test_tokens_are_stored_in_their_rows(backend: str) -> None:
+    records, rows, tokens = torch.arange(40).view(10, 4), torch.tensor([7, 0, 3]), torch.tensor([-5, 11, 12])
+    want = records.clone()
+    want[rows, 1] = tokens
+    step.store_tokens(records[:, 1], rows, tokens)
+    assert torch.equal(records, want)
+
+
 def test_recorded_work_is_done_again_in_the_same_memory(backend: str) -> None:
     table, ids, weight = torch.randn(9, 32), torch.tensor([1, 2]), matmul.pack_weight(torch.randn(48, 32))
     with unwritten_is_unknown():  # to fill what is empty would be computing
