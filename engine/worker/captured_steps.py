@@ -21,7 +21,7 @@ MAX_TOKENS = 16  # with more, the operations themselves take longer than Python
 
 
 class Size(NamedTuple):
-    """What a captured step computes, beside the logits of all its tokens."""
+    """The parts of a captured step, beside the logits of all its tokens."""
 
     num_seqs: int
     num_tokens: int  # more with drafts

@@ -36,7 +36,7 @@ COMMON = {
         "x86-64-v4+avx512vnni",
         "x86-64-v4+avx512vnni+avx512bf16",
     ),
-    "aarch64": ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16"),
+    "aarch64": ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16+i8mm"),
 }
 COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
 OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")

@@ -23,7 +23,7 @@ ADDITIONS = {
     "x86-64-v3": {"avxvnni": "avx_vnni"},
     "x86-64-v2": {},
     "x86-64": {},
-    "aarch64": {"dotprod": "asimddp", "bf16": "bf16"},
+    "aarch64": {"dotprod": "asimddp", "bf16": "bf16", "i8mm": "i8mm"},
 }
 
 UNCHECKED = {"amx"}  # additions that have not run on a CPU yet: only `QUIRE_CPU_ISA` chooses them

@@ -4,7 +4,7 @@
 //                 vector   tile    products of bfloat16     products of codes
 //   AVX-512        64 B    6 x 4   BF16, else in float32    VNNI, else pairs in 16 bits; AMX beside them: see amx.h
 //   AVX2 and FMA   32 B    6 x 2   in float32               AVX-VNNI, else pairs in 16 bits
-//   NEON           16 B    6 x 4   BF16, else in float32    DotProd, else pairs in 16 bits
+//   NEON           16 B    6 x 4   BF16, else in float32    DotProd, else pairs in 16 bits; I8MM for several tokens
 //   any other      16 B    6 x 2   in float32               in 32 bits
 #pragma once
 
@@ -28,6 +28,12 @@ constexpr int VECTOR = 64, REGISTERS = 32, WIDE = 4;
 constexpr int VECTOR = 32, REGISTERS = 16, WIDE = 2;
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define QUIRE_NEON
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define QUIRE_I8MM
+#endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define QUIRE_BFMM
+#endif
 constexpr int VECTOR = 16, REGISTERS = 32, WIDE = 4;
 #else
 constexpr int VECTOR = 16, REGISTERS = 16, WIDE = 2;
@@ -83,11 +89,9 @@ constexpr bool DOTS_BF16 = true;
 inline Floats dot(Floats acc, Words w, uint32_t x) {
     return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(x)));
 }
-#elif defined(QUIRE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-constexpr bool DOTS_BF16 = true;
-inline Floats dot(Floats acc, Words w, uint32_t x) {
-    return (Floats)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)w, (bfloat16x8_t)all(x));
-}
+#elif defined(QUIRE_BFMM)
+constexpr bool DOTS_BF16 = true;  // by `dot` in arm_matrices.h
+inline Floats dot(Floats acc, Words, uint32_t) { return acc; }
 #else
 constexpr bool DOTS_BF16 = false;  // products take x in float32, and widen W in registers
 inline Floats dot(Floats acc, Words, uint32_t) { return acc; }

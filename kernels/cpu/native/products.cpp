@@ -13,6 +13,9 @@
 #ifdef QUIRE_AMX
 #include "amx.h"
 #endif
+#ifdef QUIRE_NEON
+#include "arm_matrices.h"
+#endif
 
 Pool pool;
 
@@ -146,6 +149,51 @@ __attribute__((always_inline)) inline void dot_nibbles(const char*& at, const ch
 }
 #endif
 
+#ifdef QUIRE_BFMM
+template <int M> inline void dot_matrices(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
+    constexpr int PAIRS = (M + 1) / 2;  // of tokens; one without another counts twice
+    Floats sum[PAIRS][WIDE][2] = {};
+    const int64_t lines = w.channels / 2;
+    for (int64_t k = 0; k < lines; k += 2, at += 2 * LINE) {
+        Words low[WIDE], high[WIDE] = {};
+        Bytes y[PAIRS];
+        load_line(at, low);
+        if (k + 1 < lines) load_line(at + LINE, high);
+        ask_for<M>(at + next, 2 * LINE);
+        each<PAIRS>([&](auto p) {
+            const char *one = x[2 * p] + k * 4, *other = x[2 * p + 1 < M ? 2 * p + 1 : 2 * p] + k * 4;
+            if (k + 1 < lines) y[p] = arm::two_tokens(one, other);
+            else y[p] = (Bytes)Words{word(one), 0, word(other), 0};
+        });
+        each<WIDE>([&](auto n) {
+            const Words first = arm::first_rows(low[n], high[n]), last = arm::last_rows(low[n], high[n]);
+            each<PAIRS>([&](auto p) { sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last); });
+        });
+    }
+    each<M>([&](auto m) { each<WIDE>([&](auto n) { acc[m][n] = arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); }); });
+}
+#endif
+
+#ifdef QUIRE_I8MM
+// Adds the products of a group's codes, from line `k` up to `end`.
+template <Kind KIND, int M>
+inline void dot_code_matrices(const char*& at, const char* const* x, int64_t& k, int64_t end, Ints (&part)[M][WIDE]) {
+    constexpr int PAIRS = (M + 1) / 2, LINES = KIND == INT4 ? 1 : 2;  // of eight channels
+    Ints sum[PAIRS][WIDE][2] = {};
+    for (; k < end; k += LINES, at += LINES * LINE) {
+        Bytes low[WIDE], high[WIDE], y[PAIRS];
+        if constexpr (KIND == INT4) load_nibbles(at, low, high);
+        else load_line(at, low), load_line(at + LINE, high);
+        each<PAIRS>([&](auto p) { y[p] = arm::two_tokens(x[2 * p] + k * 8 / LINES, x[2 * p + 1 < M ? 2 * p + 1 : 2 * p] + k * 8 / LINES); });
+        each<WIDE>([&](auto n) {
+            const Bytes first = arm::first_rows(low[n], high[n]), last = arm::last_rows(low[n], high[n]);
+            each<PAIRS>([&](auto p) { sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last); });
+        });
+    }
+    each<M>([&](auto m) { each<WIDE>([&](auto n) { part[m][n] += arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); }); });
+}
+#endif
+
 // Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
 template <class SCALES, int M>
 __attribute__((always_inline)) inline void add_group(const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
@@ -187,7 +235,11 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
             Ints start = all(-OFFSET[KIND] * x_sum[m * groups + g]);
             each<WIDE>([&](auto n) { part[m][n] = start; });
         });
-        for (const int64_t end = k + lines; k < end;) {
+        const int64_t end = k + lines;
+#ifdef QUIRE_I8MM
+        if constexpr (M > 1) dot_code_matrices<KIND, M>(at, x, k, end, part);
+#endif
+        while (k < end) {
             if constexpr (KIND == INT8) {
                 Bytes v[WIDE];
                 load_line(at, v);
@@ -215,6 +267,9 @@ void multiply(const Weight& w, const Rows& rows, int tile, int token, int64_t ne
     Sums<M> acc = {};
     if constexpr (KIND == FLOAT32) dot_floats<float, M>(w, at, next, x, acc);
     else if constexpr (KIND == BFLOAT16 && BF16_CHANNELS == 1) dot_floats<bf16, M>(w, at, next, x, acc);
+#ifdef QUIRE_BFMM
+    else if constexpr (KIND == BFLOAT16) dot_matrices<M>(w, at, next, x, acc);
+#endif
     else if constexpr (KIND == BFLOAT16) dot_pairs<M>(w, at, next, x, acc);
     else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
     each<WIDE>([&](auto n) {

@@ -208,6 +208,10 @@ ZEN_3 = "flags\t\t: fpu avx avx2 bmi1 bmi2 cx16 f16c fma movbe popcnt sse4_1 sse
             "aarch64", "Features\t: fp asimd asimddp bf16\n", "aarch64+dotprod+bf16",
             ["-march=armv8.2-a+dotprod+bf16"],
         ),
+        (
+            "aarch64", "Features\t: fp asimd asimddp i8mm bf16\n", "aarch64+dotprod+bf16+i8mm",
+            ["-march=armv8.2-a+dotprod+bf16+i8mm"],
+        ),
         ("riscv64", "isa\t: rv64gc\n", "riscv64", ["-march=native"]),
     ],
 )  # fmt: skip

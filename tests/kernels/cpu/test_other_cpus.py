@@ -13,7 +13,7 @@ from kernels.cpu import build
 from kernels.cpu.instruction_set import compiler_options, missing_features
 
 SOURCE = Path(__file__).with_name("other_cpus.cpp")
-ARM = ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16")
+ARM = ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16", "aarch64+dotprod+bf16+i8mm")
 BESIDE_AMX = "x86-64-v4+avx512vnni+avx512bf16"
 X86 = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v3+avxvnni", "x86-64-v4", BESIDE_AMX)
 AMX_IN_SOFTWARE = [f"-D__AMX_{part}__" for part in ("TILE", "INT8", "BF16")]
