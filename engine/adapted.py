@@ -43,8 +43,12 @@ class AdaptedRequests:
     adapter wait behind the other one. So no adapter waits for ever, however many requests another one gets.
     """
 
-    def __init__(self, runner: Runner, num_slots: int, max_loaded: int, queue: Callable[[Request], None]) -> None:
-        """`max_loaded`: adapters in host memory. `queue`: queues a request whose adapter is in a slot."""
+    def __init__(
+        self, runner: Callable[[], Runner], num_slots: int, max_loaded: int, queue: Callable[[Request], None]
+    ) -> None:
+        """`runner`: returns the runner with the slots. `num_slots`: 0: adapters are not served. `max_loaded`: adapters
+        in host memory. `queue`: queues a request whose adapter is in a slot.
+        """
         self._runner, self._queue, self._max_loaded = runner, queue, max(max_loaded, num_slots)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._used: OrderedDict[str, None] = OrderedDict()  # versions of adapters in slots, least recently used first
@@ -52,6 +56,16 @@ class AdaptedRequests:
         self._loaded: OrderedDict[str, tuple[Adapter, Future[Any]]] = OrderedDict()
         self._held: dict[str, _Held] = {}  # by version, in order of the oldest request
         self._adapter_of: dict[str, str] = {}  # request id → version, of all unfinished requests
+
+    def forget_adapters(self) -> None:
+        """The runner and its adapters are gone; no request is unfinished."""
+        self._slots = [_Slot() for _ in self._slots]
+        self._used.clear()
+        self._loaded.clear()
+
+    def _check_served(self) -> None:
+        if not self._slots:
+            raise ValueError("adapters are not served: start the engine with enable_lora")
 
     @property
     def num_held(self) -> int:
@@ -63,6 +77,23 @@ class AdaptedRequests:
         running = [slot.adapter.name for slot in self._slots if slot.adapter is not None and slot.users]
         return sorted(running), sorted(held.adapter.name for held in self._held.values())
 
+    def usable(self, adapter: Adapter) -> Future[str]:
+        """Begin to read an adapter into host memory. The result says why it cannot be used; empty: it can.
+        Raises `ValueError` if adapters are not served.
+        """
+        self._check_served()
+        reason: Future[str] = Future()
+
+        def done(ready: Future[Any]) -> None:
+            error = ready.exception()
+            if error is None or isinstance(error, ModelError):
+                reason.set_result("" if error is None else str(error))
+            else:
+                reason.set_exception(error)
+
+        self.load(adapter).add_done_callback(done)
+        return reason
+
     def load(self, adapter: Adapter) -> Future[Any]:
         """Begin to read an adapter into host memory, if it is not there. The result is a `ModelError` if it is bad."""
         version = adapter.version
@@ -72,7 +103,7 @@ class AdaptedRequests:
             found = None
         if found is None:
             self._make_room()
-            found = self._loaded[version] = adapter, self._runner.load_adapter(adapter)
+            found = self._loaded[version] = adapter, self._runner().load_adapter(adapter)
         self._loaded.move_to_end(version)
         return found[1]
 
@@ -88,14 +119,15 @@ class AdaptedRequests:
 
     def _forget(self, version: str) -> None:
         adapter, _ = self._loaded.pop(version)
-        self._runner.drop_adapter(adapter)
+        self._runner().drop_adapter(adapter)
 
     def holds(self, request_id: str) -> bool:
         version = self._adapter_of.get(request_id)
         return version in self._held and request_id in self._held[version].requests
 
     def add(self, request: Request) -> None:
-        """Hold a request until its adapter is in a slot."""
+        """Hold a request until its adapter is in a slot. Raises `ValueError` if adapters are not served."""
+        self._check_served()
         adapter = request.engine_request.adapter
         assert adapter is not None
         self._adapter_of[request.request_id] = adapter.version
@@ -192,7 +224,7 @@ class AdaptedRequests:
         if slot.adapter is not None:
             del self._used[slot.adapter.version]
         slot.adapter, slot.is_leaving = None, False
-        self._runner.place_adapter(adapter, self._slots.index(slot))
+        self._runner().place_adapter(adapter, self._slots.index(slot))
         slot.adapter = adapter
         self._used[adapter.version] = None
 

@@ -26,10 +26,14 @@ class GuidedRequests:
         """Requests whose grammars are not compiled yet."""
         return self.grammars.num_held
 
-    def add(self, request: Request) -> None:
-        """Hold a request until its grammar is compiled. Raises `ValueError` as `Scheduler.check_new` does."""
+    def queue(self, request: Request) -> None:
+        """Queue a request, once its grammar, if it has one, is compiled. Raises `ValueError` as `Scheduler.check_new`
+        does.
+        """
         structured, sender = request.sampling.structured_outputs, request.engine_request.tenant
-        assert structured is not None
+        if structured is None:
+            self._recovery.queue(request)
+            return
         assert structured.compiled is not None, "the input processor checks grammars"
         self._scheduler.check_new(request)
         self.grammars.add(request.request_id, structured.compiled, request, sender)

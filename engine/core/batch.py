@@ -198,6 +198,12 @@ class StepOutputs:
             yield EngineOutput(request_id, token_ids)
         yield from self.outputs
 
+    def put_before(self, earlier: StepOutputs) -> None:
+        """Put a step's outputs before these, which have no columns."""
+        assert not self.request_ids
+        self.request_ids, self.token_ids, self.counts = earlier.request_ids, earlier.token_ids, earlier.counts
+        self.outputs = earlier.outputs + self.outputs
+
     def runs(self) -> Iterator[tuple[str, list[int]]]:
         """Yield each request of the columns with its new tokens."""
         end = 0

@@ -26,7 +26,7 @@ class Books:
         self.loaded: set[str] = set()
         self.running: dict[str, str] = {}  # request → version of its adapter
         self.num_placed, self.max_loaded, self.most_loaded = 0, max_loaded, 0
-        self.adapted = AdaptedRequests(self, num_slots, max_loaded, self.queue)  # type: ignore[arg-type]
+        self.adapted = AdaptedRequests(lambda: self, num_slots, max_loaded, self.queue)  # type: ignore[arg-type, return-value]
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         assert adapter.version not in self.loaded | self.reading.keys()
