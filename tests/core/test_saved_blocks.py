@@ -51,6 +51,11 @@ def test_the_coldest_give_way_but_not_what_the_sweep_has_come_by() -> None:
     assert list(SavedBlocks(0).sweep(blocks(1))) == []
 
 
+def test_slots_that_are_empty_cost_nothing() -> None:
+    saved = SavedBlocks(10**15, [(name(1), 1, 5)])
+    assert [(save.block_id, save.slot) for save in sweep(saved, blocks(3, 1, 2, 4))] == [(13, 0), (12, 2), (14, 3)]
+
+
 def test_after_a_sweep_the_hottest_are_saved_each_in_a_slot_of_its_own() -> None:
     for seed in range(200):
         rng = Random(seed)

@@ -24,14 +24,15 @@ class SavedBlocks:
     """Tracks the file's content: the hottest blocks and, while there are slots, blocks that the pool has evicted."""
 
     def __init__(self, num_slots: int, saved: Iterable[tuple[Name, int, int]] = ()) -> None:
-        """`saved`: name, slot and heat of each block in the file."""
-        self._names: list[Name | None] = [None] * num_slots
-        self._heats = [0] * num_slots
+        """`saved`: name, slot and heat of each block in the file. Memory and time grow with these, not with slots."""
+        self._num_slots = num_slots
+        self._names: dict[int, Name] = {}
+        self._heats: dict[int, int] = {}
         self._slots: dict[Name, int] = {}
         for name, slot, heat in saved:
             self._names[slot], self._heats[slot], self._slots[name] = name, heat, slot
-        self._free = [slot for slot in reversed(range(num_slots)) if self._names[slot] is None]
-        self._hottest = max(self._heats, default=0)
+        self._free = (slot for slot in range(num_slots) if slot not in self._names)
+        self._hottest = max(self._heats.values(), default=0)
 
     def sweep(self, published: Iterable[tuple[int, Name]]) -> Iterator[Save | None]:
         """Yield for each of these blocks, the hottest first, its `Save`, or None if the block is already saved.
@@ -40,24 +41,25 @@ class SavedBlocks:
         coldest block that this sweep has not visited.
         """
         before = self._hottest
-        heat = self._hottest = before + len(self._names)
+        heat = self._hottest = before + self._num_slots
         coldest = self._coldest(before)
-        for block_id, name in islice(published, len(self._names)):
+        for block_id, name in islice(published, self._num_slots):
             slot = self._slots.get(name)
             if slot is not None:
                 self._heats[slot] = heat
                 yield None
             else:
-                slot = self._free.pop() if self._free else next(coldest)
-                if (other := self._names[slot]) is not None:
-                    del self._slots[other]
+                slot = next(self._free, None)
+                if slot is None:
+                    slot = next(coldest)
+                    del self._slots[self._names[slot]]
                 self._names[slot], self._heats[slot], self._slots[name] = name, heat, slot
                 yield Save(block_id, name, slot, heat)
             heat -= 1
 
     def _coldest(self, most: int) -> Iterator[int]:
         """Yield slots by increasing heat. A slot with a heat above `most` at that time is skipped."""
-        heap = [(heat, slot) for slot, heat in enumerate(self._heats) if heat <= most]
+        heap = [(heat, slot) for slot, heat in self._heats.items() if heat <= most]
         heapq.heapify(heap)
         while heap:
             _, slot = heapq.heappop(heap)
