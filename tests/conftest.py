@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores with each
 os.environ.setdefault("QUIRE_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quire-tests"))  # not the user's own
 os.environ.setdefault("QUIRE_CPU_KERNELS", "native")  # not what happens to be faster
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the many processes that tests start compile each module once
+
 from collections.abc import Callable
 from pathlib import Path
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from engine.models.families import read_spec
+from engine.models.gguf import folder as gguf_folder
 from engine.models.hub import resolve_model
 from engine.models.matrix import Matrix
 from quire import LLM, SamplingParams
@@ -57,7 +58,7 @@ TYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "F16", "BF16", "MXFP4")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path / "cache" / "gguf")  # kernels keep theirs
 
 
 def alike(name: str) -> str:
