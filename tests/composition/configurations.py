@@ -17,6 +17,7 @@ WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
 SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting"]
 # Settings that multiply the processes: at most one in a configuration, unless it is there for a pair of them.
 PROCESSES = ["tensor parallel", "pipeline parallel", "data parallel"]
+RESTARTING = ["sleep", "prefix-cache file", "step isolation"]  # settings that start or try several times
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ def possible_pairs() -> set[frozenset[str]]:
 
 def quick_pairs() -> set[frozenset[str]]:
     """Return the possible pairs without those of a weight format and a kind of model, of either and a way to run
-    processes, of two ways, or of several ranks and a failing step (see tests/engine/test_rank_isolation.py): these need
-    many configurations, which start slowly.
+    processes, or of two ways: these need many configurations, which start slowly. Without those that start processes
+    again and again, too: tests/engine has test_rank_isolation.py, test_prefix_cache_ranks.py and test_sleep.py.
     """
     weights, models, ways = set(WEIGHTS), set(MODELS), {*PROCESSES, "async engine"}
-    on_ranks = {frozenset({name, "step isolation"}) for name in ("tensor parallel", "pipeline parallel")}
+    on_ranks = {frozenset({name, other}) for name in PROCESSES for other in RESTARTING}
     return {
         pair
         for pair in possible_pairs() - on_ranks
@@ -71,9 +72,23 @@ def covering(pairs: set[frozenset[str]]) -> list[Configuration]:
             candidates,
             key=lambda each: len(missing & each.pairs) - PROCESS_COST * sum(name in each for name in PROCESSES),
         )
+        best = _without_what_adds_nothing(best, missing, kept=first)
         missing -= best.pairs
         found.append(best)
     return found
+
+
+def _without_what_adds_nothing(
+    configuration: Configuration, missing: set[frozenset[str]], kept: frozenset[str]
+) -> Configuration:
+    """Return the configuration without slow settings all of whose missing pairs others have."""
+    features = configuration.features
+    for name in (*RESTARTING, *PROCESSES):
+        fewer = Configuration(configuration.checkpoint, features - {name})
+        has_engine = fewer.features & {"async engine", "offline"}
+        if has_engine and name not in kept and missing & fewer.pairs == missing & Configuration("", features).pairs:
+            features = fewer.features
+    return Configuration(configuration.checkpoint, features)
 
 
 def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
@@ -95,6 +110,8 @@ def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
     else:
         spared = draw.sample(PROCESSES, len(PROCESSES) - 1)
         settings = [name for name in settings if name not in spared]
+    if chosen.union(settings) & set(PROCESSES):
+        settings = [name for name in settings if name not in RESTARTING]
     _add(chosen, settings, most=len(settings))
     if not chosen & {"async engine", "offline"}:
         chosen.add("async engine" if "data parallel" in chosen else "offline")

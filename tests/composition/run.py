@@ -57,7 +57,7 @@ def _sampling(**fields: Any) -> SamplingParams:
 
 
 REQUESTS = {
-    **{f"growing {i}": Request([5 + i], _sampling(max_tokens=44, logprobs=2)) for i in range(6)},
+    **{f"growing {i}": Request([5 + i], _sampling(max_tokens=44, logprobs=2)) for i in range(4)},
     "long": Request([3 * i % 250 + 2 for i in range(60)], _sampling(max_tokens=30, logprobs=2)),
     "shared": Request([*SHARED, 9], _sampling(max_tokens=20, logprobs=2)),
     "sampled": Request([*SHARED, 17, 21], _sampling(temperature=0.8, seed=3)),

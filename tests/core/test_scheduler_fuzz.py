@@ -615,7 +615,7 @@ def run_workload(seed: int, has_tier: bool | None = None) -> Counter[str]:
         raise
 
 
-@pytest.mark.parametrize("part", range(NUM_TESTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_TESTS))])
 def test_every_answer_is_the_single_request_answer(part: int) -> None:
     events: Counter[str] = Counter()
     for seed in range(part, NUM_WORKLOADS, NUM_TESTS):
