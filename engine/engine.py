@@ -25,6 +25,7 @@ from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.drafter import with_drafter
 from engine.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
 from engine.errors import EngineError
 from engine.guided import GuidedProposer, GuidedRequests
@@ -83,7 +84,7 @@ class Engine:
         builder = RunnerBuilder(build_runner, config, folder, progress, lost)
         device = device_of(config)  # after Ray, if it starts the ranks, has assigned the GPUs
         self.spec = spec = _resolved(spec or read_spec(folder, config.hf_overrides), config, eos_token_ids, device)
-        self.options = options = runner_options(config, spec, offline, device)
+        self.options = options = with_drafter(runner_options(config, spec, offline, device), config, spec)
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self.scheduler = _new_scheduler(config, options, self.runner, grammars)
@@ -323,7 +324,10 @@ def _draft_policy(
     """Return what chooses the drafts of each step."""
     proposer = GuidedProposer(grammars, NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
     limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts, MAX_DRAFTED_SEQS)
-    return DraftPolicy(proposer, limits, config.enable_adaptive_verification, device_seconds=runner.step_seconds)
+    adaptive, num_by_model = config.enable_adaptive_verification, 0
+    if options.drafter is not None:
+        num_by_model = options.max_request_drafts
+    return DraftPolicy(proposer, limits, adaptive, num_by_model, device_seconds=runner.step_seconds)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.drafter import with_drafter
 from engine.errors import ConfigError
 from engine.gpu_specs import GPU, GPUS, known_gpu
 from engine.models.adapters import AdapterLayout
+from engine.models.drafters.loading import drafter_bytes
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
@@ -130,6 +132,7 @@ class Plan:
     num_blocks: int  # of the KV cache
     num_states: int = 0  # blocks of states of recurrent layers
     adapters: int = 0  # bytes of the slots of LoRA adapters
+    drafter: int = 0  # bytes of a drafter's weights
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +156,7 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes + self.num_states * self.layout.state_bytes
+        return self.num_blocks * self.layout.memory_of_block + self.num_states * self.layout.state_bytes
 
     @property
     def max_model_len(self) -> int:
@@ -223,7 +226,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     folder, spec = _read_model(config)
     device = CpuDevice() if gpu.is_cpu else PlannedDevice(gpu)
     spec = replace(spec, quantization=quantization_in_memory(spec, config, device))
-    options = runner_options(config, spec, offline, device)
+    options = with_drafter(runner_options(config, spec, offline, device), config, spec, weights=False)
     _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE)
     own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
@@ -234,7 +237,8 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
     adapters = _adapter_bytes(spec, options, folder)
-    held = sum(weights.values()) + buffers + activations + adapters
+    drafter = _drafter_bytes(spec, options, folder)
+    held = sum(weights.values()) + buffers + activations + adapters + drafter
     if gpu.is_cpu:
         gpu = _measured(gpu, sum(weights.values()), options.dtype)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
@@ -246,7 +250,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         memory = Memory(gpu.memory, gpu.memory - CONTEXT_BYTES - held, used=held, peak=held)
         num_blocks, num_states = blocks_that_fit(layout, memory, options)
     parameters = {part: size // options.dtype.itemsize for part, size in whole.items()}
-    counts = num_blocks, num_states, adapters
+    counts = num_blocks, num_states, adapters, drafter
     return Plan(gpu, spec, options, own, layout, parameters, weights, buffers, activations, *counts)
 
 
@@ -268,6 +272,15 @@ def _adapter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int
     decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
     layout = AdapterLayout(decoder, spec, options.adapters.max_rank, options.dtype)
     return options.adapters.num_slots * layout.slot_bytes
+
+
+def _drafter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int:
+    """Return the bytes of a drafter's weights on a rank."""
+    if options.drafter is None:
+        return 0
+    shard = Shard(0, options.num_ranks_per_stage)
+    target = decoder_of_shapes(spec, options.dtype, folder, shard)
+    return drafter_bytes(options.drafter, target, spec, options.dtype, shard)
 
 
 def on_all_devices(config: EngineConfig) -> Iterator[Plan]:

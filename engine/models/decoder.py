@@ -105,12 +105,7 @@ class Decoder(nn.Module):
 
     def pack_weights(self) -> None:
         """Repack all weights for the GEMMs of their device. They cannot be filled afterwards."""
-        for module in self.modules():
-            if isinstance(module, Matrix) and module.is_here:
-                module.pack()
-        for module in self.modules():
-            if isinstance(module, MoE):
-                module.pack()
+        pack_weights(self)
 
     def forward(
         self,
@@ -133,9 +128,7 @@ class Decoder(nn.Module):
         cache group's metadata. adapters: the LoRA adapters of the T tokens; None: no token has one.
         """
         if hidden is None:
-            hidden = self.embed_tokens(input_ids)
-            if self._embedding_multiplier != 1:
-                hidden = kernels.scale(hidden, self._embedding_multiplier)
+            hidden = self.embed(input_ids)
             if self.positions is not None:
                 hidden = self.positions(hidden, positions)
             if self.embedding_norm is not None:
@@ -179,8 +172,22 @@ class Decoder(nn.Module):
 
     def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [N, n] of this rank's part of the vocabulary, in `out` if given, for `lm_head.gather`."""
-        logits, multiplier, cap = self.lm_head.own_logits(SublayerInput(hidden, self.norm), out), *self._of_logits
+        return self._scaled(self.lm_head.own_logits(SublayerInput(hidden, self.norm), out))
+
+    def logits_of_normed(self, normed: Tensor) -> Tensor:
+        """Apply the output head to hidden states after a norm: [N, hidden] -> [N, vocab], on all ranks."""
+        return self.lm_head.gather(self._scaled(self.lm_head.own_logits(SublayerInput(normed, normed=normed))))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        multiplier, cap = self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the scaled embeddings of token ids [T]: [T, hidden]."""
+        hidden = self.embed_tokens(input_ids)
+        if self._embedding_multiplier != 1:
+            hidden = kernels.scale(hidden, self._embedding_multiplier)
+        return hidden
 
 
 class DecoderLayer(nn.Module):
@@ -290,6 +297,16 @@ class OutputScale(Norm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.mul_(self.weight)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Repack the weights of all parts of a model for the GEMMs of their device. They cannot be filled afterwards."""
+    for module in model.modules():
+        if isinstance(module, Matrix) and module.is_here:
+            module.pack()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.pack()
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:

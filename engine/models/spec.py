@@ -309,7 +309,9 @@ class ModelSpec:
     other_input: tuple[str, ...] = ()  # the same for parts of the model that read images or sound
     num_embeddings: int = 0  # rows of the embedding, if they are more than the vocabulary; 0: they are not
     per_layer: PerLayerSpec | None = None
-    num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's layers; not loaded
+    num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's, see `mtp`
+    # How the checkpoint names such layers, if a drafter can use them: as further layers, or below "mtp".
+    mtp: Literal["", "layers", "mtp"] = ""
     has_head: bool = True  # False: an embedding model, which cannot generate
 
     @property

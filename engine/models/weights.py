@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.models import classifier
 from engine.models.checkpoints import Checkpoint, RandomWeights, StoredTensor
@@ -68,7 +68,7 @@ def load_model(
             if isinstance(checkpoint, Checkpoint):
                 _fill(model, checkpoint, stored, progress, scope.device if _reads_whole(scope) else None)
             else:
-                _fill_randomly(model, scope.device, checkpoint.seed)
+                fill_randomly(model, scope.device, checkpoint.seed)
     except torch.OutOfMemoryError as error:
         need = sum(bytes_of_parts(_without_memory(spec, scope, checkpoint.origin)).values())
         raise ModelError(
@@ -100,16 +100,24 @@ def bytes_of_parts(model: Decoder) -> dict[str, int]:
     found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head"), 0)
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
-            num_bytes = sum(tensor.memory.nbytes for tensor in module.tensors())
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, QuantizedWeight):  # quantised at load time: filling it also computes the scales
-                num_bytes += weight.scale.nbytes
-            if isinstance(module, Matrix):
-                num_bytes += module.format.growth(module)
-            found[_part_of(name, module)] += num_bytes
+            found[_part_of(name, module)] += _own_bytes(module)
     if model.spec.tie_word_embeddings:
         found["head"] = 0
     return found
+
+
+def num_bytes(part: nn.Module) -> int:
+    """Return the bytes of the loaded weights of a part of a model."""
+    return sum(_own_bytes(module) for module in part.modules() if isinstance(module, CheckpointModule))
+
+
+def _own_bytes(module: CheckpointModule) -> int:
+    """Return the bytes of a module's loaded weights, without those of its submodules."""
+    found = sum(tensor.memory.nbytes for tensor in module.tensors())
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, QuantizedWeight):  # quantised at load time: filling it also computes the scales
+        found += weight.scale.nbytes
+    return found + module.format.growth(module) if isinstance(module, Matrix) else found
 
 
 def _part_of(name: str, module: CheckpointModule) -> str:
@@ -124,7 +132,7 @@ def _part_of(name: str, module: CheckpointModule) -> str:
     return next(names[each] for each in name.split(".") if each in names)
 
 
-def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
+def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
     """Return all tensors that a checkpoint of this decoder must contain, by name."""
     found: dict[str, CheckpointTensor] = {}
     for module in model.modules():
@@ -137,7 +145,7 @@ def checkpoint_tensors(model: Decoder) -> dict[str, CheckpointTensor]:
     return found
 
 
-def _optional_tensors(model: Decoder) -> dict[str, Callable[[Tensor], None]]:
+def _optional_tensors(model: nn.Module) -> dict[str, Callable[[Tensor], None]]:
     """Return the optional tensors by name, with and without the prefix `BODY`."""
     found = {}
     for module in model.modules():
@@ -231,6 +239,24 @@ def _fill(
         _check_tied(declared[LM_HEAD], checkpoint, twice)
 
 
+def fill_part(part: nn.Module, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> None:
+    """Fill a part of a model from those tensors that it declares. `stored`: all of the checkpoint, by declared names.
+
+    Raises `ModelError`, which names a mismatch.
+    """
+    declared, optional = checkpoint_tensors(part), _optional_tensors(part)
+    stored = _by_declared_names(declared, stored)
+    own = {name: tensor for name, tensor in stored.items() if name in declared}
+    _check(declared, own, checkpoint.origin, tied=False)
+    ours = {stored[name].name: name for name in optional if name in stored}
+    for stored_name, extra in checkpoint.read(ours):
+        name = ours[stored_name]
+        _take(name, extra, optional[name], stored[name].source)
+    wanted = {tensor.name: declared[name] for name, tensor in own.items()}
+    for name, value in checkpoint.read(wanted):
+        wanted[name].fill(value)
+
+
 def _reads_whole(scope: Scope) -> bool:
     """Return True if tensors are read whole; a rank of several reads its slices."""
     return scope.device.type == "cuda" and scope.shard.size == 1
@@ -298,7 +324,7 @@ def _names(names: set[str]) -> str:
     return ", ".join(map(repr, first)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _fill_randomly(model: Decoder, device: torch.device, seed: int) -> None:
+def fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
     """Fill with random weights on the device: norms 1, integers uniform, others normal with standard deviation 0.02."""
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():

@@ -15,9 +15,10 @@ import kernels
 from engine.core.kv.cache_groups import MAX_STATES, CacheGroup, longest_sequence, most_blocks
 from engine.models.mixers import LayerCache
 from engine.models.recurrent_spec import RecurrentSpec
-from engine.models.shard import WHOLE, Stage
+from engine.models.shard import WHOLE, Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Memory
+from engine.worker.draft_cache import DraftCache
 from engine.worker.options import RunnerOptions
 from engine.worker.sampling.token_history import history_bytes
 from engine.worker.state_cache import StateLayout
@@ -85,6 +86,7 @@ class KVCacheLayout:
     own_layers: range  # the layers of this stage; groups are those of the whole model
     # Of recurrent layers: they are in the last group, with blocks of their own, and have no slot. None: there are none.
     states: StateLayout | None = None
+    drafts: DraftCache | None = None  # what a drafter keeps beside each block; None: there is none
 
     @classmethod
     def of(
@@ -146,10 +148,14 @@ class KVCacheLayout:
         num_parts = attending[at[0]].cached[0]
         whole = cls.of_layers(layers, sources, options.block_size, options.kv_dtype, num_parts)
         own_layers = stage.layers(len(spec.layers))
-        if not spec.has_states:
-            return replace(whole, own_layers=own_layers)
-        states = StateLayout.of_model(spec, options, own_layers)
-        return whole._beside_states(at, states, 1 + options.max_request_drafts)
+        whole = replace(whole, own_layers=own_layers)
+        if spec.has_states:
+            states = StateLayout.of_model(spec, options, own_layers)
+            whole = whole._beside_states(at, states, 1 + options.max_request_drafts)
+        if options.drafter is None:
+            return whole
+        drafter = options.drafter.for_rank(Shard(0, options.num_ranks_per_stage))  # all ranks' parts are alike
+        return replace(whole, drafts=DraftCache.of(drafter, whole.groups, options.block_size, options.kv_dtype))
 
     def _beside_states(self, at: Sequence[int], states: StateLayout | None, max_retracted: int) -> KVCacheLayout:
         """Return the layout of a model whose layers `at` are those of this one. All others have states."""
@@ -172,7 +178,13 @@ class KVCacheLayout:
         )
 
     @property
+    def memory_of_block(self) -> int:
+        """Bytes of a block, and of what a drafter keeps beside it."""
+        return self.block_bytes + (0 if self.drafts is None else self.drafts.block_bytes)
+
+    @property
     def block_bytes(self) -> int:
+        """Bytes of a block, without what a drafter keeps beside it."""
         return len(self._own_slots) * self.num_parts * self._slot_size * self.dtype.itemsize
 
     @property
@@ -250,7 +262,7 @@ class KVCacheLayout:
         """Return how many KV blocks and states to allocate in `num_bytes`."""
         num_states = self.num_states(num_bytes, options)
         num_bytes -= num_states * self.state_bytes
-        return max(num_bytes // max(self.block_bytes, 1), 0), num_states  # a stage may have no attention
+        return max(num_bytes // max(self.memory_of_block, 1), 0), num_states  # a stage may have no attention
 
     def num_states(self, num_bytes: int | None, options: RunnerOptions) -> int:
         """Return how many states a cache of `num_bytes` has; None: of any size."""
@@ -289,7 +301,7 @@ class KVCacheLayout:
 
         The sampler's token history is not counted as free.
         """
-        of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.block_bytes
+        of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.memory_of_block
         if self.states is not None:
             of_one += self.state_bytes * MAX_STATES
         bounds = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +52,7 @@ class ModelRunner:
     num_states: int = 0  # blocks of states of recurrent layers
     cache_bound: str = ""  # what limits `num_blocks`, for display
     step_seconds: Mapping[int, float] = MappingProxyType({})  # see `Runner`
+    proposer: DeviceProposer | None = None  # see `use_proposer`
 
     def __init__(self, model: Decoder, spec: ModelSpec, options: RunnerOptions, link: StageLink | None = None) -> None:
         """`link`: the connection to the other stages of a pipeline."""
@@ -88,12 +90,13 @@ class ModelRunner:
     def use_proposer(self, proposer: DeviceProposer) -> None:
         """Let a drafter propose after each step that asks for it. Call it before steps are captured."""
         assert self.model.stage.is_last
+        self.proposer = proposer
         hidden = None if proposer.layers is None else self.forward.keep_hidden(proposer.layers)
         self._sampling.use(proposer, hidden, self.options.max_request_drafts)
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.kv_layout.block_bytes + self.num_states * self.kv_layout.state_bytes
+        return self.num_blocks * self.kv_layout.memory_of_block + self.num_states * self.kv_layout.state_bytes
 
     @property
     def device_name(self) -> str:
@@ -126,6 +129,15 @@ class ModelRunner:
         self.forward.kv_cache = []
         if self.host is not None:
             self.host.detach()
+        if self.proposer is not None:
+            self.proposer.release()
+
+    def allocate_cache(self, num_blocks: int, num_states: int = 0, dtype: torch.dtype | None = None) -> None:
+        """Allocate a KV cache of so many blocks and states. `dtype`: overrides the cache's dtype."""
+        layout = self.kv_layout if dtype is None else replace(self.kv_layout, dtype=dtype)
+        self.forward.kv_cache = layout.allocate(num_blocks, self.device, num_states)
+        if self.proposer is not None:
+            self.proposer.allocate(num_blocks)
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.drafters.spec import DraftSpec
 from engine.worker.device import Device
 
 RING = 3  # minimum number of buffers for data that the CPU and the device exchange in each step
@@ -49,6 +50,7 @@ class RunnerOptions:
     max_step_drafts: int = 0  # of all requests in a step
     max_request_drafts: int = 0  # of a request in a step
     host_cache_bytes: int = 0  # of host memory, for what this rank's KV cache evicts
+    drafter: DraftSpec | None = None  # that runs on the device; None: there is none
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
     splits_drafts: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.parallel.cores import num_cores
+from engine.worker.proposers.loading import load_proposer
 
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
@@ -91,6 +92,8 @@ def build_runner(
         if options.compress_experts:
             log_compression(model)
         runner = ModelRunner(model, spec, options, member.link)
+        if options.drafter is not None:
+            runner.use_proposer(load_proposer(options.drafter, runner, scope, progress))
         if runner.device.is_accelerator:
             progress("compiling", 0, 0)
             compile_kernels(runner, processes)
@@ -112,7 +115,7 @@ def build_runner(
 def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
     """Allocate the KV cache and capture steps: what is left to do once the weights are on the device."""
     options = runner.options
-    runner.forward.kv_cache = runner.kv_layout.allocate(runner.num_blocks, options.device, runner.num_states)
+    runner.allocate_cache(runner.num_blocks, runner.num_states)
     if runner.host is not None:
         runner.host.attach(runner.kv_layout.block_parts(runner.forward.kv_cache))
     if runner.device.is_accelerator:
@@ -309,7 +312,8 @@ def _run_chunks(runner: ModelRunner, query_lens: list[int], context_lens: list[i
 
 def _run(runner: ModelRunner, requests: list[NewRequest], batch: ScheduledBatch) -> None:
     """Run a step with grammar masks that allow every token."""
-    handle = runner.launch(SchedulerOutput(0, requests, batch, {}, []))
+    num_proposals = 0 if runner.proposer is None else runner.options.max_request_drafts
+    handle = runner.launch(SchedulerOutput(0, requests, batch, {}, [], num_proposals=num_proposals))
     if handle.guided:
         handle.masks.fill(-1)
         handle.sample()
@@ -325,9 +329,8 @@ def _temporary_cache(
     runner: ModelRunner, num_blocks: int, dtype: torch.dtype | None = None, num_states: int = 1
 ) -> Iterator[None]:
     """Provide a KV cache of `num_blocks` and `num_states` within the context. `dtype`: overrides the cache's dtype."""
-    layout = runner.kv_layout if dtype is None else replace(runner.kv_layout, dtype=dtype)
-    runner.forward.kv_cache = layout.allocate(num_blocks, runner.device, num_states)
+    runner.allocate_cache(num_blocks, num_states, dtype)
     try:
         yield
     finally:
-        runner.forward.kv_cache = []
+        runner.release_cache()

@@ -38,7 +38,7 @@ class StepSampling:
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
 
     def use(self, proposer: DeviceProposer, hidden: HiddenStates | None, max_proposals: int) -> None:
-        """Let a drafter propose after each step that asks for it. `hidden`: where steps leave hidden states."""
+        """Show a drafter each step, so that it proposes if asked to. `hidden`: where steps leave hidden states."""
         self._proposer = proposer, hidden
         if self._device.is_accelerator:
             new_buffer = partial(self._device.pinned, self._batch.num_rows * max_proposals, dtype=torch.int64)
@@ -94,8 +94,9 @@ class StepSampling:
         n = len(packed.members.samples)
         handle.tokens = tokens[:n]
         self._num_launched += 1
-        if self._proposer is not None and output.num_proposals:
-            handle.proposals = self._propose(self._proposer, handle, packed, tokens[:n])
+        if self._proposer is not None:
+            found = self._propose(self._proposer, handle, packed, tokens[:n])
+            handle.proposals = found if output.num_proposals else None
         if self._device.is_accelerator:
             handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)

@@ -144,13 +144,15 @@ def _memory(plan: Plan) -> str:
     held = ", ".join(f"{int(plan.num_requests(each)):,} × {each:,} tokens" for each in _contexts(plan))
     fits = f"tokens{kept}" if context else "no room: the engine would not start"
     step_tokens = options.max_num_batched_tokens
+    cache_bytes = plan.num_blocks * plan.layout.memory_of_block
     rows = [
         ("memory", _gib(plan.gpu.memory), f"{_devices(plan)}: {used} is {'free' if plan.gpu.is_cpu else 'used'}"),
         ("weights", _gib(plan.weight_bytes), parts),
         ("largest step", _gib(plan.activations + plan.buffers), f"{step_tokens:,} tokens; an estimate"),
-        ("KV cache", _gib(plan.num_blocks * plan.layout.block_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
+        ("KV cache", _gib(cache_bytes), f"{plan.kv_bytes(1) / 1024:,.0f} KiB per token"),
         *_states(plan),
         *_adapters(plan),
+        *_drafter(plan),
         ("context", f"{context:,}" if context else "none", fits),
         ("requests", f"{options.max_num_seqs:,}", f"at once at most; the KV cache holds {held or 'none'}"),
     ]  # fmt: skip
@@ -171,6 +173,15 @@ def _adapters(plan: Plan) -> list[tuple[str, str, str]]:
         return []
     about = f"{slots.num_slots} × {_gib(plan.adapters / slots.num_slots)}: up to rank {slots.max_rank}"
     return [("adapters", _gib(plan.adapters), about)]
+
+
+def _drafter(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the row of a drafter's weights, if there is one."""
+    drafts = plan.layout.drafts
+    if drafts is None:
+        return []
+    each = drafts.block_bytes / drafts.block_size / 1024
+    return [("drafter", _gib(plan.drafter), f"its weights; it keeps {each:,.0f} KiB per token of the KV cache")]
 
 
 def _speed(plan: Plan) -> str:

@@ -13,8 +13,13 @@ from engine.speculative import SpeculativeConfig, parse, speculative_config
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3", "model": "x"}, "method must be ngram, got 'eagle3'"),
-        ({"model": "x"}, "'model' is not known; it may have method, num_speculative_tokens"),
+        ({"method": "medusa", "model": "x"}, "method must be ngram, draft_model, mtp, eagle3, got 'medusa'"),
+        ({"method": "eagle", "model": "x"}, "method must be ngram, draft_model, mtp, eagle3, got 'eagle'"),
+        ({"model": "x"}, "method ngram takes no model"),
+        ({"method": "mtp", "model": "x"}, "method mtp takes no model"),
+        ({"method": "eagle3"}, "method eagle3 needs a model"),
+        ({"method": "draft_model", "model": ""}, "model must be a folder or a Hugging Face id, got ''"),
+        ({"quantization": "x"}, "'quantization' is not known; it may have method, model, num_speculative_tokens"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be a whole number from 0 to 32, got 33"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number from 0 to 32, got True"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be a whole number from 1 to 16, got 0"),
@@ -31,7 +36,12 @@ def test_what_is_wrong_is_refused_with_the_reason(given: Any, message: str) -> N
 def test_either_length_of_a_lookup_sets_the_other() -> None:
     assert parse({"prompt_lookup_min": 9}) == SpeculativeConfig(prompt_lookup_min=9, prompt_lookup_max=9)
     assert parse({"prompt_lookup_max": 2}) == SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=2)
-    assert parse({}) == SpeculativeConfig("ngram", 8, 3, 6, enable_adaptive_verification=True)
+    assert parse({}) == SpeculativeConfig("ngram", "", 8, 3, 6, enable_adaptive_verification=True)
+
+
+def test_a_model_proposes_fewer_tokens_unless_it_is_said_how_many() -> None:
+    assert parse({"method": "mtp"}).num_speculative_tokens == 3
+    assert parse({"method": "mtp", "num_speculative_tokens": 5}).num_speculative_tokens == 5
 
 
 def test_no_tokens_are_no_drafts() -> None:

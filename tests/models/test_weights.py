@@ -268,5 +268,5 @@ def test_out_of_memory_says_how_much(folder: Path, monkeypatch: pytest.MonkeyPat
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr("engine.models.weights._fill_randomly", full)
+    monkeypatch.setattr("engine.models.weights.fill_randomly", full)
     check_error(folder, folder, "0.0 GiB of weights do not fit on cpu", load_format="dummy")

@@ -129,7 +129,7 @@ def glm4_moe(config: Config) -> ModelSpec:
     mixer = attention(
         config, qkv_bias=flag(config, "attention_bias"), qk_norm=flag(config, "use_qk_norm"), rotary_factor=0.5
     )
-    return decoder(config, mixer, deepseek_mlps(config))
+    return _with_mtp(decoder(config, mixer, deepseek_mlps(config)))
 
 
 def glm4_moe_lite(config: Config) -> ModelSpec:
@@ -138,12 +138,19 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
     if kinds is not None and (not isinstance(kinds, list) or set(kinds[1:]) - {"sparse"}):
         raise ModelError(f"'mlp_layer_types' must have experts in all layers but the first, got {kinds!r}")
     config = {"first_k_dense_replace": int(kinds is None or kinds[0] == "dense"), **config}
-    return decoder(config, latent_attention(config, bias=flag(config, "attention_bias")), deepseek_mlps(config))
+    mixer = latent_attention(config, bias=flag(config, "attention_bias"))
+    return _with_mtp(decoder(config, mixer, deepseek_mlps(config)))
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
     """DeepSeek V3, V3.1 and R1, Kimi K2: latent attention."""
-    return decoder(config, latent_attention(config, bias=flag(config, "attention_bias")), deepseek_mlps(config))
+    mixer = latent_attention(config, bias=flag(config, "attention_bias"))
+    return _with_mtp(decoder(config, mixer, deepseek_mlps(config)))
+
+
+def _with_mtp(spec: ModelSpec) -> ModelSpec:
+    """Return the specification with the names of its prediction layers, if it has any."""
+    return replace(spec, mtp="layers" if spec.num_draft_layers else "")
 
 
 def deepseek_v2(config: Config) -> ModelSpec:

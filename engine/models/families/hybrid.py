@@ -130,7 +130,7 @@ def _delta_net(
     attends = _attends(config, "linear_attention", default)
     mixers = [replace(mixer, gated=True) if each else net for each in attends]
     spec = decoder(config, mixers, mlp)
-    return replace(spec, norm_offset=1.0, unused=("mtp.", *spec.unused))
+    return replace(spec, norm_offset=1.0, mtp="mtp", unused=("mtp.", *spec.unused))
 
 
 def _attention_layers(config: Config) -> list[bool]:

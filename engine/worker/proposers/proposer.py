@@ -63,12 +63,17 @@ class DeviceProposer(Protocol):
         it reads no hidden states.
         """
 
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate what it keeps beside so many KV blocks. Called once for each KV cache, after `release`."""
+
+    def release(self) -> None:
+        """Release what it keeps beside KV blocks."""
+
     def propose(self, step: SampledStep) -> Tensor:
         """Return [n, num_proposals] int64 on the device: what may follow each request's newest kept token; -1: nothing.
 
-        It is called after each step whose `num_proposals` is above 0, on all ranks of the last stage, and must return
-        the same on all of them. All earlier tokens of a request may not have been seen: while drafts do not pay, steps
-        ask for none.
+        It is called after each step, on all ranks of the last stage, and must return the same on all of them. Most
+        steps ask for none while drafts do not pay: what keeps up then should cost little.
         """
 
 

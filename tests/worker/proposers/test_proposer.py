@@ -28,6 +28,12 @@ class Teller:
         self.answers: dict[tuple[int, ...], list[int]] = {}  # by prompt
         self.num_long = 0
 
+    def allocate(self, num_blocks: int) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
     def propose(self, step: SampledStep) -> Tensor:
         assert step.hidden is not None
         samples, positions = step.samples, step.step.samples.next_position

@@ -1,0 +1,58 @@
+"""Proposes with an EAGLE-3 head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.models.attention import AttentionMetadata
+from engine.models.decoder import Decoder
+from engine.models.drafters.eagle3 import Eagle3Head
+from engine.models.drafters.spec import DraftSpec
+from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.options import RunnerOptions
+from engine.worker.proposers.following import FollowingProposer
+from engine.worker.proposers.proposer import HiddenStates
+from kernels.data.layout import RowState
+
+
+class Eagle3Proposer(FollowingProposer):
+    """Reads the residual stream of three layers of the target, and then its own."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: Decoder,
+        spec: DraftSpec,
+        layout: KVCacheLayout,
+        options: RunnerOptions,
+        state: RowState,
+    ) -> None:
+        super().__init__(spec, layout, options, state)
+        self._head, self._target = head, target
+        self.layers = [before - 1 for before in head.spec.target_layers]
+        self._vocab_size = target.spec.vocab_size
+
+    def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
+        """See `FollowingProposer.states`."""
+        return self._head.combine([hidden.layers[layer][:num_tokens] for layer in self.layers or ()])
+
+    def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
+        """See `ModelProposer.forward`."""
+        own = self._head.embed_tokens
+        embedded = self._target.embed(ids) if own is None else own(ids)
+        found: Tensor = self._head(embedded, hidden, positions, self.kv_cache[0], metadata[0])
+        return found
+
+    def following(self, hidden: Tensor) -> Tensor:
+        """See `ModelProposer.following`."""
+        return self._head.following(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `ModelProposer.logits`. Tokens that the head cannot guess have -inf."""
+        own = self._head.logits(hidden)
+        logits = own.new_full((len(own), self._vocab_size), -torch.inf)
+        logits[:, self._head.vocabulary.token_ids] = own
+        return logits

@@ -1,0 +1,179 @@
+"""The common part of drafters that run a model on the device: their KV cache, and guesses one after another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+from engine.core.kv.cache_groups import CacheGroup
+from engine.models.attention import AttentionMetadata
+from engine.models.drafters.spec import DraftSpec
+from engine.models.spec import AttentionSpec, LatentSpec
+from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
+from engine.worker.attention.latent import LatentGroupAttention
+from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.options import RunnerOptions
+from engine.worker.proposers.proposer import SampledStep
+from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The n requests for which tokens are proposed."""
+
+    rows: Tensor  # [n] int64: device rows
+    newest: Tensor  # [n] int64: position of the newest token; below 0: the request got none
+    num_slots: Tensor  # [n] int64: tokens that fit in its blocks
+    greedy: bool  # all requests are
+
+
+class FirstPass(NamedTuple):
+    """The result of the tokens that a drafter had not seen."""
+
+    hidden: Tensor  # [n, hidden]: of the last of them
+    positions: Tensor  # [n] int64: where the drafter keeps the entry of that one
+
+
+class ModelProposer(ABC):
+    """Proposes the tokens that a drafter samples, with the seeds, temperatures and filters of the requests.
+
+    The target samples with the same random numbers, so a drafter that gives the same logits is always right. It reads
+    neither grammars nor penalties, nor adapters.
+    """
+
+    def __init__(self, spec: DraftSpec, layout: KVCacheLayout, options: RunnerOptions, state: RowState) -> None:
+        """`spec`: of this rank's part. `state`: the device rows."""
+        assert layout.drafts is not None
+        self.cache, self.device, self._block_size = layout.drafts, options.device, options.block_size
+        self.kv_cache: list[Tensor] = []  # of each layer, see `allocate`
+        self._state, self._group, self._max_len = state, layout.drafts.group, options.max_model_len
+        self.attentions = [_attention(mixer, options) for mixer in dict.fromkeys(spec.mixers)]
+        kinds = list(dict.fromkeys(spec.mixers))
+        self._of_layer = [self.attentions[kinds.index(mixer)] for mixer in spec.mixers]
+        ones = torch.arange(options.max_num_seqs + 1, dtype=torch.int32)
+        self._each = ones.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
+
+    layers: Sequence[int] | None = None  # see `DeviceProposer.layers`
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache, as often as the target's is."""
+        self.kv_cache = self.cache.allocate(num_blocks, self.device)
+
+    def release(self) -> None:
+        self.kv_cache = []
+
+    def propose(self, step: SampledStep) -> Tensor:
+        """See `DeviceProposer.propose`."""
+        num, n = step.num_proposals, len(step.packed.members.rows)
+        first = self.first_pass(step)
+        if first is None:
+            return torch.full((n, num), -1, dtype=torch.int64, device=self.device.torch_device)
+        found, rows = first
+        hidden, positions = found
+        proposed = [self._sample(hidden, rows, 1)]
+        for i in range(1, num):
+            positions = positions + 1
+            is_kept = (positions < rows.num_slots) & (rows.newest >= 0)
+            metadata = self._decode_metadata(rows, positions, is_kept)
+            at = positions.clamp(0, self._max_len - 1).int()
+            hidden = self.forward(proposed[-1].clamp(min=0), self.following(hidden), at, metadata)
+            sampled = self._sample(hidden, rows, i + 1)
+            proposed.append(torch.where(is_kept & (proposed[-1] >= 0), sampled, -1))
+        return torch.where((rows.newest >= 0).unsqueeze(1), torch.stack(proposed, 1), -1)
+
+    @abstractmethod
+    def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
+        """Compute what the drafter has not seen of a step's tokens; None: nothing is proposed then."""
+
+    @abstractmethod
+    def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
+        """Run the drafter: ids [T] int64, positions [T] int32, and the hidden states that it reads, [T, hidden] →
+        [T, hidden], or those at `logits_indices` of the last layer's metadata.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of all tokens, [n, vocab], on all ranks, given results of `forward`."""
+
+    def following(self, hidden: Tensor) -> Tensor:
+        """Return what `forward` reads for the next token, given its result for the one before."""
+        return hidden
+
+    def rows_of(self, step: SampledStep) -> DraftRows:
+        """Return the requests of a step."""
+        members, samples = step.packed.members, step.samples
+        first = np.array([samples.of_request(i).start for i in range(samples.num_requests)])
+        num_slots = step.num_blocks[self._group].astype(np.int64) * self._block_size
+        columns = np.stack((members.row_indices, step.packed.positions[first].astype(np.int64), num_slots))
+        rows, next_positions, slots = self.upload(columns)
+        newest = torch.where(step.counts > 0, next_positions + step.counts - 1, -1)
+        return DraftRows(rows, newest, slots, members.greedy)
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        return self.device.upload(torch.from_numpy(values))
+
+    def metadata(
+        self, step: AttentionStep, prefills: Prefills | None, logits_indices: Tensor | None = None
+    ) -> list[AttentionMetadata]:
+        """Return the metadata of each layer. `step`: of the one group whose blocks the drafter uses."""
+        of_kinds = {each: each.metadata(step, prefills) for each in self.attentions}
+        found = [of_kinds[each] for each in self._of_layer]
+        if logits_indices is not None:
+            found[-1] = _at(found[-1], logits_indices)
+        return found
+
+    @property
+    def block_tables(self) -> Tensor:
+        """[1, R, max_blocks] int32."""
+        return self._state.block_tables[self._group : self._group + 1]
+
+    def slots(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
+        """Return where entries of these rows [T] and positions [T] are stored, [T] int64; -1: nowhere."""
+        columns = (positions // self._block_size).clamp(0, self._state.block_tables.shape[2] - 1)
+        blocks = self._state.block_tables[self._group, rows, columns].long()
+        return torch.where(is_kept, blocks * self._block_size + positions % self._block_size, -1)
+
+    def _decode_metadata(self, rows: DraftRows, positions: Tensor, is_kept: Tensor) -> list[AttentionMetadata]:
+        n = len(positions)
+        context_lens = torch.where(is_kept, positions + 1, 1).int()
+        step = AttentionStep(
+            num_decodes=n,
+            rows=rows.rows.int(),
+            query_start=self._each[: n + 1],
+            context_lens=context_lens,
+            decode_lens=None,
+            block_tables=self.block_tables,
+            slot_mapping=self.slots(rows.rows, positions, is_kept).unsqueeze(0),
+        )
+        return self.metadata(step, None)
+
+    def _sample(self, hidden: Tensor, rows: DraftRows, ahead: int) -> Tensor:
+        """Sample the token `ahead` of each request's newest: [n] int64."""
+        logits = self.logits(hidden)
+        if rows.greedy:
+            return kernels.greedy_sample(logits)
+        state, at = self._state, rows.rows
+        params = (
+            state.floats(TEMPERATURE)[at],
+            state.records[at, TOP_K].int(),
+            state.floats(TOP_P)[at],
+            state.floats(MIN_P)[at],
+        )
+        return kernels.sample(logits, *params, state.seed[at], rows.newest + ahead)
+
+
+def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> GroupAttention:
+    group = CacheGroup(mixer.window if mixer.window < options.max_model_len else 0)
+    kind = LatentGroupAttention if isinstance(mixer, LatentSpec) else GroupAttention
+    return kind(mixer, 0, group, options)  # type: ignore[arg-type]
+
+
+def _at(metadata: AttentionMetadata, indices: Tensor) -> AttentionMetadata:
+    return replace(metadata, logits_indices=indices)

@@ -1,0 +1,54 @@
+"""Prediction layers: their guesses are the reference's, the first also that of transformers'; texts stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from engine import SamplingParams
+from tests.oracles.drafters import make_mtp_checkpoint
+from tests.support.drafters import Drafted
+
+FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_guesses_are_those_of_the_reference_and_texts_stay(name: str, tmp_path: Path) -> None:
+    reference = make_mtp_checkpoint(name, tmp_path)
+    drafted = Drafted(tmp_path, "mtp")
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    expected = drafted.answers(params, drafts=False)
+    drafted.llm.reset_prefix_cache()
+    assert drafted.answers(params) == expected
+    compared = drafted.proposed[::5]
+    assert len(compared) > 8
+    for known, proposed in compared:
+        assert proposed == reference.propose(known, 3)
+    drafted.llm.close()
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_the_first_guess_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    reference = make_mtp_checkpoint(name, tmp_path)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    # It finds the layer by the number that published checkpoints have.
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{target.config.num_hidden_layers}.*"]
+    drafter = MtpModel.from_pretrained(target).eval()
+    for length in (2, 7, 30):
+        ids = torch.randint(300, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            last = target.config.num_hidden_layers - 1
+            hidden = target(ids[:, :-1], output_hidden_states=[last]).hidden_states[-1]
+            positions = torch.arange(1, length).unsqueeze(0)
+            cache = MtpCache(config=target.config.get_mtp_config())
+            guess, _, _ = drafter(ids[:, 1:], hidden, torch.ones_like(positions), positions, cache)
+        assert reference.propose(ids[0].tolist(), 1) == guess[0].tolist()
