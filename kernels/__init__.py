@@ -58,7 +58,7 @@ R = TypeVar("R")
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
-        "kernels.cpu.lora": ("lora_add",),
+        "kernels.cpu.lora": ("adapted_linear", "lora_add"),
         "kernels.cpu.mamba2": ("grouped_rms_norm", "mamba2"),
         "kernels.cpu.moe": ("experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (

@@ -123,7 +123,16 @@ ALLOWED = {
     "server.deploy_ray": SERVER | {"server.deploy_ray", "engine.replicas.routing"},
     "server.cli.main": SERVER | {"server.cli", "benchmarks"},
     "server.cli.bench": SERVER | {"server.cli", "benchmarks"},
-    "benchmarks": {"benchmarks", "server", "server.cli", "server.cli.main", "kernels", "kernels.data", "kernels.triton"}
+    "benchmarks": {
+        "benchmarks",
+        "server",
+        "server.cli",
+        "server.cli.main",
+        "kernels",
+        "kernels.data",
+        "kernels.triton",
+        "kernels.cuda",
+    }
     | ENGINE,
 }
 # What they may not import of others' (a layer below `engine` without a line here: as `engine`).

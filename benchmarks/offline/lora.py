@@ -44,12 +44,14 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRAReques
     spec = read_spec(model)
     layout = AdapterLayout(decoder_of_shapes(spec, torch.bfloat16, model), spec, rank, torch.bfloat16)
     generator, tensors = torch.Generator().manual_seed(seed), {}
+    pool = (torch.randn(1 << 22, generator=generator) * 0.01).bfloat16()  # drawing each number takes seconds
     for module, (target, *_) in layout.targets.items():
         channels, rows = layout.layers[target.layer].linear.columns.total, target.part.rows.total
         shapes = {"A": (rank, channels), "B": (rows, rank)}
         for half, shape in shapes.items():
-            values: Tensor = torch.randn(shape, generator=generator) * 0.01
-            tensors[f"{PREFIX}{module}.lora_{half}.weight"] = values.bfloat16()
+            first = int(torch.randint(len(pool) - shape[0] * shape[1] + 1, (1,), generator=generator))
+            values: Tensor = pool[first : first + shape[0] * shape[1]].view(shape)
+            tensors[f"{PREFIX}{module}.lora_{half}.weight"] = values.clone()
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
     save_file(tensors, folder / WEIGHTS)

@@ -139,7 +139,7 @@ class AdapterLayout:
             shift.zero_()
             blocks = kernels.LoraWeights.blocks_of(layer.groups, values.device)
             arrivals = torch.zeros(1, dtype=torch.int32, device=values.device)
-            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, blocks, arrivals)
+            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, *blocks, arrivals)
 
     def _matrices(self, layer: LayerLayout, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views A [..., G · R, in] and B [..., out, R] of values [..., V]."""
@@ -172,7 +172,7 @@ class AdapterLayout:
             found = self._checked(config, opened)
             for name, tensor in found.items():
                 self._fill(config, name, tensor, opened.get_tensor(name), into)
-        if not (torch.isfinite(into.values).all() and torch.isfinite(into.floats).all()):
+        if not (_is_finite(into.values) and _is_finite(into.floats)):
             raise ModelError(f"{path}: holds values beyond the range of {_name(self.dtype)}")
 
     def _checked(self, config: AdapterConfig, opened: Any) -> dict[str, _PeftTensor]:
@@ -226,7 +226,7 @@ class AdapterLayout:
 
     def _fill(self, config: AdapterConfig, name: str, tensor: _PeftTensor, value: Tensor, into: LoadedAdapter) -> None:
         """Write this rank's part of a tensor."""
-        if not torch.isfinite(value).all():
+        if not _is_finite(value):
             raise ModelError(f"{config.path.parent / WEIGHTS}: {name!r} holds NaN or infinity")
         scale = config.scale_of(tensor.module)
         for target in self.targets[tensor.target]:
@@ -312,6 +312,11 @@ def _aligned(offset: int) -> int:
 
 def _index(span: Span) -> slice:
     return slice(span.start, span.stop, span.step)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite, by their sum: one pass. Only a sum that is not needs a second look."""
+    return math.isfinite(values.sum(dtype=torch.float32).item()) or bool(torch.isfinite(values).all())
 
 
 def _unset(of_layers: dict[int, Tensor], index: int, size: int) -> Tensor:

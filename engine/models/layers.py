@@ -21,7 +21,7 @@ from engine.models.residual import (
     SublayerInput,
     TokenContext,
 )
-from engine.models.shard import Span, WeightAndEps
+from engine.models.shard import Span
 from engine.models.spec import LearntPositions
 
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
@@ -108,9 +108,12 @@ class Linear(Matrix):
         adapts = self._adapts(context)
         if adapts and not isinstance(x, SublayerInput):
             assert isinstance(x, Tensor), "activations are not quantised in steps with adapters"
-            fused = None if self.is_partial or not epilogue.is_sum else self._fused(x, context, epilogue.hidden)
-            if fused is not None:
-                return epilogue.done(fused)
+            assert self.adapters is not None
+            assert context.adapters is not None
+            is_own = epilogue.is_sum and not self.is_partial
+            if is_own and kernels.fuses_adapters(x, self.weight, self.adapters):
+                weights = self.weight, self.bias, self.adapters, context.adapters
+                return epilogue.done(kernels.adapted_linear(x, *weights, residual=epilogue.hidden))
             x = SublayerInput(x, context=context)
         if not epilogue.is_sum or (adapts and not self.is_partial):
             output = self.run(x)
@@ -134,33 +137,17 @@ class Linear(Matrix):
 
     def _adapted(self, x: SublayerInput, epilogue: GateEpilogue | None) -> Tensor:
         """Compute `run` with each token's adapter."""
-        gate = None if epilogue is None else epilogue.gate
+        assert self.adapters is not None
+        assert x.context.adapters is not None
         norm = (x.norm.weight, x.norm.eps) if x.normed is None and isinstance(x.norm, RMSNorm) else None
-        fused = self._fused(x.value if norm is None else x.hidden, x.context, norm=norm, gate=gate)
-        if fused is not None:
-            return fused
-        value, tokens = x.value, x.context.adapters
-        assert self.adapters is not None
-        assert tokens is not None
-        output = kernels.lora_add(kernels.linear(value, self.weight, self.bias), value, self.adapters, tokens)
-        return output if gate is None else kernels.gate_and_mul(output, gate)
-
-    def _fused(
-        self,
-        x: Tensor,
-        context: TokenContext,
-        residual: Tensor | None = None,
-        *,
-        norm: WeightAndEps | None = None,
-        gate: kernels.Gate | None = None,
-    ) -> Tensor | None:
-        """Compute the GEMM with each token's adapter, its prologue and epilogue if one kernel does so, else None."""
-        assert self.adapters is not None
-        assert context.adapters is not None
-        if not kernels.fuses_adapters(x, self.weight, self.adapters, gate):
-            return None
         return kernels.adapted_linear(
-            x, self.weight, self.bias, self.adapters, context.adapters, norm=norm, gate=gate, residual=residual
+            x.value if norm is None else x.hidden,
+            self.weight,
+            self.bias,
+            self.adapters,
+            x.context.adapters,
+            norm=norm,
+            gate=None if epilogue is None else epilogue.gate,
         )
 
     def quantized_input(self, x: Tensor) -> kernels.QuantizedRows | None:

@@ -25,6 +25,8 @@ class Choice:
     small_batch_outputs: int = 32768  # beyond (output heads) these kernels save little beside the time of the GEMM
     cuda_core_tokens: int = 2  # the Triton kernel for float weights on CUDA cores; then cuBLAS
     adapted_tokens: int = 0  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
+    adapted_gate: bool = False  # one of these computes the gated activation, too, and its programs more outputs
+    adapters_overlap: bool = False  # the other one runs beside the GEMM, on a second stream
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS

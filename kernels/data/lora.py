@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 64  # rows of a layer's result that a program computes
+BLOCK_ROWS, WIDE_ROWS = 64, 256  # rows of a layer's result that a program computes: in large steps, in others
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
 LARGE_STEP = 1024  # tokens from which tiles are large
+UNUSED = -2  # slot of an unused tile
 
 
 class RowGroup(NamedTuple):
@@ -37,6 +38,7 @@ class LoraWeights:
     shift: Tensor  # [S, out] float32, with the strides of `factor`
     groups: tuple[RowGroup, ...]  # all rows, in order
     blocks: Tensor  # [N, 3] int32: first row, end and group of at most `BLOCK_ROWS` rows
+    wide_blocks: Tensor  # the same of `WIDE_ROWS`
     arrivals: Tensor  # [1] int32: 0 between launches, in which programs count what is complete
 
     @property
@@ -45,21 +47,27 @@ class LoraWeights:
         return self.up.shape[2]
 
     @staticmethod
-    def blocks_of(groups: Sequence[RowGroup], device: torch.device) -> Tensor:
-        """Return `blocks` of these groups."""
-        blocks = [
-            (first, min(first + BLOCK_ROWS, stop), number)
-            for start, stop, number in groups
-            for first in range(start, stop, BLOCK_ROWS)
-        ]
-        return torch.tensor(blocks, dtype=torch.int32, device=device)
+    def blocks_of(groups: Sequence[RowGroup], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `blocks` and `wide_blocks` of these groups."""
+        narrow, wide = (
+            [
+                (first, min(first + rows, stop), number)
+                for start, stop, number in groups
+                for first in range(start, stop, rows)
+            ]
+            for rows in (BLOCK_ROWS, WIDE_ROWS)
+        )
+        return (
+            torch.tensor(narrow, dtype=torch.int32, device=device),
+            torch.tensor(wide, dtype=torch.int32, device=device),
+        )
 
 
 class Tiles(NamedTuple):
     """Tokens sorted by slot, and tiles of them that have one slot each."""
 
     order: Tensor  # [T] int32: tokens sorted by slot, those without an adapter last
-    tiles: Tensor  # [N, 3] int32: slot, first and end in `order`; slot -1: an unused tile
+    tiles: Tensor  # [N, 3] int32: slot, first and end in `order`; slot -1: no adapter; -2: an unused tile
     size: int  # most tokens of a tile
 
 
@@ -89,14 +97,15 @@ class AdapterTokens:
         keys = torch.where(slots < 0, num_slots, slots).long()
         order = torch.argsort(keys, stable=True)
         counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        counts = counts.scatter_add_(0, keys, torch.ones_like(keys))[:num_slots]
+        counts = counts.scatter_add_(0, keys, torch.ones_like(keys))
         token_ends, num_tiles = counts.cumsum(0), (counts + size - 1) // size
         tile_ends = num_tiles.cumsum(0)
-        index = torch.arange(count // size + min(num_slots, count), device=device)
+        index = torch.arange(count // size + min(num_slots + 1, count), device=device)
         found = torch.searchsorted(tile_ends, index, right=True)
-        slot = found.clamp(max=num_slots - 1)
-        first = token_ends[slot] - counts[slot] + (index - tile_ends[slot] + num_tiles[slot]) * size
-        end = torch.minimum(first + size, token_ends[slot])
-        used = found < num_slots
-        tiles = torch.stack([torch.where(used, each, no) for each, no in ((slot, -1), (first, 0), (end, 0))], 1)
+        kind = found.clamp(max=num_slots)
+        first = token_ends[kind] - counts[kind] + (index - tile_ends[kind] + num_tiles[kind]) * size
+        end = torch.minimum(first + size, token_ends[kind])
+        slot = torch.where(found < num_slots, found, torch.where(found == num_slots, -1, UNUSED))
+        used = slot > UNUSED
+        tiles = torch.stack([slot, torch.where(used, first, 0), torch.where(used, end, 0)], 1)
         return Tiles(order.int(), tiles.int(), size)

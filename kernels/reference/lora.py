@@ -33,7 +33,7 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
 
 
 def fuses_adapters(x: Tensor, weight: Weight, lora: LoraWeights, gate: Gate | None = None) -> bool:
-    """Return whether one kernel computes `adapted_linear` of x [T, in] with this gate; else nothing may call it."""
+    """Return whether one kernel computes `adapted_linear` of x [T, in], with its norm, gate or residual."""
     return False
 
 

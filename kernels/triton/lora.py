@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.lora import BLOCK_ROWS, LARGE_STEP, AdapterTokens, LoraWeights
+from kernels.data.activation import Gate
+from kernels.data.lora import BLOCK_ROWS, LARGE_STEP, SMALL_TILE, WIDE_ROWS, AdapterTokens, LoraWeights
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.activation import activate
 
 MIN_CHANNELS = 256  # that a program of A multiplies
 MAX_RANKS = 64  # rows of A of a program
@@ -57,76 +59,161 @@ def _down_kernel(
         tl.store(to, acc, mask=is_row[:, None] & is_rank[None, :])
 
 
+@triton.jit
+def _changed(
+    y, inner, up, factor, shift, slot, row, token, n, is_row, is_n, group, stride_up, stride_factor, stride_split,
+    splits,
+    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """factor · y + B · (sum of inner's partial sums) + shift of a tile's rows and y's channels n: [TILE, BLOCK_N]. y:
+    pointers.
+    """
+    mask = is_row[:, None] & is_n[None, :]
+    before = tl.load(y, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(factor + slot * stride_factor + n, mask=is_n, other=0.0)
+    added = tl.load(shift + slot * stride_factor + n, mask=is_n, other=0.0)
+    acc = tl.zeros([TILE, BLOCK_N], tl.float32)
+    for at in tl.static_range(0, RANK, BLOCK_R):
+        rank = at + tl.arange(0, BLOCK_R)
+        is_rank = rank < RANK
+        mask = is_row[:, None] & is_rank[None, :]
+        part = inner + row.to(tl.int64)[:, None] * NUM_RANKS + (group * RANK + rank)[None, :]
+        split = tl.arange(0, SPLITS)[:, None, None]
+        u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
+        b = tl.load(
+            up + slot * stride_up + n.to(tl.int64)[:, None] * RANK + rank[None, :],
+            mask=is_n[:, None] & is_rank[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(u.to(b.dtype), tl.trans(b), acc, input_precision=PRECISION)
+    return before * scale[None, :] + acc + added[None, :]
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _up_kernel(
-    y, inner, up, factor, shift, order, tiles, blocks, stride_y, stride_up, stride_factor, stride_split, splits,
-    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    y, out, inner, up, factor, shift, order, tiles, blocks, stride_y, stride_out, stride_up, stride_factor,
+    stride_split, splits,
+    N: tl.constexpr, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, UP_GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, N] → factor · y + B · (sum of inner's partial sums) + shift, in place. SPLITS: a power of two, at least
     splits.
+
+    GATE "silu", "gelu_tanh": out [T, N] = activation(gate) · up of y [T, 2N], of all tokens; up rows use the A of
+    UP_GROUP.
     """
     if PDL:
         launch_dependents()
         wait_for_inputs()
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + tile * 3).to(tl.int64)
-    if slot >= 0:
-        first, end = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-        row = first + tl.arange(0, TILE)
-        is_row = row < end
-        token = tl.load(order + row, mask=is_row, other=0).to(tl.int64)
-        n = tl.load(blocks + block * 3) + tl.arange(0, BLOCK_N)
-        is_n = n < tl.load(blocks + block * 3 + 1)
-        group = tl.load(blocks + block * 3 + 2)
-        acc = tl.zeros([TILE, BLOCK_N], tl.float32)
-        for at in tl.static_range(0, RANK, BLOCK_R):
-            rank = at + tl.arange(0, BLOCK_R)
-            is_rank = rank < RANK
-            mask = is_row[:, None] & is_rank[None, :]
-            part = inner + row.to(tl.int64)[:, None] * NUM_RANKS + (group * RANK + rank)[None, :]
-            split = tl.arange(0, SPLITS)[:, None, None]
-            u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
-            b = tl.load(
-                up + slot * stride_up + n.to(tl.int64)[:, None] * RANK + rank[None, :],
-                mask=is_n[:, None] & is_rank[None, :], other=0.0,
+    first, end = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    n = tl.load(blocks + block * 3) + tl.arange(0, BLOCK_N)
+    is_n = n < tl.load(blocks + block * 3 + 1)
+    group = tl.load(blocks + block * 3 + 2)
+    row = first + tl.arange(0, TILE)
+    is_row = row < end
+    token = tl.load(order + row, mask=is_row, other=0).to(tl.int64)
+    mask = is_row[:, None] & is_n[None, :]
+    at = y + token[:, None] * stride_y + n[None, :]
+    if GATE == "":
+        if slot >= 0:
+            result = _changed(
+                at, inner, up, factor, shift, slot, row, token, n, is_row, is_n, group, stride_up, stride_factor,
+                stride_split, splits, NUM_RANKS, RANK, SPLITS, TILE, BLOCK_N, BLOCK_R, PRECISION,
             )  # fmt: skip
-            acc = tl.dot(u.to(b.dtype), tl.trans(b), acc, input_precision=PRECISION)
-        mask = is_row[:, None] & is_n[None, :]
-        to = y + token[:, None] * stride_y + n[None, :]
-        scale = tl.load(factor + slot * stride_factor + n, mask=is_n, other=0.0)
-        added = tl.load(shift + slot * stride_factor + n, mask=is_n, other=0.0)
-        result = tl.load(to, mask=mask, other=0.0).to(tl.float32) * scale[None, :] + acc + added[None, :]
-        tl.store(to, result.to(y.dtype.element_ty), mask=mask)
+            tl.store(at, result.to(y.dtype.element_ty), mask=mask)
+    elif slot >= -1:
+        if slot >= 0:
+            gate = _changed(
+                at, inner, up, factor, shift, slot, row, token, n, is_row, is_n, group, stride_up, stride_factor,
+                stride_split, splits, NUM_RANKS, RANK, SPLITS, TILE, BLOCK_N, BLOCK_R, PRECISION,
+            )  # fmt: skip
+            value = _changed(
+                at + N, inner, up, factor, shift, slot, row, token, n + N, is_row, is_n, UP_GROUP, stride_up,
+                stride_factor, stride_split, splits, NUM_RANKS, RANK, SPLITS, TILE, BLOCK_N, BLOCK_R, PRECISION,
+            )  # fmt: skip
+        else:
+            gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+        gate = gate.to(y.dtype.element_ty).to(tl.float32)  # as separate kernels round
+        value = value.to(y.dtype.element_ty).to(tl.float32)
+        active = activate(gate, GATE).to(y.dtype.element_ty).to(tl.float32)
+        to = out + token[:, None] * stride_out + n[None, :]
+        tl.store(to, (active * value).to(y.dtype.element_ty), mask=mask)
 
 
-def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
-    """See `kernels.reference.lora_add`. Rows of x and y must be contiguous, their row strides are free."""
-    assert x.stride(1) == y.stride(1) == 1
-    assert weights.factor.stride() == weights.shift.stride()
+def shrink(x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent: bool = True) -> Tensor:
+    """Compute A · x of x [T, in], in the order of `Tiles`: partial sums [splits, T, G · R] float32.
+
+    Rows of x must be contiguous, the row stride is free. dependent: launch it dependently, which is not possible where
+    streams meet.
+    """
+    assert x.stride(1) == 1
     num_ranks, channels = weights.down.shape[1:]
-    rank, (order, tiles, tile) = weights.rank, tokens.tiles
-    num_tiles = len(tiles)
+    order, tiles, tile = tokens.tiles
     wanted = next((splits for tokens, splits in SPLITS if len(x) <= tokens), LARGE_SPLITS)
     block_channels = 64 if x.dtype == torch.float32 else 128
     own = cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), block_channels) * block_channels
     splits = cdiv(channels, own)
     block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
-    num_parts = cdiv(num_ranks, block_ranks)
     inner = torch.empty(splits, len(x), num_ranks, dtype=torch.float32, device=x.device)
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    options = pdl_options(x.device)
-    _down_kernel[num_tiles, num_parts, splits](
+    _down_kernel[len(tiles), cdiv(num_ranks, block_ranks), splits](
         x, weights.down, order, tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
-        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=block_channels, PRECISION=precision,
-        num_warps=4, **options,
+        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=block_channels,
+        PRECISION=_precision(x), num_warps=4, **(pdl_options(x.device) if dependent else {"PDL": False}),
     )  # fmt: skip
+    return inner
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def gates(weights: LoraWeights, tokens: AdapterTokens) -> bool:
+    """Return whether `expand` computes the gated activation of a layer with these adapters in this step."""
+    groups, half = weights.groups, weights.factor.shape[1] // 2
+    starts = [group.start for group in groups]
+    return tokens.tiles.size == SMALL_TILE and half % WIDE_ROWS == 0 and starts in ([0], [0, half])
+
+
+def expand(
+    y: Tensor,
+    inner: Tensor,
+    weights: LoraWeights,
+    tokens: AdapterTokens,
+    gate: Gate | None = None,
+    *,
+    wide: bool = False,
+    dependent: bool = True,
+) -> Tensor:
+    """Change a layer's result y [T, out] by B · (A · x), in place, and return it; with `gate`, see `gates`, return the
+    gated activation [T, out / 2] instead. Rows of y must be contiguous, the row stride is free. wide: programs of steps
+    below `LARGE_STEP` compute `WIDE_ROWS` of them, as they do with `gate`.
+    """
+    assert y.stride(1) == 1
+    assert weights.factor.stride() == weights.shift.stride()
+    order, tiles, tile = tokens.tiles
+    splits, rank = len(inner), weights.rank
+    is_wide = tile == SMALL_TILE and (wide or gate is not None)
+    blocks, n = weights.wide_blocks if is_wide else weights.blocks, y.shape[1]
+    num_blocks, out = len(blocks), y
+    if gate is not None:
+        n //= 2
+        num_blocks, out = n // WIDE_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
     padded = next_power_of_2(splits)
     block_ranks = max(min(next_power_of_2(rank), 256 // padded, MAX_RANKS), 16)
-    _up_kernel[num_tiles, len(weights.blocks)](
-        y, inner, weights.up, weights.factor, weights.shift, order, tiles, weights.blocks,
-        y.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
-        NUM_RANKS=num_ranks, RANK=rank, SPLITS=padded, TILE=tile, BLOCK_N=BLOCK_ROWS, BLOCK_R=block_ranks,
-        PRECISION=precision, num_warps=4, **options,
+    _up_kernel[len(tiles), num_blocks](
+        y, out, inner, weights.up, weights.factor, weights.shift, order, tiles, blocks,
+        y.stride(0), out.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
+        N=n, NUM_RANKS=inner.shape[2], RANK=rank, UP_GROUP=len(weights.groups) - 1, SPLITS=padded, TILE=tile,
+        BLOCK_N=WIDE_ROWS if is_wide else BLOCK_ROWS, BLOCK_R=block_ranks, GATE=gate or "", PRECISION=_precision(y),
+        num_warps=8 if is_wide else 4, **(pdl_options(y.device) if dependent else {"PDL": False}),
     )  # fmt: skip
-    return y
+    return out
+
+
+def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
+    """See `kernels.reference.lora_add`. Rows of x and y must be contiguous, their row strides are free."""
+    return expand(y, shrink(x, weights, tokens), weights, tokens)

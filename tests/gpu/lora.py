@@ -95,7 +95,7 @@ def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
         tokens = kernels.AdapterTokens(slots, NUM_SLOTS)
 
         def call(tokens: kernels.AdapterTokens = tokens) -> Tensor:
-            return lora.adapted_linear(
+            return lora.small_batch_linear(
                 x, weight, None, weights, tokens, norm=None if form == "sum" else (scale, 1e-6),
                 gate="silu" if form == "gate" else None, residual=sums.clone() if form == "sum" else None,
             )  # fmt: skip

@@ -1,12 +1,16 @@
 """Adapters of a layer in Triton's interpreter, against merged matrices in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from kernels import AdapterTokens
-from kernels.triton.lora import lora_add
+from kernels import AdapterTokens, reference
+from kernels.cuda import lora
+from kernels.cuda.choice import CHOICE
+from kernels.triton.lora import gates, lora_add
 from tests.oracles.random_adapters import merged, random_slots
 
 
@@ -34,6 +38,27 @@ def test_adapters_change_their_tokens_as_merged_matrices_do(
     assert got is y
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("rows", "has_gate"), [((512, 512), True), ((512,), True), ((40, 24), False)])
+def test_the_gated_activation_follows_the_adapters(
+    rows: tuple[int, ...], has_gate: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "CHOICE", replace(CHOICE, adapted_gate=True, adapters_overlap=overlap))
+    torch.manual_seed(0)
+    weights, slots = random_slots(4, 16, 96, rows), torch.randint(-1, 4, (37,), dtype=torch.int32)
+    matrix, x, scale = torch.randn(sum(rows), 96) / 10, torch.randn(37, 96), 1 + torch.randn(96) / 10
+    tokens = AdapterTokens(slots, 4)
+    assert gates(weights, tokens) == has_gate
+    normed = reference.rms_norm(x.double(), scale.double(), 1e-6)
+    want = merged(normed @ matrix.double().T, normed, weights, slots)
+    got = lora.adapted_linear(x, matrix, None, weights, tokens, norm=(scale, 1e-6), gate="silu")
+    torch.testing.assert_close(got.double(), reference.gate_and_mul(want, "silu"), atol=1e-4, rtol=1e-4)
+    residual = torch.randn(37, sum(rows))
+    want += residual.double()
+    got = lora.adapted_linear(x, matrix, None, weights, tokens, norm=(scale, 1e-6), residual=residual)
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
 
 
 def test_large_steps_have_large_tiles() -> None:
