@@ -246,8 +246,6 @@ class EngineConfig:
                 )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
-        if self.enable_lora and self.pipeline_parallel_size > 1:
-            raise ConfigError("enable_lora needs pipeline_parallel_size 1: adapters are not divided among stages")
         if self.enable_lora and self.distributed_executor_backend == "ray":
             raise ConfigError("enable_lora needs distributed_executor_backend mp: all ranks read an adapter's folder")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

@@ -65,6 +65,7 @@ class LayerLayout:
     up: int  # [out, R]
     factor: int  # offset in the slot's floats: [out]
     shift: int  # [out]
+    is_own: bool  # otherwise another pipeline stage has it, and there is nothing of it in a slot
 
     @property
     def out(self) -> int:
@@ -100,11 +101,13 @@ class AdapterLayout:
         self.layers: list[LayerLayout] = []
         self.targets: dict[str, list[Target]] = {}  # a matrix's name in the checkpoint → where it is computed
         self.num_values = self.num_floats = 0
+        others = _of_other_stages(model)
         for linear in _adaptable(model):
-            self._add(linear)
+            self._add(linear, linear not in others)
+        self.own_layers = [layer for layer in self.layers if layer.is_own]
         self._norms: dict[int, Tensor] = {}  # layer → squared norms of this rank's part of each row [out] float32
 
-    def _add(self, linear: Linear) -> None:
+    def _add(self, linear: Linear, is_own: bool) -> None:
         names = list(dict.fromkeys(part.name for part in linear.parts))
         groups: list[kernels.RowGroup] = []
         start = 0
@@ -122,8 +125,9 @@ class AdapterLayout:
         up = _aligned(down + num_ranks * len(linear.columns))
         factor = self.num_floats
         shift = _aligned(factor + out)
-        self.num_values, self.num_floats = _aligned(up + out * self.rank), _aligned(shift + out)
-        self.layers.append(LayerLayout(linear, tuple(groups), num_ranks, down, up, factor, shift))
+        if is_own:
+            self.num_values, self.num_floats = _aligned(up + out * self.rank), _aligned(shift + out)
+        self.layers.append(LayerLayout(linear, tuple(groups), num_ranks, down, up, factor, shift, is_own))
 
     @property
     def slot_bytes(self) -> int:
@@ -132,7 +136,7 @@ class AdapterLayout:
     def attach(self, values: Tensor, floats: Tensor) -> None:
         """Let the layers read adapters from slots: values [S, V], floats [S, F] float32, which become empty slots."""
         values.zero_()
-        for layer in self.layers:
+        for layer in self.own_layers:
             down, up = self._matrices(layer, values)
             factor, shift = self._vectors(layer, floats)
             factor.fill_(1.0)
@@ -162,7 +166,7 @@ class AdapterLayout:
                 f"{config.path}: rank {config.most_rank}, above max_lora_rank={self.max_rank}; start with more"
             )
         into.values.zero_()
-        for layer in self.layers:
+        for layer in self.own_layers:
             factor, shift = self._vectors(layer, into.floats)
             factor.fill_(1.0)
             shift.zero_()
@@ -231,6 +235,8 @@ class AdapterLayout:
         scale = config.scale_of(tensor.module)
         for target in self.targets[tensor.target]:
             layer = self.layers[target.layer]
+            if not layer.is_own:
+                continue
             down, up = self._matrices(layer, into.values)
             _, shift = self._vectors(layer, into.floats)
             rows = slice(target.first_row, target.first_row + len(target.part.rows))
@@ -299,6 +305,12 @@ def _adaptable(model: Decoder) -> Iterator[Linear]:
             for linear in owner.children():
                 if type(linear) in (Linear, RowsLinear):  # not those whose matrices are read by other kernels
                     yield linear  # type: ignore[misc]
+
+
+def _of_other_stages(model: Decoder) -> set[nn.Module]:
+    """Return the modules of layers that other pipeline stages have."""
+    others = (layer for index, layer in enumerate(model.layers) if index not in model.own_layers)
+    return {module for layer in others for module in layer.modules()}
 
 
 def _renamed(module: str, spec: ModelSpec) -> str:

@@ -126,7 +126,6 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
-    frozenset({"LoRA adapters", "pipeline parallel"}): "enable_lora needs pipeline_parallel_size 1",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 

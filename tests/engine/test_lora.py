@@ -148,6 +148,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARe
         pytest.param({"max_loras": 3, "max_num_batched_tokens": 16}, id="chunks", marks=pytest.mark.slow),
         pytest.param({"max_loras": 3, "num_gpu_blocks_override": 40}, id="preemption", marks=pytest.mark.slow),
         pytest.param({"max_loras": 5, "tensor_parallel_size": 2}, id="two ranks"),
+        pytest.param({"max_loras": 2, "max_cpu_loras": 2, "pipeline_parallel_size": 2}, id="two stages"),
         pytest.param(
             {"max_loras": 1, "tensor_parallel_size": 2}, id="two ranks, one at a time", marks=pytest.mark.slow
         ),
@@ -235,7 +236,7 @@ def test_adapters_need_the_setting(several: tuple[Path, list[LoRARequest], list[
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"pipeline_parallel_size": 2}, "enable_lora needs pipeline_parallel_size 1"),
+        ({"distributed_executor_backend": "ray"}, "enable_lora needs distributed_executor_backend mp"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras must be at least max_loras=4, got 3"),
     ],
 )
