@@ -14,7 +14,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -254,6 +254,7 @@ class CudaDevice:
     """An NVIDIA GPU. Its work queue is the current stream of the calling thread."""
 
     index: int
+    graph_pool: tuple[int, int] | None = None  # where graphs are captured; None: in memory of their own
     is_accelerator = True
     multiplies_bfloat16 = True
 
@@ -328,7 +329,7 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], R], share_memory_with: Graph | None = None) -> tuple[Graph, R]:
         graph = torch.cuda.CUDAGraph()
-        pool = share_memory_with.pool() if isinstance(share_memory_with, torch.cuda.CUDAGraph) else None
+        pool: Any = share_memory_with.pool() if isinstance(share_memory_with, torch.cuda.CUDAGraph) else self.graph_pool
         self.synchronize()
         # NCCL's own thread may query events during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

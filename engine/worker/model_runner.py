@@ -31,6 +31,7 @@ from engine.worker.expert_load import ExpertLoad
 from engine.worker.forward_pass import EagerSteps, ForwardPass
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.mapped_memory import MappedMemory
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.pooler import Pooler
@@ -62,6 +63,7 @@ class ModelRunner:
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
         num_groups = len(self.cache_groups)
+        self.mapped: MappedMemory | None = None  # of weights, KV cache and graphs; None: they are in PyTorch's own
         self.host: HostBlocks | None = None
         if options.host_cache_bytes:
             self.host = HostBlocks(self.device, self.kv_layout.pool_bytes())
@@ -122,6 +124,9 @@ class ModelRunner:
             self.adapters.close()
         if self.host is not None:
             self.host.close()
+        if self.mapped is not None:
+            self.mapped.close()
+            self.mapped = None
 
     def release_cache(self) -> None:
         """Release the KV cache, and the captured steps, which hold its addresses."""

@@ -70,6 +70,12 @@ class SleepingRunner:
         """Put the runner to sleep. On a CPU its weights stay where they are: in host memory."""
         self._runner = runner
         runner.reset()
+        if runner.mapped is not None:  # the KV cache and the graphs stay, without memory
+            if runner.host is not None:
+                runner.host.detach()
+            runner.mapped.unmap()
+            free_unused(runner.device.torch_device)
+            return
         runner.release_cache()
         free_unused(runner.device.torch_device)
         self._copy: HostCopy | None = None
@@ -80,6 +86,16 @@ class SleepingRunner:
     def wake_up(self, progress: Progress) -> None:
         """Make the runner ready to step. After an error it still sleeps."""
         progress("loading", 0, 0)
+        runner = self._runner
+        if runner.mapped is not None:
+            runner.mapped.map()
+            parts = runner.kv_layout.block_parts(runner.forward.kv_cache)
+            with torch.inference_mode():
+                for part in (part for pool in parts for part in pool):
+                    part.zero_()  # an unwritten slot must not read as NaN
+            if runner.host is not None:
+                runner.host.attach(parts)
+            return
         if self._copy is not None:
             self._copy.restore()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +31,11 @@ from engine.worker.adapter_slots import DUMMY
 from engine.worker.attention.group_attention import StepLens
 from engine.worker.captured_steps import MAX_TOKENS, CapturedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
+from engine.worker.device import CudaDevice
 from engine.worker.executor import Executor
 from engine.worker.input_batch import segment_of
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
+from engine.worker.mapped_memory import MappedMemory, mapped_memory
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.communicator import StageLink
@@ -42,6 +44,7 @@ from engine.worker.proposers.loading import load_proposer
 
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
+MAPS_MEMORY = False  # on GPUs without other ranks: sleep keeps addresses, and so CUDA graphs
 MOST_MEASURED = 2 * MAX_DRAFTED_SEQS  # tokens of a step with drafts
 
 
@@ -84,16 +87,22 @@ def build_runner(
             member.communicator,
             stage=stage,
         )
+        mapped = _mapped(options) if connect is None else None
+        if mapped is not None:
+            assert isinstance(options.device, CudaDevice)
+            options = replace(options, device=replace(options.device, graph_pool=mapped.graph_pool))
         checkpoint = open_checkpoint(folder, options.load_format, options.seed, spec.quantization)
         if isinstance(checkpoint, GGUFCheckpoint):
             checkpoint.log_decoding(options.dtype)
-        model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
-        model.pack_weights()
+        with nullcontext() if mapped is None else mapped.kept():
+            model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
+            model.pack_weights()
         if options.compress_experts:
             log_compression(model)
         runner = ModelRunner(model, spec, options, member.link)
         if options.drafter is not None:
             runner.use_proposer(load_proposer(options.drafter, runner, scope, progress))
+        runner.mapped = mapped
         if runner.device.is_accelerator:
             progress("compiling", 0, 0)
             compile_kernels(runner, processes)
@@ -114,8 +123,9 @@ def build_runner(
 
 def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
     """Allocate the KV cache and capture steps: what is left to do once the weights are on the device."""
-    options = runner.options
-    runner.allocate_cache(runner.num_blocks, runner.num_states)
+    options, mapped = runner.options, runner.mapped
+    with nullcontext() if mapped is None else mapped.dropped():
+        runner.allocate_cache(runner.num_blocks, runner.num_states)
     if runner.host is not None:
         runner.host.attach(runner.kv_layout.block_parts(runner.forward.kv_cache))
     if runner.device.is_accelerator:
@@ -125,6 +135,11 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
         runner.device.synchronize()
     elif options.num_ranks_per_stage == options.num_stages == 1 and not options.enforce_eager:
         runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_TOKENS))]
+
+
+def _mapped(options: RunnerOptions) -> MappedMemory | None:
+    """Return memory for what an engine gives back while it sleeps; None: everything is allocated again then."""
+    return mapped_memory(options.device) if MAPS_MEMORY and isinstance(options.device, CudaDevice) else None
 
 
 def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:

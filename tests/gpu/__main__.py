@@ -43,6 +43,7 @@ from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_guided_stages, check_rank_files, check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
+from tests.gpu.sleep import check_sleep_speed, check_sleep_texts
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
@@ -54,6 +55,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "rotary": (check_rotary,),
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
+    "sleep": (check_sleep_texts, check_sleep_speed),
     "host": (check_host_texts, check_host_speed),
     "families": (check_families,),
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
