@@ -312,7 +312,11 @@ def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
 
 def _compresses(spec: ModelSpec, options: RunnerOptions) -> bool:
     mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
-    return options.compress_experts and spec.quantization is None and any(not mlp.bias for mlp in mixtures)
+    return (
+        options.compress_experts
+        and spec.quantization is None
+        and any(not mlp.bias and mlp.activation != "relu2" for mlp in mixtures)
+    )
 
 
 def _buffer_bytes(spec: ModelSpec, options: RunnerOptions, num_groups: int) -> int:

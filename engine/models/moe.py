@@ -71,7 +71,7 @@ class MoE(nn.Module):
         if self.shared_gate is not None:
             self.shared_gate.pack()
         gate_up, down = self.gate_up, self.down
-        if gate_up.bias is None and down.bias is None:
+        if gate_up.bias is None and down.bias is None and self.spec.activation != "relu2":
             gate_up.format.pack_experts(gate_up, down)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
@@ -131,7 +131,7 @@ def expert_parts(spec: MoESpec, hidden_size: int, own: Span, scope: Scope) -> tu
             gate, up = (replace(out, name=scope.name(names.stacked[0]), rows=rows) for rows in (first, second))
         if not own.start <= index < own.stop:
             gate, up, out = (replace(part, rows=part.rows.nothing()) for part in (gate, up, out))
-        gate_up += [gate, up]
+        gate_up += [up] if spec.activation == "relu2" else [gate, up]
         down.append(out)
     return gate_up, down
 

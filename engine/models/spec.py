@@ -208,12 +208,12 @@ class ParallelNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """An MoE: gated MLPs, top-k of them for each token, and an optional shared expert."""
+    """An MoE: MLPs, top-k of them for each token, and an optional shared expert."""
 
     num_experts: int
     intermediate_size: int  # of each expert
     router: RouterSpec
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"  # relu2: without gates
     bias: bool = False  # of the experts
     router_bias: bool = False
     router_norm_eps: float = 0.0  # of the router's own norm; 0: the router reads the same input as the experts

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.choice import CHOICE, GLUON
+from kernels.data.activation import UNGATED
 from kernels.data.compressed_weight import CompressedWeight, ExpertWeight, compress
 from kernels.data.moe import Experts
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
@@ -88,21 +89,26 @@ def _outputs(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, out: Tenso
         if num_tokens <= CHOICE.experts_compressed_tokens:
             return _compressed(x, ids, weights, stack, out, add)
         stack = replace(stack, gate_up=_decompressed(stack.gate_up), down=_decompressed(stack.down))
-    inner = _inner(x, ids, stack)
-    configs = small_batch_configs(x, inner, stack, ids.shape[1])
+    inner, is_gated = _inner(x, ids, stack), stack.activation != UNGATED
+    configs = small_batch_configs(x, inner, stack, ids.shape[1]) if is_gated else None
     if configs is not None:
         return _small_batch(x, ids, weights, stack, inner, configs, out, add)
     parts = _parts(x, ids)
     if isinstance(stack.gate_up, QuantizedWeight) and stack.gate_up.panel:  # see `pack_experts`
         _scaled(x, ids, weights, stack, parts)
-    elif _supports_weight_only(x, stack):
+    elif is_gated and _supports_weight_only(x, stack):
         _weight_only(x, ids, weights, stack, parts)
     else:
-        tiles = sort_pairs(ids, len(stack), stack.first, tile_height(ids.numel() / len(stack)))
-        gate_up, down = _weight(stack.gate_up), _weight(stack.down)
-        grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, ids.shape[1])
-        grouped(inner, down, stack.down_bias, weights, tiles, parts, "", ids.shape[1])
+        _grouped(x, ids, weights, stack, inner, parts)
     return parts
+
+
+def _grouped(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, inner: Tensor, parts: Tensor) -> None:
+    """Compute both GEMMs of tiles of routed tokens, into `parts`; `inner`: memory between them."""
+    tiles = sort_pairs(ids, len(stack), stack.first, tile_height(ids.numel() / len(stack)))
+    gate_up, down = _weight(stack.gate_up), _weight(stack.down)
+    grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, ids.shape[1])
+    grouped(inner, down, stack.down_bias, weights, tiles, parts, "", ids.shape[1])
 
 
 def _weight(weight: ExpertWeight) -> Weight:

@@ -1,4 +1,4 @@
-"""The gated activations of MLPs and experts, and their constants."""
+"""The activations of MLPs and experts, and their constants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from typing import Literal, TypeAlias
 
 Gate: TypeAlias = Literal["silu", "gelu_tanh"]
-ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+UNGATED: ExpertActivation = "relu2"  # relu(x)²: experts have no gate
 
 CLAMP, SLOPE = 7.0, 1.702  # clamped_swiglu: (up + 1) · gate · sigmoid(SLOPE · gate), with |up| and gate at most CLAMP
 # gelu_tanh: x / 2 · (1 + tanh(GELU_SCALE · (x + GELU_CUBE · x³)))

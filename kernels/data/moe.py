@@ -33,7 +33,7 @@ class Router:
 class Experts:
     """The E experts of a rank, whose ids are [first, first + E). Other ids add nothing."""
 
-    gate_up: ExpertWeight  # [E, 2I, hidden]: each expert's gate rows, then its up rows
+    gate_up: ExpertWeight  # [E, 2I, hidden]: each expert's gate rows, then its up rows; UNGATED: up [E, I, hidden]
     down: ExpertWeight  # [E, hidden, I]
     gate_up_bias: Tensor | None = None  # [E, 2I]
     down_bias: Tensor | None = None  # [E, hidden]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.activation import CLAMP, SLOPE, ExpertActivation
+from kernels.data.activation import CLAMP, SLOPE, UNGATED, ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
@@ -151,7 +151,9 @@ def expert_linear(x: Tensor, weights: Weight, biases: Tensor | None, expert: int
 
 
 def activate(x: Tensor, activation: ExpertActivation) -> Tensor:
-    """x [n, 2I] -> [n, I]: of the gate and up, its halves."""
+    """x [n, 2I] -> [n, I]: of the gate and up, its halves; x [n, I] without a gate."""
+    if activation == UNGATED:
+        return F.relu(x).square()
     if activation == "silu":
         return silu_and_mul(x)
     if activation == "gelu_tanh":

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.activation import UNGATED
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gpu.codes import decode
@@ -113,7 +114,8 @@ def _tile(
     WORD: tl.constexpr = 4 if KIND == "e2m1" else 1  # bytes that are loaded as one number
     ROW: tl.constexpr = BYTES // WORD
     WIDTH: tl.constexpr = BLOCK_K // WORD
-    GATED: tl.constexpr = ACTIVATION != ""
+    FIRST: tl.constexpr = ACTIVATION != ""
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     STORED: tl.constexpr = 2 * N if GATED else N
     WHOLE_ROWS: tl.constexpr = KIND != "float" and GROUP >= K
     SCALED: tl.constexpr = BLOCK_M > 32
@@ -121,7 +123,7 @@ def _tile(
     position = first + tl.arange(0, BLOCK_M)
     inside = tl.minimum(position, stop - 1)
     pair = tl.load(order + inside).to(tl.int64)
-    x_rows = pair // CHOSEN if GATED else inside.to(tl.int64)
+    x_rows = pair // CHOSEN if FIRST else inside.to(tl.int64)
     rows = tl.minimum(n, N - 1)
     word = tl.arange(0, WIDTH)
     pointers = codes + rows.to(tl.int64)[:, None] * ROW + word[None, :]
@@ -156,6 +158,10 @@ def _tile(
         up_acc = _of_rows(up_acc, N + rows, scale, factor, bias, WHOLE_ROWS, ROWS, FACTOR, BIAS)
         acc = activate_gated(acc, up_acc, ACTIVATION)
         row = position.to(tl.int64)
+    elif FIRST:
+        acc = tl.maximum(acc, 0.0)
+        acc *= acc
+        row = position.to(tl.int64)
     else:
         acc *= tl.load(weights + pair)[None, :]
         row = pair
@@ -175,24 +181,24 @@ def _grouped_kernel(
     a tile.
 
     With ACTIVATION: from tokens x [T, K] to the activation of gate and up, out [routed token in order, N]; the weight
-    has 2N rows. Without: from x [routed token in order, K] to out [routed token, N], times the routed token's routing
-    weight. A group has one or more BLOCK_K.
+    has 2N rows, for "relu2" N. Without: from x [routed token in order, K] to out [routed token, N], times the routed
+    token's routing weight. A group has one or more BLOCK_K.
     """
     BYTES: tl.constexpr = K // HALVES
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    GATED: tl.constexpr = ACTIVATION != ""
-    STORED: tl.constexpr = 2 * N if GATED else N
+    FIRST: tl.constexpr = ACTIVATION != ""
+    STORED: tl.constexpr = 2 * N if FIRST and ACTIVATION != "relu2" else N
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     entry = tiles + tl.program_id(0) // blocks * 3
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
-        if GATED:  # in this order: the next kernel reads the entries before it waits
+        if FIRST:  # in this order: the next kernel reads the entries before it waits
             wait_for_inputs()
         launch_dependents()
     expert = tl.load(entry, cache_modifier=EARLY).to(tl.int64)
     first, stop = tl.load(entry + 1, cache_modifier=EARLY), tl.load(entry + 2, cache_modifier=EARLY)
     if expert >= 0:
-        if PDL and not GATED:
+        if PDL and not FIRST:
             wait_for_inputs()
         codes += expert * (STORED * BYTES // (4 if KIND == "e2m1" else 1))
         scale += expert * ((STORED + ROWS - 1) // ROWS) * GROUPS
@@ -280,8 +286,9 @@ def grouped(
         kind, group, rows, size, halves, has_zero, has_factor = "float", k, 1, weight.element_size(), 1, False, False
     assert codes.is_contiguous()
     assert x.stride(1) == 1
-    config = _config(n, k // halves, group if group < k else 0, size, tiles, bool(activation))
-    step = config.block_k * (config.block_n * size * (2 if activation else 1) + tiles.block_m * 2 * halves)
+    gated = activation not in ("", UNGATED)
+    config = _config(n, k // halves, group if group < k else 0, size, tiles, gated)
+    step = config.block_k * (config.block_n * size * (2 if gated else 1) + tiles.block_m * 2 * halves)
     num_stages = max(min(config.num_stages, shared_memory(x.device) // step), 1)
     _grouped_kernel[(len(tiles.entries) * cdiv(n, config.block_n),)](
         x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),

@@ -836,6 +836,20 @@ NEMOTRON = {
 }
 CASES |= {
     "nemotron_h": ("NemotronH", NEMOTRON),
+    "nemotron_h-moe": (
+        "NemotronH",
+        NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {

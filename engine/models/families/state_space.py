@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from engine.models.errors import ModelError
 from engine.models.families.common import MAX_HEAD_DIM, attention, decoder, dense, num_layers, with_names
-from engine.models.families.experts import granite_moe
+from engine.models.families.experts import deepseek_mlps, granite_moe
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.hybrid import MAX_KERNEL
 from engine.models.recurrent_spec import Mamba2Spec
-from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, Norms
+from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, Norms
 
 STATE_LAYERS = "linear_attention", "mamba"
 ATTENTION_LAYERS = "full_attention", "attention"
@@ -138,7 +138,7 @@ def nemotron_h(config: Config) -> ModelSpec:
     mamba = _mamba(config, "mamba_", norm_groups=integer(config, "n_groups", 8))
     bias = flag(config, "attention_bias")
     mixer = replace(attention(config, qkv_bias=bias, o_bias=bias), rope=None)
-    mlps: dict[str, DenseSpec] = {}
+    mlps: dict[str, DenseSpec | MoESpec] = {}
     names: list[tuple[str, str]] = [
         ("backbone.", "model."),
         ("model.embeddings.", "model.embed_tokens."),
@@ -163,14 +163,17 @@ def nemotron_h(config: Config) -> ModelSpec:
     return with_names(replace(spec, layers=tuple(layers)), tuple(names), unused=("mtp.",))
 
 
-def _nemotron_mlp(config: Config, kind: str) -> DenseSpec:
+def _nemotron_mlp(config: Config, kind: str) -> DenseSpec | MoESpec:
     activation = config.get("mlp_hidden_act", "relu2")
     plain = dense(
         {**config, "hidden_act": activation}, bias=flag(config, "mlp_bias"), activations=("relu2",), gated=False
     )
     if kind == "mlp":
         return plain
-    raise ModelError("experts without gates are not supported")
+    mlp = deepseek_mlps({**config, "first_k_dense_replace": 0, "hidden_act": "silu"})[0]
+    assert isinstance(mlp, MoESpec)
+    size = integer(config, "moe_shared_expert_intermediate_size", 7688)
+    return replace(mlp, activation="relu2", shared=replace(plain, intermediate_size=size))
 
 
 def _nemotron_kinds(config: Config) -> list[str]:

@@ -127,8 +127,9 @@ def check(
     x = torch.randn(num_tokens, 2 * hidden)[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
     ids[-1] = -1
-    gate_up, down = random_stack(form, 6, 2 * inner, hidden), random_stack(form, 6, hidden, inner)
-    biases = (torch.randn(6, 2 * inner), torch.randn(6, hidden)) if biased else (None, None)
+    rows = inner if activation == "relu2" else 2 * inner
+    gate_up, down = random_stack(form, 6, rows, hidden), random_stack(form, 6, hidden, inner)
+    biases = (torch.randn(6, rows), torch.randn(6, hidden)) if biased else (None, None)
     wide = tuple(None if bias is None else bias.double() for bias in biases)
     stack = Experts(gate_up, down, *biases, activation=activation, first=first)
     in_float64 = Experts(exact(gate_up), exact(down), *wide, activation=activation, first=first)
@@ -185,9 +186,14 @@ def test_experts_whose_pairs_fill_several_tiles(num_tokens: int) -> None:
     assert (moe.experts(x, ids, weights, Experts(gate_up, down)) - want).norm() < 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu", "relu2"])
 def test_activations_and_biases(activation: str) -> None:
     check("float", 5, activation, biased=True)
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4"])
+def test_quantised_experts_without_gates(form: str) -> None:
+    check(form, 20, "relu2")
 
 
 @pytest.mark.parametrize(
