@@ -58,6 +58,7 @@ R = TypeVar("R")
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
+        "kernels.cpu.kda": ("kda",),
         "kernels.cpu.lora": ("adapted_linear", "lora_add"),
         "kernels.cpu.mamba2": ("grouped_rms_norm", "mamba2"),
         "kernels.cpu.moe": ("experts", "experts_add_norm", "norm_route", "pack_router", "route"),
@@ -85,6 +86,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "paged_attention_prefill",
         ),
         "kernels.triton.attention_decode": ("plan_decode",),
+        "kernels.triton.kda": ("kda",),
         "kernels.triton.latent": ("absorb_and_store", "rotate_and_store"),
         "kernels.triton.embedding": ("embedding",),
         "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
@@ -214,6 +216,7 @@ short_conv = _dispatched(reference.short_conv)
 causal_conv = _dispatched(reference.causal_conv)
 delta_rule = _dispatched(reference.delta_rule)
 gated_rms_norm = _dispatched(reference.gated_rms_norm)
+kda = _dispatched(reference.kda)
 mamba2 = _dispatched(reference.mamba2)
 grouped_rms_norm = _dispatched(reference.grouped_rms_norm)
 

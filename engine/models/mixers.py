@@ -8,15 +8,16 @@ from typing import TypeAlias
 from torch import Tensor
 
 from engine.models.attention import Attention
+from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
 from engine.models.mamba2 import Mamba2
 from engine.models.matrix import Scope
 from engine.models.norms import MakeNorm
 from engine.models.recurrent import GatedDeltaNet, ShortConv
-from engine.models.recurrent_spec import DeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from engine.models.recurrent_spec import DeltaNetSpec, KdaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from engine.models.spec import AttentionSpec, LatentSpec
 
-Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2
+Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2 | KimiDeltaAttention
 LayerCache: TypeAlias = "Tensor | Sequence[Tensor]"  # keys and values, latents, or the parts of a block of states
 
 
@@ -37,5 +38,7 @@ def make_mixer(
         return GatedDeltaNet(spec, hidden_size, scope / "linear_attn")
     if isinstance(spec, Mamba2Spec):
         return Mamba2(spec, hidden_size, scope / "mamba")
+    if isinstance(spec, KdaSpec):
+        return KimiDeltaAttention(spec, hidden_size, scope / "self_attn")
     assert isinstance(spec, ShortConvSpec)
     return ShortConv(spec, hidden_size, scope / "conv")

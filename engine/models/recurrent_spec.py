@@ -148,6 +148,38 @@ class Mamba2Spec(RecurrentSpec):
         return 2 * self.conv_channels + 4 * self.inner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KdaSpec(RecurrentSpec):
+    """Kimi delta attention, see `kernels.reference.kda`."""
+
+    num_heads: int
+    head_dim: int  # of queries, keys and values
+    kernel_size: int  # of the convolution of queries, keys and values
+    norm_eps: float
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers per token of all queries, keys and values."""
+        return 3 * self.num_heads * self.head_dim
+
+    def state(self, block_size: int, max_drafts: int = 0) -> tuple[StateTensor, ...]:
+        heads, size = self.num_heads, self.head_dim
+        return (
+            StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
+            StateTensor((heads, size, size), "float32"),
+            StateTensor((block_size, heads, size)),
+            StateTensor((block_size, heads, size), "float32"),
+            StateTensor((block_size, heads, size), "float32"),
+        )
+
+    def for_rank(self, shard: Shard) -> KdaSpec:
+        return replace(self, num_heads=len(shard.span("linear_num_heads", self.num_heads)))
+
+    @property
+    def width(self) -> int:
+        return 4 * self.conv_channels
+
+
 def num_inputs(count: int) -> int:
     """Return how many inputs of a convolution a block holds. It needs `count`: those that its newest token saw,
     whichever of the newest tokens are taken back.

@@ -102,8 +102,8 @@ def delta_rule(
         raw = keys[at].unflatten(1, (num_keys, key_dim))
         net = Net(sequence, states, context.block_size, raw)
         new = Tokens(
-            _heads(query[at].unflatten(1, (num_keys, key_dim)), num_values) * key_dim**-0.5,
-            _heads(raw, num_values),
+            of_heads(query[at].unflatten(1, (num_keys, key_dim)), num_values) * key_dim**-0.5,
+            of_heads(raw, num_values),
             values[at].unflatten(1, (num_values, value_dim)).transpose(0, 1).float(),
             beta[:, at],
             decay[:, at],
@@ -112,7 +112,7 @@ def delta_rule(
     return out
 
 
-def _heads(x: Tensor, count: int) -> Tensor:
+def of_heads(x: Tensor, count: int) -> Tensor:
     """Return x [n, Hk, Dk] with length 1, for each value head: [count, n, Dk] float32."""
     x = x.float()
     x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
@@ -138,6 +138,8 @@ Old: TypeAlias = tuple[Tensor, Tensor, Tensor]  # keys, updates and decays of a 
 class Net:
     """The delta rule of a sequence."""
 
+    chunk = CHUNK
+
     def __init__(self, sequence: Sequence, states: DeltaStates, size: int, raw_keys: Tensor) -> None:
         """raw_keys [n, Hk, Dk]: as they are stored."""
         self._sequence, self._states, self._size, self._raw = sequence, states, size, raw_keys
@@ -155,7 +157,7 @@ class Net:
             if index:
                 state = s.before[block]
             keys = self._keys(s.keys[block, :count], num_heads)
-            old = keys, s.updates[block, :count].transpose(0, 1), s.decays[block, :count].T
+            old = keys, s.updates[block, :count].transpose(0, 1), s.decays[block, :count].transpose(0, 1)
             if count == size:  # the block is full: the step begins with the next one
                 state, old = _after(state, *old), None
         while position < end:
@@ -175,7 +177,7 @@ class Net:
 
     def _keys(self, raw: Tensor, num_heads: int) -> Tensor:
         """Return stored keys [n, Hk, Dk] as they are multiplied, for each value head: [Hv, n, Dk] float32."""
-        return _heads(raw, num_heads)
+        return of_heads(raw, num_heads)
 
     def _solve(self, new: Tokens, old: Old | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `_solve`."""
@@ -187,7 +189,7 @@ class Net:
         stop = start + size
         if position > start:
             return min(stop, end)
-        while stop < end and stop - start < CHUNK and table[stop // size] < 0:
+        while stop < end and stop - start < self.chunk and table[stop // size] < 0:
             stop += size
         return min(stop, end)
 
@@ -196,14 +198,17 @@ class Net:
         s, slots, first = self._states, slice(position - start, stop - start), self._sequence.first
         s.keys[block, slots] = self._raw[position - first : stop - first]
         s.updates[block, slots] = updates[:, slots].transpose(0, 1)
-        s.decays[block, slots] = decays[:, slots].T
+        s.decays[block, slots] = decays[:, slots].transpose(0, 1)
 
 
 def _after(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
-    """Return the state [Hv, Dk, Dv] after tokens with keys [Hv, n, Dk], updates [Hv, n, Dv] and decays [Hv, n]."""
+    """Return the state [Hv, Dk, Dv] after tokens with keys [Hv, n, Dk], updates [Hv, n, Dv] and decays [Hv, n], or
+    of channels [Hv, n, Dk].
+    """
+    decays = decays.unsqueeze(2) if decays.dim() == 2 else decays
     last = decays[:, -1:]
-    weighted = keys * (last - decays).exp().unsqueeze(2)
-    return torch.baddbmm(state * last.exp().unsqueeze(2), weighted.transpose(1, 2), updates)
+    weighted = keys * (last - decays).exp()
+    return torch.baddbmm(state * last.exp().transpose(1, 2), weighted.transpose(1, 2), updates)
 
 
 def between(own: Tensor, decays: Tensor) -> Tensor:

@@ -60,4 +60,4 @@ class DeltaStates:
     before: Tensor  # [num_blocks, Hv, Dk, Dv] float32: S
     keys: Tensor  # [num_blocks, block_size, Hk, Dk], in the dtype of activations: k times any length
     updates: Tensor  # [num_blocks, block_size, Hv, Dv] float32: δ
-    decays: Tensor  # [num_blocks, block_size, Hv] float32: c
+    decays: Tensor  # [num_blocks, block_size, Hv] float32: c; or of channels [num_blocks, block_size, Hv, Dk]

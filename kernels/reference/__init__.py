@@ -14,6 +14,7 @@ cache hold the same numbers in another dtype.
 from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, sigmoid, silu_and_mul
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.blocks import gather_blocks, scatter_blocks
+from kernels.reference.kda import kda
 from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
@@ -85,6 +86,7 @@ __all__ = [
     "greedy_sample",
     "grouped_rms_norm",
     "gumbel",
+    "kda",
     "latent_attention_decode",
     "latent_attention_prefill",
     "linear",

@@ -129,7 +129,7 @@ class Tokens(NamedTuple):
     keys: Tensor  # [n, Hk, Dk], of any length
     values: Tensor  # [n, Hv, Dv]
     beta: Tensor  # [n, Hv]
-    decay: Tensor  # [n, Hv]: g
+    decay: Tensor  # [n, Hv], or of channels [n, Hv, Dk]: g
 
     def part(self, start: int, stop: int) -> Tokens:
         """Return the tokens of these indices."""
@@ -165,8 +165,9 @@ def of_sequence(new: Tokens, first: int, table: list[int], states: DeltaStates, 
             states.updates[block, num_old:stop] = updates[num_old:]
             states.decays[block, num_old:stop] = decays[num_old:]
         if index < (end - 1) // size:
-            shrunk = (decays[-1] - decays).exp()  # [size, Hv]
-            state = decays[-1].exp()[:, None, None] * state + torch.einsum("th,thk,thv->hkv", shrunk, keys, updates)
+            decays = decays.view(len(decays), len(state), -1)  # [size, Hv, 1 or Dk]
+            weighted = (decays[-1] - decays).exp() * keys
+            state = decays[-1].exp()[:, :, None] * state + torch.einsum("thk,thv->hkv", weighted, updates)
     return torch.cat(outputs)
 
 

@@ -24,7 +24,7 @@ from tests.support.drafts import Answers
 from tests.support.loaded import load
 
 CASES = ["lfm2", "qwen3_5", "nemotron_h"]
-MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "bamba", "falcon_h1"]
+MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "bamba", "falcon_h1", "kimi_linear"]
 
 
 @pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])

@@ -24,7 +24,7 @@ from tests.oracles.state_steps import StateSteps
 
 CASES = (
     *("lfm2", "lfm2-bias", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("nemotron_h", "nemotron_h-moe", "granitemoehybrid", "bamba", "falcon_h1"),
+    *("nemotron_h", "nemotron_h-moe", "granitemoehybrid", "bamba", "falcon_h1", "kimi_linear"),
 )
 SERVED = ("lfm2", "qwen3_5", "qwen3_next", "nemotron_h")
 LENGTHS = [1, 16, 33, 150, 400]

@@ -887,6 +887,24 @@ CASES |= {
         MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_rms_norm": True, "projectors_bias": True},
     ),
 }
+CASES |= {
+    "kimi_linear": (
+        "KimiLinear",
+        LATENT
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_group": 2,
+            "topk_group": 1,
+            **NONE,
+        },
+    ),
+}
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
 NUM_TOKENS = 40

@@ -33,6 +33,31 @@ def whole_delta_rule(
     return torch.stack(outputs)
 
 
+def whole_kda(
+    qkv: Tensor, beta: Tensor, forget: Tensor, of_heads: tuple[Tensor, Tensor], lengths: list[int], heads: Heads
+) -> Tensor:
+    """Kimi delta attention of whole sequences, token by token in float64 [T, H, Dv].
+
+    of_heads: rate [H], bias [H Dk].
+    """
+    num_heads, _, key_dim, value_dim = heads
+    rate, bias = (each.double() for each in of_heads)
+    decays = (-rate[:, None] * F.softplus(forget.double() + bias).unflatten(1, (num_heads, key_dim))).exp()
+    outputs, at = [], 0
+    for x in qkv.double().split(lengths):
+        query, key, value = x.split((num_heads * key_dim, num_heads * key_dim, num_heads * value_dim), 1)
+        query, key = (each.unflatten(1, (num_heads, key_dim)) for each in (query, key))
+        query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+        value, state = value.unflatten(1, (num_heads, value_dim)), x.new_zeros(num_heads, key_dim, value_dim)
+        for t in range(len(x)):
+            state = state * decays[at][:, :, None]
+            update = beta[at].double().sigmoid()[:, None] * (value[t] - torch.einsum("hkv,hk->hv", state, key[t]))
+            state = state + key[t][:, :, None] * update[:, None]
+            outputs.append(torch.einsum("hkv,hk->hv", state, query[t]) * key_dim**-0.5)
+            at += 1
+    return torch.stack(outputs)
+
+
 def whole_conv(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int]) -> Tensor:
     """The gated convolution of whole sequences [T, 3C], in float64."""
     outputs = []

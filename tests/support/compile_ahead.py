@@ -398,6 +398,31 @@ def scans(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dty
     grouped_rms_norm(out, out, tensor(out.shape[1], dtype=dtype), 1e-6, 8, True)
 
 
+def channel_decays(num_seqs: int, num_tokens: int, dtype: torch.dtype) -> None:
+    """Kimi delta attention of 32 heads of 128."""
+    from kernels.data.state import DeltaStates, StateContext
+    from kernels.triton.kda import kda
+
+    context = StateContext.of_step(
+        tensor(5, 100, dtype=I32), tensor(num_seqs, dtype=I32), tensor(num_seqs + 1, dtype=I32),
+        tensor(num_seqs, dtype=I32), num_tokens, 16, only_decodes=num_seqs == num_tokens,
+    )  # fmt: skip
+    states = DeltaStates(
+        tensor(9, 32, 128, 128, dtype=F32), tensor(9, 16, 32, 128, dtype=dtype), tensor(9, 16, 32, 128, dtype=F32),
+        tensor(9, 16, 32, 128, dtype=F32),
+    )  # fmt: skip
+    qkv, forget = tensor(num_tokens, 3 * 4096, dtype=dtype), tensor(num_tokens, 4096, dtype=dtype)
+    kda(
+        qkv,
+        tensor(num_tokens, 32, dtype=dtype),
+        forget,
+        tensor(32, dtype=F32),
+        tensor(4096, dtype=F32),
+        states,
+        context,
+    )
+
+
 VARIANTS: list[Callable[[], None]] = [
     *(functools.partial(f, dtype) for f in (norm, activation) for dtype in (F32, F16, BF16)),
     functools.partial(sampling, BF16),
@@ -433,6 +458,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(lora, 20, 512, F32),
     functools.partial(adapted_linear, 5, 32),
     functools.partial(recurrent, 1, 1, BF16),
+    functools.partial(channel_decays, 2, 70, BF16),
     functools.partial(recurrent, 2, 70, F16, 64),
     functools.partial(recurrent, 2, 70, F32),
     prepare,

@@ -15,6 +15,7 @@ from engine.models.families import (
     experts,
     gemma4,
     hybrid,
+    kimi,
     llama_like,
     mpt,
     multimodal,
@@ -191,6 +192,7 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "GraniteMoeHybridForCausalLM": state_space.granite_hybrid,
     "FalconH1ForCausalLM": state_space.falcon_h1,
     "BambaForCausalLM": state_space.bamba,
+    "KimiLinearForCausalLM": kimi.kimi_linear,
 }
 
 

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu import kda as cpu_kda
 from kernels.cpu import recurrent as cpu
 from kernels.data.state import DeltaStates, StateContext
-from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule
+from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule, whole_kda
 from tests.oracles.state_steps import StateSteps
 
 delta: Any = pytest.importorskip("kernels.triton.delta_rule")
 recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
+kda: Any = pytest.importorskip("kernels.triton.kda")
 scans: Any = pytest.importorskip("kernels.triton.scans")
 LENGTHS = [1, 5, 16, 17, 50, 133]
 
@@ -121,6 +123,33 @@ def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
         [(indices, context)] = steps.whole()
         out = function(qkv[indices], gates[indices], rate, bias, states, context)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("module", [reference, cpu_kda, kda], ids=["reference", "cpu", "triton"])
+@pytest.mark.parametrize(("block_size", "only_decodes"), [(16, False), (4, True), (32, False)])
+def test_kimi_delta_attention_in_chunks_is_that_token_by_token(
+    module: Any, block_size: int, only_decodes: bool
+) -> None:
+    torch.manual_seed(block_size)
+    num_heads, size = 2, 24
+    lengths = [3, 17, 20] if only_decodes else LENGTHS
+    steps = StateSteps(block_size, lengths, block_size, only_decodes=only_decodes)
+    qkv, beta = torch.randn(sum(lengths), 3 * num_heads * size), torch.randn(sum(lengths), num_heads)
+    forget, rate = torch.randn(sum(lengths), num_heads * size), torch.rand(num_heads) / 2
+    bias = torch.randn(num_heads * size)
+    expected = whole_kda(qkv, beta, forget, (rate, bias), lengths, (num_heads, num_heads, size, size))
+    states = DeltaStates(
+        *(
+            torch.full((steps.num_blocks, *shape), torch.nan)
+            for shape in ((num_heads, size, size), *[(block_size, num_heads, size)] * 3)
+        )
+    )
+    for indices, context in steps.steps():
+        real = indices >= 0
+        own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, beta, forget))
+        out = module.kda(*own, rate, bias, states, context)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
