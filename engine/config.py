@@ -176,8 +176,9 @@ class EngineConfig:
 
     pooling: str = flag(
         "auto",
-        "pooling for embeddings: the last token, or the mean of all; auto: as in the model's 1_Pooling, else last",
-        choices=("auto", "last", "mean"),
+        "pooling for embeddings: the last token, the mean of all, or the first (cls, of encoders); auto: as in the "
+        "model's 1_Pooling, else last, of encoders mean",
+        choices=("auto", "last", "mean", "cls"),
     )
     stream_interval: int = flag(
         1,

@@ -88,6 +88,7 @@ class Engine:
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self.scheduler = _new_scheduler(config, options, self.runner, grammars)
+            whole_prompts=spec.is_encoder,
         self._tiered = TieredCache(self.scheduler, lambda: self.runner)
         self.in_flight = UnreadSteps(options.num_stages)
         self.expert_tokens = ExpertTokens()

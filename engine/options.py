@@ -84,6 +84,9 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         )
     if config.compress_experts and dtype != torch.bfloat16:
         raise ConfigError(f"compress_experts needs dtype bfloat16, got {str(dtype).removeprefix('torch.')}")
+    max_num_batched_tokens = config.max_num_batched_tokens or _step_tokens(config, device, offline)
+    if spec.is_encoder:
+        max_num_batched_tokens = _encoder_step_tokens(config, spec, max_num_batched_tokens)
     is_large = device.is_accelerator and device.memory().total >= LARGE_MEMORY
     return RunnerOptions(
         device=device,
@@ -93,7 +96,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_model_len=context_length(config, spec),
         shortens_context=config.max_model_len is None,
         max_num_seqs=config.max_num_seqs or (1024 if is_large else 256),
-        max_num_batched_tokens=config.max_num_batched_tokens or _step_tokens(config, device, offline),
+        max_num_batched_tokens=max_num_batched_tokens,
         block_size=config.block_size,
         load_format=config.load_format,
         seed=config.seed,
@@ -111,7 +114,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
-        host_cache_bytes=_host_cache_bytes(config, device),
+        host_cache_bytes=0 if spec.is_encoder else _host_cache_bytes(config, device),
     )
 
 
@@ -132,6 +135,27 @@ def _adapters(config: EngineConfig) -> AdapterOptions | None:
     if not config.enable_lora:
         return None
     return AdapterOptions(num_slots=config.max_loras, max_rank=config.max_lora_rank, num_loaded=config.num_loaded_loras)
+
+
+def _encoder_step_tokens(config: EngineConfig, spec: ModelSpec, wanted: int) -> int:
+    """Return the tokens of an encoder's step, at least the longest text's. `ConfigError` for an unusable setting."""
+    unusable = {
+        "speculative_config": config.speculative_config is not None and "an encoder generates no text",
+        "kv_offloading_size": bool(config.kv_offloading_size) and "an encoder caches nothing",
+        "prefix_cache_file": config.prefix_cache_file is not None and "an encoder caches nothing",
+        "kv_cache_dtype": config.kv_cache_dtype != "auto" and "an encoder caches nothing",
+        "enable_lora": config.enable_lora and "adapters of encoders are not supported",
+    }
+    for name, reason in unusable.items():
+        if reason:
+            raise ConfigError(f"{name} cannot be used with {spec.architecture}: {reason}")
+    longest = context_length(config, spec)
+    if config.max_num_batched_tokens is not None and wanted < longest:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least max_model_len={longest} for an encoder, which reads a text in "
+            f"one step, got {wanted}: raise it or lower --max-model-len"
+        )
+    return max(wanted, longest)
 
 
 def _step_tokens(config: EngineConfig, device: Device, offline: bool) -> int:

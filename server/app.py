@@ -22,6 +22,7 @@ from server.apis.openai import (
     invocations,
     models,
     not_served,
+    pooling,
     responses,
     scores,
 )
@@ -58,6 +59,7 @@ APIS = (
     anthropic.api,
     ollama.api,
     embeddings.api,
+    pooling.api,
     scores.api,
     models.api,
     adapters.api,

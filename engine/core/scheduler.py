@@ -128,10 +128,12 @@ class Scheduler:
         num_batches: int = 1,
         drafts: DraftPolicy | None = None,
         has_host_tier: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `num_batches`: number of overlapping steps, one for each pipeline
         stage. With more than one, a request whose newest token is in flight is in no other step, so each step takes a
         fraction of the running requests. `drafts`: None: there are none. `has_host_tier`: see `HostTier`.
+        `whole_prompts`: a step computes a prompt whole or not at all.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs
@@ -147,6 +149,7 @@ class Scheduler:
             self.blocks, self._budget, deadlines.record_first_token, self.requests.finish, drafts
         )
         self._clock, self._num_batches, self._drafts = clock, num_batches, drafts
+        self._whole_prompts = whole_prompts
         self._num_paused = 0  # successive steps for favoured tenants only
         self._last = _NOTHING  # the previous step's
         self._step = self._prompt_tokens = 0
@@ -327,6 +330,10 @@ class Scheduler:
                 break
             if self._admission.drop_if_late(request):
                 continue
+            if self._whole_prompts and request.num_tokens > budget:
+                if plan:
+                    break
+                budget = request.num_tokens  # the first prompt of a step has room, however short the step is to be
             new_request = self._admission.admit(request, budget)
             if new_request is None:
                 self._load_ahead(request)

@@ -191,7 +191,7 @@ class Attention(CheckpointModule):
         adapts = epilogue.stream.context.adapters is not None
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
         args = kernels.AttentionArgs(
-            spec.scale, spec.window, spec.soft_cap, self.alibi_slopes, self.sinks, spec.sparse, kv_scale
+            spec.scale, spec.window, spec.soft_cap, self.alibi_slopes, self.sinks, spec.sparse, kv_scale, spec.causal
         )
         wide_pages = None if wide is None else wide.pages
         attend(query, kv, metadata, args, stores=spec.kv_of is None, wide=wide_pages, out=out)

@@ -1,6 +1,7 @@
-"""The head of a sequence classifier: a linear layer from the last token's hidden state to one logit per label.
+"""The head of a classifier.
 
-It is so small that the API process computes it from the embedding that the engine returns.
+A decoder's is a linear layer from the last token's hidden state to one logit per label, so small that the API process
+computes it from the embedding that the engine returns. An encoder's is computed in the worker, which returns logits.
 """
 
 from __future__ import annotations
@@ -38,13 +39,29 @@ _KINDS: dict[Any, Literal["softmax", "sigmoid", "none"]] = {
 class Classifier:
     """Computes scores from hidden states."""
 
-    weights: list[array[float]]  # for each label, one per hidden channel
+    weights: list[array[float]] | None  # for each label, one per hidden channel; None: the worker computes logits
     labels: list[str]
     activation: Literal["softmax", "sigmoid", "none"]
+    pooling: str = "last"  # which the head needs; "all": each token has labels
+
+    @property
+    def is_in_worker(self) -> bool:
+        """True if the worker computes logits."""
+        return self.weights is None
+
+    @property
+    def labels_tokens(self) -> bool:
+        """True if each token has labels."""
+        return self.pooling == "all"
 
     def scores(self, hidden: Sequence[float], *, activated: bool = True) -> list[float]:
-        """Return the score of each label. hidden: the last token's, after the final norm. activated: no bare logits."""
-        logits = [math.fsum(map(mul, hidden, weights)) for weights in self.weights]
+        """Return the score of each label. hidden: the last token's, after the final norm; or logits, if the worker has
+        computed these. activated: no bare logits.
+        """
+        if self.weights is None:
+            logits = list(hidden)
+        else:
+            logits = [math.fsum(map(mul, hidden, weights)) for weights in self.weights]
         if not activated or self.activation == "none":
             return logits
         if self.activation == "sigmoid":
@@ -79,12 +96,27 @@ def read_classifier(
         weights = _head_of_tokens(folder, hidden_size, config, token_id)
     else:
         weights = _read_rows(folder, (HEAD,), hidden_size)
+    return _classifier(config, len(weights), weights, "last")
+
+
+def labelled_classifier(
+    folder: Path, num_labels: int, pooling: str, overrides: Mapping[str, Any] | None = None
+) -> Classifier:
+    """Return the classifier of a model whose worker computes the logits. Raises `ModelError` for too many labels."""
+    if num_labels > MAX_LABELS:
+        raise ModelError(f"{folder / 'config.json'}: there may be {MAX_LABELS} labels, got {num_labels}")
+    return _classifier(read_config(folder, overrides), num_labels, None, pooling)
+
+
+def _classifier(
+    config: dict[str, Any], num_labels: int, weights: list[array[float]] | None, pooling: str
+) -> Classifier:
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
-    labels = [str(names.get(str(index), f"LABEL_{index}")) for index in range(len(weights))]
-    default: Literal["softmax", "sigmoid"] = "sigmoid" if len(weights) == 1 else "softmax"
+    labels = [str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels)]
+    default: Literal["softmax", "sigmoid"] = "sigmoid" if num_labels == 1 else "softmax"
     activation = _KINDS.get(config.get("problem_type"), default)
-    return Classifier(weights, labels, "none" if _is_identity(config) else activation)
+    return Classifier(weights, labels, "none" if _is_identity(config) else activation, pooling)
 
 
 def _is_identity(config: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The transformer decoder of all model families.
+"""The transformer of all model families: decoders, and encoders, whose attention is not causal.
 
 Shapes: T tokens of the step, H query heads, Hkv key heads, D head_dim.
 """
@@ -18,13 +18,14 @@ import kernels
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
-from engine.models.layers import Embedding, LMHead, PositionEmbedding
+from engine.models.layers import Embedding, LMHead, PositionEmbedding, TokenTypes
 from engine.models.matrix import Matrix, Scope
 from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
 from engine.models.norms import LayerNorm, MakeNorm, Norm, PlainLayerNorm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
+from engine.models.pooling_head import PoolingHead
 from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
@@ -56,7 +57,9 @@ class Decoder(nn.Module):
         num_rows = spec.num_embeddings or spec.vocab_size
         self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", num_rows, spec.hidden_size)
         first = body.only_if(is_first)
-        self.positions = self.embedding_norm = None
+        self.positions = self.token_types = self.embedding_norm = None
+        if spec.token_types:
+            self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
         if spec.positions is not None:
             self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
         if spec.embedding_norm:
@@ -87,7 +90,8 @@ class Decoder(nn.Module):
                 assert isinstance(owner, Attention)
                 reader.kv_scale = owner.kv_scale
         body, scope = body.only_if(is_last), scope.only_if(is_last)
-        self.norm = make_norm(body / "norm", spec.hidden_size)
+        self.norm = make_norm(body / "norm", spec.hidden_size) if spec.final_norm else None
+        self.head = PoolingHead(spec.head, spec.hidden_size, spec.norm_eps, scope) if spec.head else None
         if spec.tie_word_embeddings:
             scope = replace(scope, weight_formats=formats_of_tied_head(scope.weight_formats, scope.name("lm_head")))
         self.lm_head = LMHead(scope, spec.vocab_size, spec.hidden_size, bias=spec.head_bias, normed=spec.head_normed)
@@ -183,7 +187,9 @@ class Decoder(nn.Module):
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the scaled embeddings of token ids [T]: [T, hidden]."""
+        """Return the scaled embeddings of token ids [T], with those of their types: [T, hidden]."""
+        if self.token_types is not None:
+            return self.token_types(self.embed_tokens(input_ids % self.spec.vocab_size), input_ids)
         hidden = self.embed_tokens(input_ids)
         if self._embedding_multiplier != 1:
             hidden = kernels.scale(hidden, self._embedding_multiplier)
@@ -215,6 +221,7 @@ class DecoderLayer(nn.Module):
         self.mlp_sum = OutputSum(
             norm(names.after_mlp), multiplier if layer.mlp_multiplier is None else layer.mlp_multiplier
         )
+        self.attention_sum_norm, self.mlp_sum_norm = norm(names.sum_mixer), norm(names.sum_mlp)
         self.attention: Mixer = make_mixer(layer.mixer, hidden_size, cos_sin, make_norm, scope)
         self.mlp: MLP | MoE | DenseAndExperts | None
         if layer.mlp is None:
@@ -270,10 +277,14 @@ class DecoderLayer(nn.Module):
         stream = self.attention(x, self.attention_sum.into(stream), positions, kv, metadata)
         if normed is not None:
             stream = replace(stream, normed=metadata.select(normed))
+        if self.attention_sum_norm is not None:
+            stream = replace(stream, hidden=self.attention_sum_norm(stream.hidden), normed=None)
         if self.mlp is not None:
             stream = self.mlp(self.mlp_norm(stream), self.mlp_sum.into(stream))
         elif self.lends_input:
             stream = replace(stream, normed=x.value)
+        if self.mlp_sum_norm is not None:
+            stream = replace(stream, hidden=self.mlp_sum_norm(stream.hidden), normed=None)
         if self.per_layer is not None:
             stream = self.per_layer(stream)
         if self.output_scale is not None:

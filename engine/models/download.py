@@ -24,8 +24,9 @@ from engine.models.gguf.header import SPLIT
 from engine.models.lora import CONFIG, WEIGHTS
 
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
-# Exports in subfolders (but not 1_Pooling, nor additional_chat_templates), and Mistral's second copy of the weights.
-OTHER_FORMATS = ["[!1]*/*.json", "[!1]*/*.safetensors", "tokenizer*/*", "consolidated*"]
+# Exports in subfolders (but not 1_Pooling, 2_Dense, nor additional_chat_templates), and Mistral's second copy of the
+# weights.
+OTHER_FORMATS = ["[!0-9]*/*.json", "[!0-9]*/*.safetensors", "tokenizer*/*", "consolidated*"]
 
 
 def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:

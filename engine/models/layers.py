@@ -268,3 +268,19 @@ class PositionEmbedding(CheckpointModule):
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)
+
+
+class TokenTypes(CheckpointModule):
+    """Learnt vectors of token types, added to embeddings. An id beyond the vocabulary tells a token's type."""
+
+    def __init__(self, num_types: int, vocab_size: int, hidden_size: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight, self._vocab_size = scope.empty(num_types, hidden_size), vocab_size
+        self._name = scope.name("weight")
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Add to hidden [T, hidden], in place, the vectors of the types of ids [T]."""
+        return hidden.add_(self.weight[(ids // self._vocab_size).clamp(0, len(self.weight) - 1)])
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)

@@ -32,7 +32,8 @@ class MLP(nn.Module):
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
         self._gate: GateEpilogue | None = None
-        if spec.gated:
+        self._splits = spec.gated and spec.activation == "gelu"  # no kernel computes this gate
+        if spec.gated and not self._splits:
             self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
         self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
@@ -52,6 +53,9 @@ class MLP(nn.Module):
             return kernels.gate_and_mul(torch.cat((gate * self.spec.gate_multiplier, up), 1), self._gate.gate)
         if self._gate is not None:
             return self.gate_up.run(x, self._gate)
+        if self._splits:
+            gate, up = self.gate_up.run(x).chunk(2, 1)
+            return F.gelu(gate).mul_(up)
         return ACTIVATIONS[self.spec.activation](self.gate_up.run(x))
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:

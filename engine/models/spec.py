@@ -1,4 +1,4 @@
-"""A decoder described by numbers."""
+"""A model described by numbers."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class AttentionSpec:
     scale: float  # of the scores
     rope: RopeSpec | None
     window: int = 0  # number of newest tokens that a token attends to, including itself; 0: all
+    causal: bool = True  # False: tokens see later ones too, `window - 1` of them if there is a window
     soft_cap: float = 0.0  # of the scores; 0: none
     sparse: BlockSparse | None = None  # blocks that each head attends to; None: all
     alibi: tuple[float, ...] = ()  # ALiBi slope of each head; (): no ALiBi
@@ -242,6 +243,8 @@ class Norms:
     after_mixer: str = ""  # of the mixer's output, before it is added to the residual stream
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+    sum_mixer: str = ""  # of the residual stream, after the mixer's output is added to it
+    sum_mlp: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +281,31 @@ class LearntPositions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLayerSpec:
+    """A linear layer after pooling, an activation, and a LayerNorm."""
+
+    name: str  # of the matrix in the checkpoint
+    num_outputs: int
+    bias: bool = True
+    activation: Literal["", "tanh", "gelu", "gelu_tanh", "relu", "silu"] = ""
+    norm: str = ""  # of the LayerNorm; "": none
+    norm_bias: bool = False
+    folder: str = ""  # whose model.safetensors holds the matrix; "": the model's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """Layers after pooling: a classifier, or sentence-transformers' Dense modules."""
+
+    layers: tuple[HeadLayerSpec, ...]
+    pooling: str = ""  # of a classifier, see `PoolingParams.pooling`; "": it is no classifier
+
+    @property
+    def num_outputs(self) -> int:
+        return self.layers[-1].num_outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that the decoder and the engine need from a model's configuration."""
 
@@ -299,6 +327,8 @@ class ModelSpec:
     positions: LearntPositions | None = None
     query_scaling: QueryScaling | None = None  # of layers with `scales_queries`
     embedding_norm: bool = False  # embeddings are normalised before the first layer
+    token_types: int = 0  # rows of the table of token types, which tokens' ids tell; 0: there is none
+    final_norm: bool = True
     head_bias: bool = False  # of the output head
     head_normed: bool = False  # the rows of the output head are divided by their norms
     transposed: bool = False  # the layers' matrices are stored as [in, out]
@@ -313,10 +343,28 @@ class ModelSpec:
     # How the checkpoint names such layers, if a drafter can use them: as further layers, or below "mtp".
     mtp: Literal["", "layers", "mtp"] = ""
     has_head: bool = True  # False: an embedding model, which cannot generate
+    head: HeadSpec | None = None  # after pooling; None: pooled hidden states are embeddings
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_encoder(self) -> bool:
+        """True if tokens see later ones: a step must have whole sequences, and keys and values last for one layer."""
+        return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of a prompt's token. An id beyond the vocabulary is that of a token of the second type (the
+        second text of a pair), plus the vocabulary's size.
+        """
+        return self.vocab_size * max(self.token_types, 1) - 1
+
+    @property
+    def embedding_size(self) -> int:
+        """Size of a pooled output."""
+        return self.hidden_size if self.head is None else self.head.num_outputs
 
     @property
     def has_states(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models import classifier
-from engine.models.checkpoints import Checkpoint, RandomWeights, StoredTensor
+from engine.models.checkpoints import Checkpoint, RandomWeights, SafetensorsFolder, StoredTensor
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
@@ -25,6 +25,7 @@ from engine.models.formats import weight_formats
 from engine.models.layers import Embedding, Linear
 from engine.models.matrix import FLOAT_DTYPES, CheckpointModule, CheckpointTensor, Matrix, Scope
 from engine.models.norms import Norm
+from engine.models.pooling_head import HeadLayer
 from engine.models.quantization import renamed
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import ModelSpec
@@ -67,6 +68,7 @@ def load_model(
         with torch.no_grad():
             if isinstance(checkpoint, Checkpoint):
                 _fill(model, checkpoint, stored, progress, scope.device if _reads_whole(scope) else None)
+                _fill_modules(model, Path(checkpoint.origin))
             else:
                 fill_randomly(model, scope.device, checkpoint.seed)
     except torch.OutOfMemoryError as error:
@@ -128,7 +130,9 @@ def _part_of(name: str, module: CheckpointModule) -> str:
     if isinstance(module, Embedding) and "per_layer" in name:
         return "tables"
     names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention"}
-    names |= {"mlp": "mlp", "per_layer": "mlp", "positions": "tables"}
+    names |= {"mlp": "mlp", "per_layer": "mlp", "positions": "tables", "token_types": "tables"}
+    if "lm_head" not in name and "head" in name.split("."):  # after pooling
+        return "mlp"
     return next(names[each] for each in name.split(".") if each in names)
 
 
@@ -255,6 +259,18 @@ def fill_part(part: nn.Module, checkpoint: Checkpoint, stored: dict[str, StoredT
     wanted = {tensor.name: declared[name] for name, tensor in own.items()}
     for name, value in checkpoint.read(wanted):
         wanted[name].fill(value)
+
+
+def _fill_modules(model: Decoder, folder: Path) -> None:
+    """Fill the layers after pooling that sentence-transformers stores in folders of their own."""
+    for layer in model.head.layers if model.head is not None else ():
+        assert isinstance(layer, HeadLayer)
+        if layer.spec.folder:
+            own = SafetensorsFolder(folder / layer.spec.folder)
+            declared, stored = {tensor.name: tensor for tensor in layer.own_tensors()}, own.tensors()
+            _check(declared, stored, own.origin, tied=False)
+            for name, value in own.read(declared):
+                declared[name].fill(value)
 
 
 def _reads_whole(scope: Scope) -> bool:

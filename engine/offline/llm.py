@@ -162,23 +162,31 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         pooling: str | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: list[int] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed one prompt or several: pool the model's final hidden states. Results are in the order of the prompts.
 
-        `pooling`: "last" for the last token's hidden state, "mean" for the mean over all tokens; None: the engine's
-        setting
-        `pooling`. `normalize`: scale to length 1. `dimensions`: keep only the first ones, for models trained for that.
-        Otherwise as `generate`. Raises `EngineError` if a prompt fails.
+        `pooling`: "last" for the last token's hidden state, "mean" for the mean over all tokens, "cls" for the first
+        token's, of encoders; None: the engine's setting `pooling`. `normalize`: scale to length 1; None: as the model's
+        modules.json says, else True. `dimensions`: keep only the first ones, for models trained for that.
+        `prompt_name`: the model's prompt that is put before texts, such as "query"; None: its default, if it has one.
+        Otherwise as `generate`. Raises `EngineError` if a prompt fails, `ValueError` for an unknown prompt.
+
+        A classifier of texts or tokens among the encoders gives logits; `normalize` must be False.
         """
+        own = self._input_processor
         params = PoolingParams(
-            pooling=pooling or self._input_processor.default_pooling, normalize=normalize, dimensions=dimensions
+            pooling=pooling or own.default_pooling,
+            normalize=own.default_normalize if normalize is None else normalize,
+            dimensions=dimensions,
         )
-        several = as_list(prompts)
+        prefix = own.prompts.prefix(prompt_name)
+        several = [prefix + each if isinstance(each, str) else each for each in as_list(prompts)]
         adapters = self._adapters(lora_request, len(several))
         jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params, adapters)
         self._runner.run(jobs, use_tqdm, "Embedding")

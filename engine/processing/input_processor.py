@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import MAX_TAGS, StructuredOutputs, Tag, Tags
 from engine.errors import ConfigError, ParameterError, TagsError
-from engine.models.classifier import Classifier, read_classifier
+from engine.models.classifier import Classifier, labelled_classifier, read_classifier
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model, short_name
-from engine.models.pooling_config import read_pooling
+from engine.models.pooling_config import Prompts, is_embedding_model, normalizes, read_pooling, read_prompts
 from engine.models.spec import ModelSpec
 from engine.processing.grammar_cache import GrammarCache, TooSlowError
 from engine.processing.model_info import ModelInfo
@@ -68,7 +68,9 @@ class InputProcessor:
     max_model_len: int
     max_logprobs: int
     default_pooling: str = "last"
+    default_normalize: bool = True
     classifier: Classifier | None = None  # of a classification model
+    prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
@@ -86,8 +88,10 @@ class InputProcessor:
             _default_sampling(config, folder),
             context_length(config, spec),
             config.max_logprobs,
-            read_pooling(folder) if config.pooling == "auto" else config.pooling,
-            None if config.load_format == "dummy" else _read_classifier(config, folder, spec, tokenizer),
+            _default_pooling(config, folder, spec),
+            normalizes(folder),
+            _read_classifier(config, folder, spec, tokenizer),
+            read_prompts(folder),
         )
 
     def with_context(self, max_model_len: int) -> InputProcessor:
@@ -115,7 +119,11 @@ class InputProcessor:
             tokenizer=self.tokenizer,
             default_sampling=self.default_sampling,
             default_pooling=self.default_pooling,
+            default_normalize=self.default_normalize,
+            is_encoder=self.spec.is_encoder,
+            type_offset=self.spec.vocab_size if self.spec.token_types > 1 else 0,
             classifier=self.classifier,
+            prompts=self.prompts,
         )
 
     def encode(self, prompt: str) -> list[int]:
@@ -161,13 +169,22 @@ class InputProcessor:
 
     def _check_pooling(self, prompt_token_ids: Sequence[int], pooling: PoolingParams) -> None:
         self._check_prompt(prompt_token_ids, 0)
-        hidden_size = self.spec.hidden_size
-        if (pooling.dimensions or 0) > hidden_size:
-            reason = f"must be at most {hidden_size}, the model's own, got {pooling.dimensions}"
+        spec = self.spec
+        own = spec.head.pooling if spec.head is not None else ""
+        if own and (pooling.pooling, pooling.normalize, pooling.dimensions) != (own, False, None):
+            raise ValueError(
+                f"the model {self.model_name} is a classifier: its outputs are logits, with pooling {own!r}, normalize "
+                "false and no dimensions"
+            )
+        if not own and (pooling.pooling == "all" or (pooling.pooling == "cls" and not spec.is_encoder)):
+            valid = "last, mean or cls" if spec.is_encoder else "last or mean, since the model is no encoder"
+            raise ParameterError("pooling", f"must be {valid}, got {pooling.pooling!r}")
+        if (pooling.dimensions or 0) > spec.embedding_size:
+            reason = f"must be at most {spec.embedding_size}, the model's own, got {pooling.dimensions}"
             raise ParameterError("dimensions", reason)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], num_answer: int) -> None:
-        num_prompt, vocab_size = len(prompt_token_ids), self.spec.vocab_size
+        num_prompt, last_id = len(prompt_token_ids), self.spec.max_token_id
         if not num_prompt:
             raise ValueError("the prompt is empty: it must have at least one token")
         if num_prompt + num_answer > self.max_model_len:
@@ -175,9 +192,9 @@ class InputProcessor:
                 f"the prompt has {num_prompt} tokens, but the context holds {self.max_model_len}"
                 f"{', at least one of them for the answer' if num_answer else ''}: shorten the prompt"
             )
-        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < vocab_size:
-            wrong = next(i for i in prompt_token_ids if not 0 <= i < vocab_size)
-            raise ParameterError("prompt", f"token ids must be from 0 to {vocab_size - 1}, got {wrong}")
+        if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) <= last_id:
+            wrong = next(i for i in prompt_token_ids if not 0 <= i <= last_id)
+            raise ParameterError("prompt", f"token ids must be from 0 to {last_id}, got {wrong}")
 
     def _with_tokens(self, sampling: SamplingParams) -> SamplingParams:
         breakers = sampling.dry_sequence_breakers
@@ -355,12 +372,27 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
 def _read_classifier(
     config: EngineConfig, folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None
 ) -> Classifier | None:
+    if spec.head is not None and spec.head.pooling:
+        return labelled_classifier(folder, spec.head.num_outputs, spec.head.pooling, config.hf_overrides)
+    if config.load_format == "dummy":
+        return None
+
     def token_id(token: str) -> int | None:
         if tokenizer is None:
             raise ModelError("a classifier made of tokens needs the tokenizer: leave skip_tokenizer_init out")
         return tokenizer.token_to_id(token)
 
     return read_classifier(folder, spec.architecture, spec.hidden_size, config.hf_overrides, token_id)
+
+
+def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:
+    if spec.head is not None and spec.head.pooling:
+        return spec.head.pooling
+    if config.pooling != "auto":
+        return config.pooling
+    if spec.is_encoder and not is_embedding_model(folder):
+        return "mean"  # as sentence-transformers does
+    return read_pooling(folder)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> Vocabulary:

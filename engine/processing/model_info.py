@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.models.classifier import Classifier
+from engine.models.pooling_config import Prompts
 from engine.text.tokenizer import Tokenizer
 
 
@@ -21,4 +22,8 @@ class ModelInfo:
     tokenizer: Tokenizer | None  # None with skip_tokenizer_init
     default_sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`, by the model's authors
     default_pooling: str = "last"
+    default_normalize: bool = True
+    is_encoder: bool = False
+    type_offset: int = 0  # what the ids of a pair's second text have added, see `ModelSpec.max_token_id`; 0: nothing
+    prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
     classifier: Classifier | None = None  # the head of a classification model

@@ -195,14 +195,18 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             raise TokenizerError("the text is not valid Unicode: it contains a lone surrogate") from None
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
+    def encode_pair(self, first: str, second: str, type_offset: int = 0) -> list[int]:
         """Return two texts as one prompt, with the tokenizer's special tokens around and between them.
 
-        Raises `TokenizerError` like `encode`.
+        `type_offset`: added to the ids of tokens of the second type, see `ModelSpec.max_token_id`. Raises
+        `TokenizerError` like `encode`.
         """
         try:
             if self._frame is None:
-                return self._backend.encode_batch_fast([(first, second)])[0].ids
+                found = self._backend.encode_batch_fast([(first, second)])[0]
+                if not type_offset:
+                    return found.ids
+                return [i + kind * type_offset for i, kind in zip(found.ids, found.type_ids, strict=True)]
             bos, eos = self._frame
             return bos + self._encode(first, False) + self._encode(second, False) + eos
         except (TypeError, UnicodeEncodeError):
@@ -298,6 +302,7 @@ class _Pieces:
         self._byte_level = self._byte_tokens = self._no_metaspace_first = False
         self._metaspace = ""
         self._strip, self._num_strip = "", 0
+        self._continues = ""  # WordPiece's mark of tokens that continue a word; others begin one
         self._separator = "" if decoder else " "
         parts = decoder.get("decoders", [decoder]) if decoder else []
         fused = False
@@ -315,16 +320,22 @@ class _Pieces:
                     self._metaspace = part["replacement"]
                     scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
                     self._no_metaspace_first = scheme != "never"
+                case "WordPiece" if part["prefix"]:
+                    self._continues, self._separator = part["prefix"], " "
                 case "Strip" if part["stop"] == 0 and (fused or len(parts) == 1):
                     self._strip, self._num_strip = part["content"], part["start"]
                 case other:
                     raise TokenizerError(
                         f"tokenizer.json: the decoder {other!r} is not supported, only those of byte-level and "
-                        "SentencePiece-style (Metaspace, ByteFallback) vocabularies"
+                        "SentencePiece-style (Metaspace, ByteFallback) and WordPiece vocabularies"
                     )
 
     def piece(self, token: str | None) -> bytes:
-        return b"" if token is None else self._separator.encode() + self._raw(token, self._metaspace, " ")
+        if token is None:
+            return b""
+        if self._continues and token.startswith(self._continues):
+            return token.removeprefix(self._continues).encode()
+        return self._separator.encode() + self._raw(token, self._metaspace, " ")
 
     def first_piece(self, token: str | None) -> bytes:
         if token is None:

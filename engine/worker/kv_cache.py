@@ -140,11 +140,14 @@ class KVCacheLayout:
     def of_model(cls, spec: ModelSpec, options: RunnerOptions, stage: Stage = WHOLE) -> KVCacheLayout:
         """`spec`: of one rank's part. `stage`: the pipeline stage of the layers to hold."""
         # A window as large as the longest context is full attention.
-        windows = [window if window < options.max_model_len else 0 for window in spec.windows]
+        bound = 0 if spec.is_encoder else options.max_model_len  # an encoder's step has all of each sequence
+        windows = [window if window < bound else 0 for window in spec.windows]
         attending = {i: m for i, layer in enumerate(spec.layers) if not isinstance(m := layer.mixer, RecurrentSpec)}
         layers = [CachedLayer(windows[i], *mixer.cached[1:]) for i, mixer in attending.items()]
         at = list(attending)
         sources = [None if mixer.kv_of is None else at.index(mixer.kv_of) for mixer in attending.values()]
+        if spec.is_encoder:  # the next layer overwrites a layer's keys and values
+            sources = [None, *[0] * (len(layers) - 1)]
         num_parts = attending[at[0]].cached[0]
         whole = cls.of_layers(layers, sources, options.block_size, options.kv_dtype, num_parts)
         own_layers = stage.layers(len(spec.layers))

@@ -84,7 +84,7 @@ class ModelRunner:
         self.executors: list[Executor] = []  # the first one that a step fits runs it; if none, it runs eagerly
         self._eager = EagerSteps(self.forward)
         self._sampling = StepSampling(self.batch, step, self.sampler, options)
-        self._pooler = Pooler(self.batch, model.norm, spec.hidden_size)
+        self._pooler = Pooler(self.batch, model.norm, spec.hidden_size, model.head)
         self._expert_load: ExpertLoad | None = None
         if options.expert_load_interval:
             self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)

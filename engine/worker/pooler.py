@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import SchedulerOutput
+from engine.models.pooling_head import PoolingHead
 from engine.worker.input_batch import InputBatch, PackedStep, Row
 
 
@@ -18,22 +19,31 @@ class Embeddings:
     """Embeddings being copied from the device, of the requests at `indices` of the batch."""
 
     indices: list[int]
+    num_rows: list[int]  # of each request: 1, or with an output for each token its tokens
     num_dimensions: list[int]
-    vectors: Tensor  # [n, hidden] float32 on the CPU, filled when the step is done
+    vectors: Tensor  # [all rows, size] float32 on the CPU, filled when the step is done
 
     def read(self) -> dict[int, bytes]:
         """Return index → float32 values, empty if they are not finite. Call it when the step is done."""
-        rows = self.vectors.numpy()
-        found = {index: rows[i, : self.num_dimensions[i]] for i, index in enumerate(self.indices)}
+        rows = np.split(self.vectors.numpy(), np.cumsum(self.num_rows)[:-1])
+        found = {index: rows[i][:, : self.num_dimensions[i]] for i, index in enumerate(self.indices)}
         return {index: values.tobytes() if np.isfinite(values).all() else b"" for index, values in found.items()}
 
 
 class Pooler:
     """Keeps a sum of hidden states for each device row. Allocated by the first request that asks for mean pooling."""
 
-    def __init__(self, batch: InputBatch, norm: Callable[[Tensor], Tensor], hidden_size: int) -> None:
-        """`norm`: the model's final norm."""
-        self._batch, self._norm, self._hidden_size = batch, norm, hidden_size
+    def __init__(
+        self,
+        batch: InputBatch,
+        norm: Callable[[Tensor], Tensor] | None,
+        hidden_size: int,
+        head: PoolingHead | None = None,
+    ) -> None:
+        """`norm`: the model's final norm. `head`: computes outputs from pooled hidden states."""
+        self._batch, self._hidden_size, self._head = batch, hidden_size, head
+        self._norm = (lambda hidden: hidden) if norm is None else norm
+        self._size = hidden_size if head is None else head.num_outputs
         self._sums = torch.zeros(0, hidden_size, device=batch.device.torch_device)  # [rows, hidden] float32
 
     def indices(self, output: SchedulerOutput) -> list[int]:
@@ -50,6 +60,8 @@ class Pooler:
         """
         members, all_rows = packed.members, packed.members.rows
         ends, lengths = members.query_start[1:], members.query_lens
+        if indices and _pooling(all_rows[indices[0]]) == "all":  # as all requests of such a model
+            return self._of_tokens(list(indices), lengths, hidden)
         averaged = [i for i in indices if _means(all_rows[i])]
         if averaged:
             first = packed.context_lens[averaged] == lengths[averaged]
@@ -61,11 +73,22 @@ class Pooler:
         means = [i for i in complete if _means(all_rows[i])]
         parts = []
         if last:
-            parts.append(self._norm(hidden[self._ints(ends[last] - 1)]).float())
+            at = np.where([_pooling(all_rows[i]) == "cls" for i in last], ends[last] - lengths[last], ends[last] - 1)
+            parts.append(self._norm(hidden[self._ints(at)]).float())
         if means:
             rows, counts = self._ints(members.row_indices[means]), self._ints(packed.context_lens[means])
             parts.append(self._sums[rows] / counts.unsqueeze(1))
-        return self._finish(last + means, [all_rows[i] for i in last + means], torch.cat(parts))
+        vectors = torch.cat(parts)
+        if self._head is not None:
+            vectors = self._head(vectors)
+        return self._finish(last + means, [all_rows[i] for i in last + means], vectors)
+
+    def _of_tokens(self, indices: list[int], lengths: np.ndarray, hidden: Tensor) -> Embeddings:
+        """Return an output for each token of all requests of a step, whose prompts are whole."""
+        vectors = self._norm(hidden[: int(lengths.sum())]).float()
+        vectors = vectors if self._head is None else self._head(vectors)
+        sizes = [self._size] * len(indices)
+        return Embeddings(indices, lengths[indices].tolist(), sizes, vectors.to("cpu", non_blocking=True))
 
     def _add(self, hidden: Tensor, ends: np.ndarray, lengths: np.ndarray, rows: np.ndarray, first: np.ndarray) -> None:
         """Add each sequence's hidden states to its row's sum, in a fixed order. `first`: chunks that start a sum."""
@@ -81,15 +104,15 @@ class Pooler:
         self._sums.index_copy_(0, row, sums)
 
     def _finish(self, indices: list[int], rows: list[Row], vectors: Tensor) -> Embeddings:
-        """Cut vectors [n, hidden] to the requested dimensions, normalise them and start copying them to the CPU."""
+        """Cut vectors [n, size] to the requested dimensions, normalise them and start copying them to the CPU."""
         params = [row.pooling for row in rows if row.pooling is not None]
-        num_dimensions = [p.dimensions or self._hidden_size for p in params]
+        num_dimensions = [p.dimensions or self._size for p in params]
         sizes, normalize = self._columns(num_dimensions, [p.normalize for p in params])
-        beyond = torch.arange(self._hidden_size, device=vectors.device) >= sizes.unsqueeze(1)
+        beyond = torch.arange(self._size, device=vectors.device) >= sizes.unsqueeze(1)
         vectors.masked_fill_(beyond, 0)
         lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True).clamp_(min=1e-12)
         vectors /= lengths.masked_fill_(normalize.unsqueeze(1) == 0, 1)
-        return Embeddings(indices, num_dimensions, vectors.to("cpu", non_blocking=True))
+        return Embeddings(indices, [1] * len(indices), num_dimensions, vectors.to("cpu", non_blocking=True))
 
     def _ints(self, values: np.ndarray) -> Tensor:
         return self._batch.device.upload(torch.from_numpy(values.astype(np.int64)))
@@ -98,5 +121,9 @@ class Pooler:
         return self._ints(np.array(columns)).unbind()
 
 
+def _pooling(row: Row) -> str:
+    return "" if row.pooling is None else row.pooling.pooling
+
+
 def _means(row: Row) -> bool:
-    return row.pooling is not None and row.pooling.pooling == "mean"
+    return _pooling(row) == "mean"

@@ -130,10 +130,12 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
         runner.host.attach(runner.kv_layout.block_parts(runner.forward.kv_cache))
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
-        if not options.enforce_eager:
+        if not options.enforce_eager and not runner.spec.is_encoder:
             capture_graphs(runner, progress)
         runner.device.synchronize()
-    elif options.num_ranks_per_stage == options.num_stages == 1 and not options.enforce_eager:
+    elif options.num_ranks_per_stage == options.num_stages == 1 and not (
+        options.enforce_eager or runner.spec.is_encoder
+    ):
         runner.executors = [CapturedSteps(runner.decode_step, runner.sampler, _packed_steps(runner, MAX_TOKENS))]
 
 
@@ -201,6 +203,10 @@ def count_blocks(runner: ModelRunner) -> tuple[tuple[int, int], str]:
     options, layout = runner.options, runner.kv_layout
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         return asked_for
+    if runner.spec.is_encoder:  # two steps are in flight; the last blocks of sequences are filled in part, or spare
+        return (2 * -(-options.max_num_batched_tokens // options.block_size) + 3 * options.max_num_seqs, 0), (
+            "one layer of two steps, which all layers share"
+        )
     if not runner.device.is_accelerator:
         num_bytes, bound = layout.cpu_cache_bytes(options, runner.device.memory().free)
         return layout.divided(num_bytes, options), bound

@@ -28,6 +28,7 @@ class _Scores:
     sinks: Tensor | None
     sparse: BlockSparse | None
     kv_scale: Tensor | None
+    causal: bool
 
     @classmethod
     def make(cls, query: Tensor, num_kv_heads: int, args: AttentionArgs) -> _Scores:
@@ -35,7 +36,7 @@ class _Scores:
             None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1)
             for x in (args.alibi_slopes, args.sinks)
         )
-        return cls(args.scale, args.window, args.soft_cap, slopes, sinks, args.sparse, args.kv_scale)
+        return cls(args.scale, args.window, args.soft_cap, slopes, sinks, args.sparse, args.kv_scale, args.causal)
 
     @property
     def plain(self) -> bool:
@@ -213,7 +214,7 @@ def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: in
     q = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     windowed = 0 < window < length
     if computed == 0 and not windowed and how.plain:
-        attended = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=how.scale)
+        attended = F.scaled_dot_product_attention(q, key, value, is_causal=how.causal, scale=how.scale)
         out[:] = attended.permute(2, 0, 1, 3).reshape(out.shape)
         return
     sinks = None if how.sinks is None else how.sinks[:, :, None, None]
@@ -222,16 +223,21 @@ def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: in
     for low in range(0, num_queries, step):
         high = min(low + step, num_queries)
         newest = torch.arange(computed + low, computed + high).unsqueeze(1)  # the queries' positions
-        oldest = max(computed + low + 1 - window, 0) if windowed else 0
-        distance = newest - torch.arange(oldest, computed + high)
-        seen = (distance >= 0) & (distance < window) if windowed else distance >= 0
+        oldest, end = max(computed + low + 1 - window, 0) if windowed else 0, computed + high
+        if not how.causal:
+            end = min(end + window - 1, length) if windowed else length
+        distance = newest - torch.arange(oldest, end)
+        seen = distance >= 0 if how.causal else torch.ones_like(distance, dtype=torch.bool)
+        distance = distance.abs()
+        if windowed:
+            seen = seen & (distance < window)
         if how.sparse is not None:
-            keys_at = torch.arange(oldest, computed + high)
+            keys_at = torch.arange(oldest, end)
             seen = seen & _seen(how.sparse, newest.flatten(), keys_at, num_kv_heads, num_heads)
-        mask = None if high - low == 1 and how.sparse is None else seen
+        mask = None if high - low == 1 and how.sparse is None and how.causal else seen
         if how.slopes is not None:
             mask = (how.slopes[:, :, None, None] * -distance).masked_fill_(~seen, -math.inf)
-        keys = slice(oldest - origin, computed + high - origin)
+        keys = slice(oldest - origin, end - origin)
         attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, how, sinks)
         out[low:high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
 

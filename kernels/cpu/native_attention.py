@@ -28,6 +28,7 @@ class _Struct(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
         ("is_fp8", ctypes.c_int32),
+        ("is_causal", ctypes.c_int32),
     )
 
 
@@ -95,6 +96,6 @@ def attend(query: Tensor, query_start: Tensor | None, context: PagedContext, arg
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         query.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1), rows.shape[0], query.shape[1],
         keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
-        query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn,
+        query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn, args.causal,
     )  # fmt: skip
     native.call("quire_attention", struct, pointers)

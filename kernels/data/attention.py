@@ -20,6 +20,7 @@ class AttentionArgs:
     sinks: Tensor | None = None  # [H] float32: a score per head that takes part in the softmax without a value
     sparse: BlockSparse | None = None  # the blocks of keys that are attended to; None: all
     kv_scale: Tensor | None = None  # [2, Hkv] float32: factors of cached keys and values; for e4m3 caches
+    causal: bool = True  # False: queries see later keys too, and their whole sequence is one step's; not with `sparse`
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def paged_attention_prefill(
     tiles: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` if given.
+    """Compute attention of each sequence's newest tokens over its paged context -> [T, H, D], in `out` if given.
 
     query [T, H, D]; query_start [B + 1] int32. Sequence i has the tokens query[query_start[i]:query_start[i + 1]], the
     last ones of its context, whose K and V are all stored. Rows of `out` outside all sequences are not written. tiles:
@@ -81,7 +81,10 @@ def _attend(query: Tensor, context: PagedContext, table: Tensor, length: int, ar
     oldest = max(first + 1 - args.window, 0) if args.window else 0
     positions = torch.arange(oldest, length)
     distance = torch.arange(first, length).unsqueeze(1) - positions  # [n, N]
-    seen = (distance >= 0) & (distance < args.window) if args.window else distance >= 0
+    seen = distance >= 0 if args.causal else torch.ones_like(distance, dtype=torch.bool)
+    distance = distance.abs()
+    if args.window:
+        seen = seen & (distance < args.window)
     if args.sparse is not None:
         seen = seen & args.sparse.seen(torch.arange(first, length), positions, torch.arange(num_heads))  # [H, n, N]
     scales = (None, None) if args.kv_scale is None else args.kv_scale

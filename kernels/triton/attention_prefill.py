@@ -36,7 +36,7 @@ def _attend_tile(
     start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
     stride_token, head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr = True,
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
@@ -48,12 +48,15 @@ def _attend_tile(
         s = soft_capped(s, SOFT_CAP)
     positions = start + tl.arange(0, BLOCK_N)
     if ALIBI:
-        s += slopes[:, None] * (positions[None, :] - query_pos[:, None]).to(tl.float32)
+        ahead = (positions[None, :] - query_pos[:, None]).to(tl.float32)
+        s += slopes[:, None] * (ahead if CAUSAL else -tl.abs(ahead))
     s *= LOG2E
     if MASKED:
-        keep = positions[None, :] <= query_pos[:, None]
+        keep = positions[None, :] <= query_pos[:, None] if CAUSAL else positions[None, :] < context_len
         if WINDOW > 0:
             keep &= positions[None, :] > query_pos[:, None] - WINDOW
+            if not CAUSAL:
+                keep &= positions[None, :] < query_pos[:, None] + WINDOW
         if SPARSE is not None:
             block = positions // SPARSE[0]
             vertical = (block + (SPARSE[4] + head) * SPARSE[3] + 1) % SPARSE[2] == 0
@@ -72,7 +75,7 @@ def _prefill_kernel(
     NUM_HEADS: tl.constexpr, KV_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -119,7 +122,14 @@ def _prefill_kernel(
         local = first_local_block(first_pos, SPARSE)
         oldest = local * SPARSE[0]
         whole_begin = first_local_block(last_pos, SPARSE) * SPARSE[0]
-    whole_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, whole_begin)
+    end = last_pos + 1  # of the keys that any row sees
+    whole_end = first_pos + 1  # those before are seen by every row
+    if not CAUSAL:
+        end = context_len
+        if WINDOW > 0:
+            end = tl.minimum(last_pos + WINDOW, context_len)
+        whole_end = tl.minimum(first_pos + WINDOW, context_len) if WINDOW > 0 else context_len
+    whole_end = tl.maximum(whole_end // BLOCK_N * BLOCK_N, whole_begin)
 
     acc = no_sum(BLOCK_M, D_PAD, False)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -134,21 +144,23 @@ def _prefill_kernel(
                 stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, 0, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
             )  # fmt: skip
     if WINDOW > 0 or SPARSE is not None:
-        for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, last_pos + 1), BLOCK_N, num_stages=1):
+        for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end), BLOCK_N, num_stages=1):
             acc, m, l = _attend_tile(
                 at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale,
                 stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True,
-                PRECISION,
+                PRECISION, CAUSAL,
             )  # fmt: skip
     for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
         acc, m, l = _attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
+            CAUSAL,
         )  # fmt: skip
-    for at in tl.range(whole_end, last_pos + 1, BLOCK_N, num_stages=1):
+    for at in tl.range(whole_end, end, BLOCK_N, num_stages=1):
         acc, m, l = _attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
+            CAUSAL,
         )  # fmt: skip
     acc = whole_sum(acc)
     if SCALED:
@@ -185,6 +197,6 @@ def launch(
         BLOCK_N=tile_keys if sparse is None else min(tile_keys, sparse.block), PAGE=page, WINDOW=args.window,
         SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=args.soft_cap,
         ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", CAUSAL=args.causal,
         STAGES=2 if small else 3, num_warps=8 if small and block_m == 128 else 4, **pdl_options(query.device),
     )  # fmt: skip

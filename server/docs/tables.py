@@ -25,6 +25,7 @@ from server.apis.openai.completions.protocol import CompletionRequest
 from server.apis.openai.embeddings.protocol import EmbeddingChatRequest, EmbeddingTextRequest
 from server.apis.openai.generate.protocol import TokensRequest
 from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from server.apis.openai.pooling.protocol import PoolingRequest
 from server.apis.openai.responses.protocol import ResponsesRequest
 from server.apis.openai.scores.protocol import ClassifyRequest, RerankRequest, ScoreRequest
 from server.apis.parameters import LEFT_OUT
@@ -44,6 +45,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/score": (ScoreRequest,),
     "/v1/rerank": (RerankRequest,),
     "/v1/classify": (ClassifyRequest,),
+    "/pooling": (PoolingRequest,),
     "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
     "/api/chat": (ollama.ChatRequest,),

@@ -149,7 +149,7 @@ class Model:
         for each in given:
             self._check_length(request, each)
         first, second = (_part(each, num_chars, request.keep_first_tokens) for each in given)
-        return self.tokenizer.encode_pair(first, second)
+        return self.tokenizer.encode_pair(first, second, self.info.type_offset)
 
     def _encode_text(self, request: PromptRequest, text: str) -> list[int]:
         """Tokenize a text; of one that will be truncated, no more than needed, and some tokens to spare."""
@@ -197,6 +197,8 @@ class Model:
             return token_ids
         if most < 0:
             most = max(self.info.max_model_len - num_reserved, 1)
+        if self.info.is_encoder and 1 < most < len(token_ids):  # as trained: with the special tokens at both ends
+            return [*token_ids[: most - 1], token_ids[-1]]
         return token_ids[:most] if request.keep_first_tokens else token_ids[max(len(token_ids) - most, 0) :]
 
 

@@ -202,3 +202,6 @@ class EmbeddingRequest(PromptRequest):
     """A request to compute one embedding for each prompt."""
 
     pooling: dict[str, Any]  # fields of `PoolingParams` set by the client
+    prompt_name: str | None = None  # of the model's own prompts, put before texts; None: its default, if wanted
+    has_default_prompt: bool = False  # texts get the model's default prompt
+    wants_logits: bool = False  # of a classifier; else embeddings

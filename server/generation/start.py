@@ -11,7 +11,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from engine import EngineAsleepError, EngineDeadError, EngineRequest, PoolingParams, RequestUpdate, SamplingParams
+from engine import (
+    EngineAsleepError,
+    EngineDeadError,
+    EngineRequest,
+    ParameterError,
+    PoolingParams,
+    RequestUpdate,
+    SamplingParams,
+)
 from engine.core.params.pooling import UNSAMPLED
 from engine.processing.output_collector import with_samples
 from server.generation.beam_search import beam_searches
@@ -80,9 +88,7 @@ async def _generate(
     warn_of_changes(prompts[0], warnings)
     sampling = await completed(model, request, prompts[0], sampling, warnings)
     if not model.info.generates:
-        kind, path = ("embeddings", "embeddings") if model.info.classifier is None else ("classification", "classify")
-        reason = f"The model `{model.names[0]}` is published for {kind} and generates no text. Use /v1/{path}."
-        raise InvalidRequestError(reason, "model", lead=None)
+        raise InvalidRequestError(_no_generation(model), "model", lead=None)
     token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
     check_prompts(model, token_ids, 1)
     warn_of_short_outputs(model, request, token_ids, warnings)
@@ -95,17 +101,31 @@ async def _generate(
     return await _begin(server, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
 
 
+def _no_generation(model: Model) -> str:
+    classifier = model.info.classifier
+    kind, path = "embeddings", "v1/embeddings"
+    if classifier is not None:
+        kind, path = "classification", "pooling" if classifier.labels_tokens else "v1/classify"
+    return f"The model `{model.names[0]}` is published for {kind} and generates no text. Use /{path}."
+
+
 async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) -> Generation:
     """Check a request and start its embeddings. Each prompt has one sample with one update."""
-    model = server.model
+    model, classifier = server.model, server.model.info.classifier
     with spelled(request.names):
         request = request.of(caller, arrival())
         async with _in_time(request):
             await model.adapters.resolve(request.model)
         model.check_name(request.model)
         check_priority(request, caller)
+        if classifier is not None and classifier.is_in_worker and not request.wants_logits:
+            path = "pooling" if classifier.labels_tokens else "v1/classify"
+            reason = f"The model `{model.names[0]}` is published for classification. Use /{path}."
+            raise InvalidRequestError(reason, "model", lead=None)
         try:
-            pooling = PoolingParams(**{"pooling": model.info.default_pooling, **request.pooling})
+            defaults = {"pooling": model.info.default_pooling, "normalize": model.info.default_normalize}
+            pooling = PoolingParams(**{**defaults, **request.pooling})
+            request = _with_prompt(model, request)
         except ValueError as error:
             raise invalid(error) from None
         check_num_samples(request, 1)
@@ -116,6 +136,20 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
                 check_prompts(model, token_ids, 0)
                 asked = [(prompt, UNSAMPLED) for prompt in token_ids]
                 return await _begin(server, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
+
+
+def _with_prompt(model: Model, request: EmbeddingRequest) -> EmbeddingRequest:
+    """Put the model's prompt of the requested name before texts. Raises `ParameterError` for an unknown name."""
+    if request.prompt_name is None and not request.has_default_prompt:
+        return request
+    try:
+        prefix = model.info.prompts.prefix(request.prompt_name)
+    except ValueError as error:
+        raise ParameterError("prompt_name", str(error)) from None
+    if not prefix or not isinstance(request.prompt, list):
+        return request
+    prompts = [prefix + each if isinstance(each, str) else each for each in request.prompt]
+    return dataclasses.replace(request, prompt=prompts)
 
 
 @asynccontextmanager

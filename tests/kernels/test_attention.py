@@ -338,3 +338,32 @@ def test_blocks_before_the_window_are_not_read(module: Any) -> None:
         paged.block_tables[row, : max(n - window, 0) // 4] = 2**30
     got = spread(module.paged_attention_decode)(query[decodes], *paged.caches, *whole, paged.context_lens, **options)
     assert got.equal(wanted)
+
+
+SEES_LATER = [{}, {"window": 9}, {"window": 1}, {"soft_cap": 2.0}, {"alibi_slopes": torch.rand(6) + 0.1, "window": 30}]
+
+
+@pytest.mark.parametrize("options", SEES_LATER, ids=feature_names)
+@ALL
+def test_tokens_of_an_encoder_see_later_ones(module: Any, options: Any) -> None:
+    """Whole prompts, within a window to both sides; padding gives 0."""
+    lens = [5, 140, 0, 1, 64, 65]
+    paged = Paged(lens, block_size=4, head_dim=16, dtype=torch.float32)
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    query = torch.randn(int(starts[-1]), 6, 16)
+    got = spread(module.paged_attention_prefill)(
+        query, *paged.caches, paged.block_tables, paged.rows, starts.int(), paged.context_lens,
+        scale=0.3, causal=False, **options,
+    )  # fmt: skip
+    for i, n in enumerate(lens):
+        key, value = (x.double().repeat_interleave(3, 1).transpose(0, 1) for x in paged.contexts[i])  # [H, n, D]
+        scores = query[starts[i] : starts[i + 1]].double().transpose(0, 1) @ key.mT * 0.3
+        if cap := options.get("soft_cap"):
+            scores = cap * (scores / cap).tanh()
+        distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+        if (slopes := options.get("alibi_slopes")) is not None:
+            scores -= slopes[:, None, None] * distance
+        if window := options.get("window"):
+            scores[:, distance >= window] = -math.inf
+        want = (scores.softmax(-1) @ value).transpose(0, 1).float()
+        torch.testing.assert_close(got[starts[i] : starts[i + 1]], want, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from engine.models.errors import ModelError
-from engine.models.pooling_config import is_embedding_model, read_pooling
+from engine.models.pooling_config import (
+    dense_layers,
+    is_embedding_model,
+    max_seq_length,
+    read_pooling,
+    read_prompts,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,7 @@ from engine.models.pooling_config import is_embedding_model, read_pooling
         ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "mean"}, "mean"),
         ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True}, "cls"),
         ({}, "last"),
         (None, "last"),
     ],
@@ -32,7 +39,8 @@ def test_pooling(tmp_path: Path, config: dict[str, Any] | None, pooling: str) ->
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ('{"pooling_mode_cls_token": true}', "pools by cls_token; choose last or mean by --pooling"),
+        ('{"pooling_mode_max_tokens": true}', "pools by max_tokens; choose last, mean or cls by --pooling"),
+        ('{"pooling_mode_mean_tokens": true, "include_prompt": false}', "'include_prompt' must be true"),
         ('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}', "pools by mean_tokens, max_tokens"),
         ('{"pooling_mode": "weightedmean"}', "pools by weightedmean"),
     ],
@@ -49,10 +57,48 @@ def test_embedding_models(tmp_path: Path) -> None:
     modules = [{"idx": 0, "type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling")]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     assert is_embedding_model(tmp_path)
-    (tmp_path / "modules.json").write_text(json.dumps([*modules, {"type": "sentence_transformers.models.Dense"}]))
-    with pytest.raises(ModelError, match="module 'Dense' is not supported; supported: Transformer, Pooling, Normalize"):
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, {"type": "sentence_transformers.models.LSTM"}]))
+    with pytest.raises(ModelError, match="module 'LSTM' is not supported; supported: Transformer, Pooling, Dense, Nor"):
         is_embedding_model(tmp_path)
     for broken in ("{", "[1]", "[{}]", "3"):
         (tmp_path / "modules.json").write_text(broken)
         with pytest.raises(ModelError, match=r"modules\.json: is (no list of modules|not valid JSON)"):
             is_embedding_model(tmp_path)
+
+
+def test_prompts(tmp_path: Path) -> None:
+    assert read_prompts(tmp_path).prefix(None) == ""
+    with pytest.raises(ValueError, match="is unknown: the model has no prompts, got 'query'"):
+        read_prompts(tmp_path).prefix("query")
+    for content, message in (
+        ({"prompts": ["a"]}, "'prompts' must be an object of texts"),
+        ({"prompts": {"a": ""}, "default_prompt_name": "b"}, "'default_prompt_name' 'b' is not among its prompts"),
+    ):
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=message):
+            read_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"out_features": 3, "activation_function": "torch.nn.modules.activation.Softplus"}, "'activation_function'"),
+        ({"out_features": 0, "activation_function": "torch.nn.modules.linear.Identity"}, "'out_features' must be"),
+    ],
+)
+def test_dense_modules_that_cannot_be(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    modules = [{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message):
+        dense_layers(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([modules[0] | {"path": "../other"}]))
+    with pytest.raises(ModelError, match="is not the name of a folder"):
+        dense_layers(tmp_path)
+
+
+def test_texts_that_are_made_lower_case_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8, "do_lower_case": True}))
+    with pytest.raises(ModelError, match="'do_lower_case' must be false"):
+        max_seq_length(tmp_path)

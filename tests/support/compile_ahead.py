@@ -498,6 +498,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 1, "int4", 32),
     functools.partial(quantized, 3, "e2m1", 32),
     functools.partial(attention, 64, 8, 16, few=False, window=128, sinks=True),
+    functools.partial(attention, 64, 1, 16, window=65, causal=False),
     functools.partial(attention, 80, 16, 32, F16, few=False, soft_cap=50.0, alibi_slopes=True),
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),

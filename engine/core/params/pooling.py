@@ -8,7 +8,7 @@ from engine.core.params.declare import NumberChecks, parameter
 from engine.core.params.errors import ParameterError
 from engine.core.params.sampling import SamplingParams
 
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "cls", "all")
 UNSAMPLED = SamplingParams(
     temperature=0, max_tokens=1, detokenize=False
 )  # the parameters of pooling requests, which do not sample
@@ -23,10 +23,13 @@ class PoolingParams:
 
     pooling: str = parameter(
         "last",
-        "`last`: the last token's hidden state; `mean`: the mean over all tokens",
+        "`last`: the last token's hidden state; `mean`: the mean over all tokens; `cls`: the first token's, for "
+        "encoders",
         unset="`--pooling`, else the model's `1_Pooling`, else `last`",
     )
-    normalize: bool = parameter(True, "scale the embedding to length 1")
+    normalize: bool = parameter(
+        True, "scale the embedding to length 1", unset="as the model's `modules.json` says, else true"
+    )
     dimensions: int | None = parameter(
         None,
         "number of values to keep from the start of the vector, before normalising; for Matryoshka models",
@@ -36,7 +39,7 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
-            raise ParameterError("pooling", f"must be {' or '.join(POOLINGS)}, got {self.pooling!r}")
+            raise ParameterError("pooling", f"must be last, mean or cls, got {self.pooling!r}")
         _check_numbers(self)
 
 

@@ -12,6 +12,7 @@ from engine.models import classifier
 from engine.models.errors import ModelError
 from engine.models.families import (
     classic,
+    encoders,
     experts,
     gemma4,
     hybrid,
@@ -29,8 +30,8 @@ from engine.models.families.fields import Config
 from engine.models.families.missing import A_FUNCTION, missing
 from engine.models.files import read_config, read_json
 from engine.models.generation_config import read_eos_token_ids
-from engine.models.pooling_config import is_embedding_model
-from engine.models.spec import ModelSpec
+from engine.models.pooling_config import dense_layers, is_embedding_model, max_seq_length
+from engine.models.spec import HeadSpec, ModelSpec
 
 INDEX = "model.safetensors.index.json"
 
@@ -57,7 +58,13 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
         raise ModelError(f"{folder / 'config.json'}{overridden}: {error}") from None
     eos = dict.fromkeys((*read_eos_token_ids(folder), *spec.eos_token_ids))
     spec = replace(spec, eos_token_ids=tuple(eos))
-    if _plain(spec.architecture) in map(_plain, FAMILIES) and not is_embedding_model(folder):
+    is_embedding = is_embedding_model(folder)
+    if is_embedding and spec.head is None:
+        dense, longest = dense_layers(folder), max_seq_length(folder) or spec.context_length
+        head = HeadSpec(layers=dense) if dense else None
+        spec = replace(spec, head=head, context_length=min(spec.context_length, longest))
+    may_generate = _plain(spec.architecture) in map(_plain, FAMILIES.keys() - encoders.ENCODERS)
+    if may_generate and not spec.is_encoder and not is_embedding:
         return spec
     return replace(spec, has_head=False, tie_word_embeddings=True)  # so that the head takes no memory
 
@@ -200,6 +207,7 @@ def _glm_ocr(config: Config) -> ModelSpec:
     return other_norms.glm4({"attention_bias": False, "partial_rotary_factor": 1.0, **config})
 
 
+FAMILIES |= encoders.ENCODERS
 FAMILIES |= {name: multimodal.with_other_input(name, _text_family) for name in multimodal.MODELS}
 TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that have no architecture of their own
     "qwen2_vl_text": llama_like.qwen2,

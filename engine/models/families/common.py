@@ -31,8 +31,6 @@ def attention(
     layer_type: str = "",
 ) -> AttentionSpec:
     """Create the attention. layer_type: in families with one RoPE for each type. Others: see `read_rope`."""
-    if not flag(config, "is_causal", True):
-        raise ModelError("'is_causal' must be true: attention to later tokens is not supported")
     hidden_size = integer(config, "hidden_size")
     num_heads = integer(config, "num_attention_heads")
     num_kv_heads = integer(config, "num_key_value_heads", num_heads)
@@ -52,6 +50,7 @@ def attention(
         scale=head_dim**-0.5,
         rope=read_rope(config, head_dim, layer_type=layer_type, rotary_factor=rotary_factor, interleaved=interleaved),
         window=window,
+        causal=flag(config, "is_causal", True),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,

@@ -16,6 +16,7 @@ struct Attention {
     float scale, soft_cap;
     int32_t is_bf16;  // queries and outputs; else float32
     int32_t is_fp8;   // keys and values: e4m3; else as queries
+    int32_t is_causal;  // else queries see later keys too
 };
 
 namespace {
@@ -64,7 +65,8 @@ template <class T, class C> struct Worker {
         const int group = a.heads / a.kv_heads, rows = tile.count * group, d = a.head_dim;
         const int start = a.starts ? a.starts[tile.seq] : tile.seq, end = a.starts ? a.starts[tile.seq + 1] : start + 1;
         const int position = a.lens[tile.seq] - (end - start) + tile.first;  // of the first query
-        const int past = position + tile.count;
+        const int length = a.lens[tile.seq], last = position + tile.count;
+        const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
         query.resize(rows * d), scores.resize(rows * KEYS), keys.resize(d * KEYS);
         out.assign(rows * d, 0), most.assign(rows, -INFINITY), total.assign(rows, 0);
         const float key_scale = a.kv_scale ? a.kv_scale[tile.kv_head] : 1;
@@ -87,7 +89,7 @@ template <class T, class C> struct Worker {
             const bool all_plain = count == KEYS && !a.slopes && !a.soft_cap && !a.window;
             for (int r = 0; r < rows; ++r) {
                 const int own = position + r / group;
-                if (all_plain && own >= key + KEYS - 1) soften<true>(r, 0, own, key, count);
+                if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
                 else soften<false>(r, tile.kv_head * group + r % group, own, key, count);
             }
             by_rows<TALL>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
@@ -145,6 +147,7 @@ template <class T, class C> struct Worker {
             if (!PLAIN) {
                 if (a.soft_cap) s[n] = tanh(s[n] / a.soft_cap) * a.soft_cap;
                 Ints distance = position - key - n * LANES - lane;
+                if (!a.is_causal) distance = distance < 0 ? -distance : distance;
                 if (a.slopes) s[n] -= __builtin_convertvector(distance, Floats) * a.slopes[head];
                 Ints seen = (distance >= 0) & (lane < count - n * LANES);
                 if (a.window) seen &= distance < a.window;

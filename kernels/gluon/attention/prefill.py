@@ -376,8 +376,8 @@ def _hopper_prefill_kernel(
 
 
 def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs) -> bool:
-    """Return whether `launch` computes the call: a Hopper GPU, no ALiBi, 16-bit queries, a cache of the same dtype or
-    e4m3, 64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n.
+    """Return whether `launch` computes the call: a Hopper GPU, causal, no ALiBi, 16-bit queries, a cache of the same
+    dtype or e4m3, 64 <= head_dim <= 256, pages of 2^n, groups of query heads that fill three quarters of 2^n.
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = key_cache.shape
@@ -386,6 +386,7 @@ def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs) -> bool:
     fp8 = key_cache.dtype == torch.float8_e4m3fn
     return (
         is_hopper(query.device)
+        and args.causal
         and args.alibi_slopes is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and (fp8 or key_cache.dtype == query.dtype)

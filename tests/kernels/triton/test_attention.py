@@ -264,6 +264,16 @@ def test_prefill_options(kind: str) -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["causal", "window", "alibi", "all"])
+def test_tokens_of_an_encoder_see_later_ones(kind: str) -> None:
+    lens = [1, 300, 64, 150, 0]
+    case = Case.make(lens, 2, 16, 32)
+    start = chunks(lens, lens)
+    how = options(kind, 8) | {"causal": False}
+    out, expected = case.prefill(torch.randn(int(start[-1]), 8, 32), start, scale=0.2, **how)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [1, 37, 64, 200])
 def test_prefill_needs_nothing_before_the_window(window: int) -> None:
     lens, query_lens = [1, 300, 64, 200, 150], [1, 130, 64, 20, 2]

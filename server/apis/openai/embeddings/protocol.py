@@ -42,11 +42,11 @@ class _Embedding(EngineFields, _PoolingBase, _EmbeddingBase):  # type: ignore[mi
         return self
 
     def _neutral(self, **prompt: Any) -> EmbeddingRequest:
-        pooling = {"pooling": self.pooling, "dimensions": self.dimensions}
-        normalize = self.normalize is not False and self.use_activation is not False
+        normalize = self.use_activation if self.normalize is None else self.normalize
+        pooling = {"pooling": self.pooling, "dimensions": self.dimensions, "normalize": normalize}
         return EmbeddingRequest(
             id_prefix="embd-",
-            pooling={name: value for name, value in pooling.items() if value is not None} | {"normalize": normalize},
+            pooling={name: value for name, value in pooling.items() if value is not None},
             **prompt,
             **self.engine_fields(),
         )
@@ -56,6 +56,10 @@ class EmbeddingTextRequest(_Embedding):
     """Texts to embed."""
 
     input: Prompt = Field(description="A string, a list of token ids, or a list of either.")
+    prompt_name: str | None = optional(
+        "Name of a prompt of the model's `config_sentence_transformers.json`, such as `query`, put before texts.",
+        "the model's own",
+    )
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingTextRequest:
@@ -65,7 +69,13 @@ class EmbeddingTextRequest(_Embedding):
 
     def neutral(self) -> EmbeddingRequest:
         special = self.add_special_tokens is not False
-        return self._neutral(prompt=prompts_of(self.input), add_special_tokens=special, names={"prompt": "input"})
+        return self._neutral(
+            prompt=prompts_of(self.input),
+            add_special_tokens=special,
+            names={"prompt": "input"},
+            prompt_name=self.prompt_name,
+            has_default_prompt=True,
+        )
 
 
 class EmbeddingChatRequest(ConversationFields, _Embedding):

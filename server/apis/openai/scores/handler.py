@@ -56,8 +56,8 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.post("/classify", response_model=None)
     @app.post("/v1/classify", response_model=None)
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        warnings, asked = await converted(request, body, ClassifyRequest.neutral)
         classifier = _classifier(model)
+        warnings, asked = await converted(request, body, lambda body: body.neutral(classifier.pooling))
         generation = await embed(server, asked, caller_of(request))
         states = await generation.embeddings()
         found = await model.in_thread(_activated, classifier, states, body.is_activated, tenant=generation.tenant)
@@ -78,6 +78,9 @@ def _classifier(model: Model) -> Classifier:
         reason = (
             f"The model `{model.names[0]}` is no classifier. Serve a model published as …ForSequenceClassification."
         )
+        raise APIError(400, reason, "model", lead=None)
+    if model.info.classifier.labels_tokens:
+        reason = f"The model `{model.names[0]}` labels tokens. Use /pooling."
         raise APIError(400, reason, "model", lead=None)
     return model.info.classifier
 
@@ -101,10 +104,8 @@ async def _scores(
         reason = f"must make pairs of at most {MAX_PAIR_CHARS} characters in total, got {num_chars}"
         raise APIError(400, reason, field, lead=" ")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    prompts, normalize = (texts, True) if classifier is None else (pairs, False)
-    generation = await embed(
-        server, body.hidden_states(prompts, {"prompt": field}, normalize=normalize), caller_of(request)
-    )
+    prompts, pooling = (texts, None) if classifier is None else (pairs, classifier.pooling)
+    generation = await embed(server, body.hidden_states(prompts, {"prompt": field}, pooling), caller_of(request))
     states, tenant = await generation.embeddings(), generation.tenant
     if classifier is None:
         return generation, await model.in_thread(_cosines, texts, states, pairs, tenant=tenant)

@@ -10,7 +10,6 @@ from server.apis.openai.fields import EngineFields, Prompt, prompts_of
 from server.generation.request import EmbeddingRequest
 from server.http.bodies import Body, one_message, optional, wrong
 
-_RAW: dict[str, Any] = {"pooling": "last", "normalize": False}
 Texts = Annotated[str | list[str], one_message("a string or a list of strings")]
 Pair = tuple[str, str]
 
@@ -26,14 +25,15 @@ class _Scoring(EngineFields):
     def is_activated(self) -> bool:
         return False not in (self.use_activation, self.activation, self.softmax)
 
-    def hidden_states(self, prompts: Any, names: dict[str, str], *, normalize: bool = False) -> EmbeddingRequest:
-        """Return a request for the last token's hidden state of each prompt; with `normalize`, for the embedding."""
+    def hidden_states(self, prompts: Any, names: dict[str, str], pooling: str | None) -> EmbeddingRequest:
+        """Return a request for what a classifier reads by `pooling`; None: for embeddings of length 1."""
         return EmbeddingRequest(
             prompt=prompts,
             id_prefix="score-",
             names=names,
             add_special_tokens=self.add_special_tokens is not False,
-            pooling={"normalize": True} if normalize else _RAW,
+            pooling={"normalize": True} if pooling is None else {"pooling": pooling, "normalize": False},
+            wants_logits=pooling is not None,
             **self.engine_fields(),
         )
 
@@ -113,5 +113,5 @@ class ClassifyRequest(_Scoring):
             raise wrong("must not be empty", "input")
         return self
 
-    def neutral(self) -> EmbeddingRequest:
-        return self.hidden_states(prompts_of(self.input), {"prompt": "input"})
+    def neutral(self, pooling: str) -> EmbeddingRequest:
+        return self.hidden_states(prompts_of(self.input), {"prompt": "input"}, pooling)

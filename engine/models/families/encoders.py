@@ -1,0 +1,323 @@
+"""Encoders: BERT and its relatives, whose tokens see the whole text. They compute embeddings, scores and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.models.errors import ModelError
+from engine.models.families import llama_like, other_norms
+from engine.models.families.classic import ACTIVATIONS
+from engine.models.families.common import attention, decoder, num_layers, with_names
+from engine.models.families.fields import Config, flag, integer, number
+from engine.models.quantization import Renames
+from engine.models.spec import (
+    AttentionSpec,
+    DenseSpec,
+    HeadLayerSpec,
+    HeadSpec,
+    LearntPositions,
+    ModelSpec,
+    Norms,
+)
+
+CLASSIFIER, TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+AFTER_SUMS = Norms(before_mixer="", before_mlp="", sum_mixer="attention_norm", sum_mlp="output_norm")
+UNUSED = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
+BERT = (
+    ("^bert.", ""),
+    ("^roberta.", ""),
+    (".LayerNorm.gamma", ".LayerNorm.weight"),
+    (".LayerNorm.beta", ".LayerNorm.bias"),
+    ("^embeddings.word_embeddings.", "model.embed_tokens."),
+    ("^embeddings.position_embeddings.", "model.embed_positions."),
+    ("^embeddings.token_type_embeddings.", "model.embed_types."),
+    ("^embeddings.LayerNorm.", "model.embed_norm."),
+    ("^encoder.layer.", "model.layers."),
+    (".attention.self.query.", ".self_attn.q_proj."),
+    (".attention.self.key.", ".self_attn.k_proj."),
+    (".attention.self.value.", ".self_attn.v_proj."),
+    (".attention.output.dense.", ".self_attn.o_proj."),
+    (".attention.output.LayerNorm.", ".attention_norm."),
+    (".intermediate.dense.", ".mlp.up_proj."),
+    (".output.dense.", ".mlp.down_proj."),
+    (".output.LayerNorm.", ".output_norm."),
+)
+FLASH = (  # Jina's and Nomic's form of BERT
+    ("^roberta.", ""),
+    ("^embeddings.word_embeddings.", "model.embed_tokens."),
+    ("^embeddings.position_embeddings.", "model.embed_positions."),
+    ("^embeddings.token_type_embeddings.", "model.embed_types."),
+    ("^emb_ln.", "model.embed_norm."),
+    ("^encoder.layers.", "model.layers."),
+    (".mixer.", ".attn."),
+    (".attn.Wqkv.", ".self_attn.qkv_proj."),
+    (".attn.out_proj.", ".self_attn.o_proj."),
+    (".norm1.", ".attention_norm."),
+    (".norm2.", ".output_norm."),
+    (".mlp.fc11.", ".mlp.up_proj."),
+    (".mlp.fc12.", ".mlp.gate_proj."),
+    (".mlp.fc1.", ".mlp.up_proj."),
+    (".mlp.fc2.", ".mlp.down_proj."),
+)
+DISTILBERT = (
+    ("^distilbert.", ""),
+    ("^transformer.layer.", "encoder.layer."),
+    (".attention.q_lin.", ".attention.self.query."),
+    (".attention.k_lin.", ".attention.self.key."),
+    (".attention.v_lin.", ".attention.self.value."),
+    (".attention.out_lin.", ".attention.output.dense."),
+    (".sa_layer_norm.", ".attention.output.LayerNorm."),
+    (".ffn.lin1.", ".intermediate.dense."),
+    (".ffn.lin2.", ".output.dense."),
+    (".output_layer_norm.", ".output.LayerNorm."),
+    *BERT,
+)
+MODERN = (
+    ("^model.", ""),
+    ("^embeddings.tok_embeddings.", "model.embed_tokens."),
+    ("^embeddings.norm.", "model.embed_norm."),
+    ("^layers.", "model.layers."),
+    ("^final_norm.", "model.norm."),
+    (".attn.Wqkv.", ".self_attn.qkv_proj."),
+    (".attn.Wo.", ".self_attn.o_proj."),
+    (".attn_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".mlp.Wo.", ".mlp.down_proj."),
+)
+Layers = Callable[[int], tuple[HeadLayerSpec, ...]]  # of a classifier's head, given the hidden size
+
+
+def bert(config: Config) -> ModelSpec:
+    """BERT: bge, e5, gte, GritLM's and all-MiniLM's encoders, rerankers of ms-marco."""
+    return _bert(config, BERT, lambda size: (HeadLayerSpec(name="pooler.dense", num_outputs=size, activation="tanh"),))
+
+
+def roberta(config: Config) -> ModelSpec:
+    """RoBERTa and XLM-RoBERTa: bge-m3, multilingual-e5, rerankers of bge and Jina; positions begin after the padding
+    token's.
+    """
+    is_flash = "Flash" in str(config.get("auto_map"))  # Jina's files
+    spec = _bert(
+        config,
+        FLASH if is_flash else BERT,
+        lambda size: (HeadLayerSpec(name="classifier.dense", num_outputs=size, activation="tanh"),),
+        last="classifier.out_proj",
+        first_position=integer(config, "pad_token_id", 1, minimum=0) + 1,
+    )
+    return _fused(spec) if is_flash else spec
+
+
+def distilbert(config: Config) -> ModelSpec:
+    """DistilBERT: BERT of half the layers, without token types."""
+    sizes = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    sizes["intermediate_size"] = "hidden_dim"
+    config = {**config, **{ours: integer(config, theirs) for ours, theirs in sizes.items()}, "type_vocab_size": 0}
+    config["hidden_act"] = config.get("activation", "gelu")
+    spec = _bert(
+        config,
+        DISTILBERT,
+        lambda size: (HeadLayerSpec(name="pre_classifier", num_outputs=size, activation="relu"),),
+    )
+    return replace(spec, unused=(*spec.unused, "vocab_"))
+
+
+def nomic_bert(config: Config) -> ModelSpec:
+    """NomicBERT (nomic-embed-text 1 and 1.5): BERT with RoPE and a gated MLP."""
+    if integer(config, "num_experts", 0, minimum=0) or integer(config, "moe_every_n_layers", 0, minimum=0):
+        raise ModelError("experts are not supported in NomicBERT: 'num_experts' must be 0")
+    for name, value in (("prenorm", False), ("use_rms_norm", False), ("rotary_emb_interleaved", False)):
+        if flag(config, name, value) != value:
+            raise ModelError(f"{name!r} must be false for NomicBERT")
+    if config.get("activation_function", "swiglu") != "swiglu":
+        raise ModelError(f"'activation_function' must be swiglu, got {config['activation_function']!r}")
+    if number(config, "rotary_emb_fraction", 1.0) != 1:
+        raise ModelError("'rotary_emb_fraction' must be 1")
+    size = integer(config, "hidden_size", config.get("n_embd"))
+    usual = {
+        "hidden_size": size,
+        "num_attention_heads": integer(config, "num_attention_heads", config.get("n_head")),
+        "num_hidden_layers": integer(config, "num_hidden_layers", config.get("n_layer")),
+        "intermediate_size": integer(config, "intermediate_size", config.get("n_inner")),
+        # Beyond the context of training, the authors stretch RoPE by a text's length.
+        "max_position_embeddings": integer(
+            config, "max_trained_positions", config.get("max_position_embeddings", 2048)
+        ),
+        "rope_theta": number(config, "rotary_emb_base", 1000.0),
+        "layer_norm_eps": number(config, "layer_norm_epsilon", config.get("layer_norm_eps", 1e-12)),
+    }
+    config = {**config, **usual}
+    mixer = replace(_attention(config, bias=flag(config, "qkv_proj_bias")), fused=True)
+    mlp = DenseSpec(intermediate_size=usual["intermediate_size"], bias=flag(config, "mlp_fc1_bias"))
+    spec = with_names(
+        decoder(config, mixer, mlp, norms=AFTER_SUMS, eps_name="layer_norm_eps"), FLASH, unused=(*UNUSED, "head.")
+    )
+    return _with_embeddings(config, spec)
+
+
+def modern_bert(config: Config) -> ModelSpec:
+    """ModernBERT (gte-modernbert, gte-reranker-modernbert): attention alternates between all tokens and a window."""
+    count, every = num_layers(config), integer(config, "global_attn_every_n_layers", 3)
+    kinds = config.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(count)]
+    if len(kinds) != count or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"'layer_types' must be full_attention or sliding_attention for each of {count} layers")
+    if not isinstance(config.get("rope_parameters"), dict):
+        thetas = {"full_attention": ("global_rope_theta", 160000.0), "sliding_attention": ("local_rope_theta", 10000.0)}
+        ropes = {kind: {"rope_theta": number(config, *theta)} for kind, theta in thetas.items()}
+        config = {**config, "rope_parameters": ropes}
+    window = integer(config, "local_attention", 128) // 2 + 1  # half of it to each side
+    bias = flag(config, "attention_bias")
+    mixers = {
+        kind: replace(_attention(config, bias=bias, layer_type=kind), fused=True, window=size)
+        for kind, size in (("full_attention", 0), ("sliding_attention", window))
+    }
+    mlp = DenseSpec(
+        intermediate_size=integer(config, "intermediate_size"),
+        bias=flag(config, "mlp_bias"),
+        activation=_activation(config.get("hidden_activation") or "gelu"),
+        fused="Wi",
+    )
+    config = {"norm_eps": 1e-5, **config}
+    spec = decoder(config, [mixers[kind] for kind in kinds], mlp, eps_name="norm_eps")
+    first = replace(spec.layers[0], norms=Norms(before_mixer=""))  # it reads the embeddings, which are normalised
+    norm_bias = flag(config, "norm_bias")
+    head = HeadLayerSpec(
+        name="head.dense",
+        num_outputs=spec.hidden_size,
+        bias=flag(config, "classifier_bias"),
+        activation=_activation(config.get("classifier_activation") or "gelu"),
+        norm="head.norm",
+        norm_bias=norm_bias,
+    )
+    unused = ("decoder.",) if _is_classifier(config) else ("decoder.", "head.")
+    spec = replace(
+        with_names(spec, MODERN, unused=unused),
+        layers=(first, *spec.layers[1:]),
+        norm="layer_bias" if norm_bias else "layer",
+        embedding_norm=True,
+    )
+    return _with_head(config, spec, (head,), config.get("classifier_pooling", "cls"), head_of_tokens=(head,))
+
+
+def gemma3_encoder(config: Config) -> ModelSpec:
+    """EmbeddingGemma: Gemma 3 with attention in both directions."""
+    spec = other_norms.gemma3({**config, "use_bidirectional_attention": False})
+    if not flag(config, "use_bidirectional_attention"):
+        return spec
+    return _both_ways(spec, lambda window: window and window // 2 + 1)
+
+
+def eurobert(config: Config) -> ModelSpec:
+    """EuroBERT: Llama with attention in both directions."""
+    return _both_ways(llama_like.llama(config))
+
+
+def _both_ways(spec: ModelSpec, window_of: Callable[[int], int] = lambda window: window) -> ModelSpec:
+    """Let the tokens of a decoder see later ones."""
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, AttentionSpec)
+        layers.append(replace(layer, mixer=replace(layer.mixer, causal=False, window=window_of(layer.mixer.window))))
+    return replace(spec, layers=tuple(layers))
+
+
+def _fused(spec: ModelSpec) -> ModelSpec:
+    """Let the checkpoint have query, key and value in one tensor."""
+    layers = (replace(layer, mixer=replace(layer.mixer, fused=True)) for layer in spec.layers)  # type: ignore[call-arg]
+    return replace(spec, layers=tuple(layers))
+
+
+def _bert(
+    config: Config, names: Renames, layers: Layers, *, last: str = "classifier", first_position: int = 0
+) -> ModelSpec:
+    """Create an encoder with learnt positions and norms after the sums. layers: a classifier's before `last`."""
+    kind = config.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise ModelError(f"'position_embedding_type' must be absolute, got {kind!r}")
+    if flag(config, "is_decoder"):
+        raise ModelError("'is_decoder' must be false: encoders that were made decoders are not supported")
+    mixer = replace(_attention(config, bias=True), rope=None)
+    mlp = DenseSpec(
+        intermediate_size=integer(config, "intermediate_size"),
+        bias=True,
+        activation=_activation(config.get("hidden_act") or "gelu"),
+        gated=False,
+    )
+    config = {"layer_norm_eps": 1e-12, **config}
+    spec = decoder(config, mixer, mlp, norms=AFTER_SUMS, eps_name="layer_norm_eps")
+    is_sequence = str(config["architectures"][0]).endswith(CLASSIFIER)
+    unused = tuple(name for name in UNUSED if name != "pooler." or not is_sequence)
+    count = integer(config, "max_position_embeddings")
+    spec = replace(
+        with_names(spec, names, unused=unused),
+        positions=LearntPositions(count=count, offset=first_position),
+        context_length=count - first_position,
+    )
+    return _with_head(config, _with_embeddings(config, spec), layers(spec.hidden_size), "cls", last=last)
+
+
+def _attention(config: Config, *, bias: bool, layer_type: str = "") -> AttentionSpec:
+    config = {**config, "num_key_value_heads": None}
+    return replace(attention(config, qkv_bias=bias, o_bias=bias, layer_type=layer_type), causal=False)
+
+
+def _with_embeddings(config: Config, spec: ModelSpec) -> ModelSpec:
+    """Return the encoder with BERT's embeddings and norms."""
+    types = integer(config, "type_vocab_size", 2, minimum=0)
+    return replace(spec, norm="layer_bias", embedding_norm=True, token_types=types, final_norm=False)
+
+
+def _is_classifier(config: Config) -> bool:
+    return str(config["architectures"][0]).endswith((CLASSIFIER, TOKEN_CLASSIFIER))
+
+
+def _with_head(
+    config: Config,
+    spec: ModelSpec,
+    layers: tuple[HeadLayerSpec, ...],
+    pooling: str,
+    *,
+    last: str = "classifier",
+    head_of_tokens: tuple[HeadLayerSpec, ...] = (),
+) -> ModelSpec:
+    """Return the model with the head of its architecture: `layers`, then a linear layer called `last`; none if it is no
+    classifier.
+    """
+    if not _is_classifier(config):
+        return spec
+    is_of_tokens = str(config["architectures"][0]).endswith(TOKEN_CLASSIFIER)
+    if pooling not in ("cls", "mean"):
+        raise ModelError(f"'classifier_pooling' must be cls or mean, got {pooling!r}")
+    names = config.get("id2label")
+    count = len(names) if isinstance(names, dict) and names else integer(config, "num_labels", 2)
+    labels = HeadLayerSpec(name="classifier" if is_of_tokens else last, num_outputs=count)
+    return replace(
+        spec,
+        head=HeadSpec(
+            layers=(*(head_of_tokens if is_of_tokens else layers), labels), pooling="all" if is_of_tokens else pooling
+        ),
+    )
+
+
+def _activation(name: Any) -> Any:
+    if name not in ACTIVATIONS:
+        raise ModelError(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+_BODIES = {
+    "Bert": bert,
+    "Roberta": roberta,
+    "XLMRoberta": roberta,
+    "Camembert": roberta,
+    "DistilBert": distilbert,
+    "ModernBert": modern_bert,
+}
+_HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)
+ENCODERS: dict[str, Callable[[Config], ModelSpec]] = {
+    **{body + head: family for body, family in _BODIES.items() for head in _HEADS},
+    "NomicBertModel": nomic_bert,
+    "Gemma3TextModel": gemma3_encoder,
+    "EuroBertModel": eurobert,
+}

@@ -1,0 +1,262 @@
+"""Encoders: hidden states, scores and labels of transformers, whatever is beside a text in a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine import LLM, ConfigError, EngineConfig
+from engine.models.errors import ModelError
+from engine.models.families import read_spec
+from engine.processing.input_processor import InputProcessor
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300,
+    "max_position_embeddings": 256, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None, "dtype": "float32",
+}  # fmt: skip
+DISTILBERT = {"dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": {},
+    "Roberta": {"max_position_embeddings": 258, "type_vocab_size": 1},
+    "XLMRoberta": {"max_position_embeddings": 258},
+    "DistilBert": DISTILBERT,
+    "NomicBert": {},
+    "ModernBert": {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": None, "sep_token_id": None},
+    "EuroBert": {"mask_token_id": 2},
+    "Gemma3Text": {
+        "use_bidirectional_attention": True, "sliding_window": 32, "head_dim": 16, "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+PROMPTS = [[(7 * i + k * k) % 250 + 3 for k in range(n)] for i, n in enumerate((1, 16, 33, 200, 90, 2, 64))]
+
+
+def reference(folder: Path, family: str, head: str = "Model", **changes: Any) -> Any:
+    """Save a random model of transformers in `folder` and return it."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family] | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, family + head)(config)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1  # biases too
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def states(model: Any, prompt: list[int], **inputs: Any) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([prompt]), **inputs)[0][0]
+    return found
+
+
+def start(folder: Path, **settings: Any) -> LLM:
+    return LLM(model=str(folder), device="cpu", dtype="float32", **{"skip_tokenizer_init": True, **settings})
+
+
+def embedded(llm: LLM, prompts: list[list[int]], **params: Any) -> list[Tensor]:
+    found = llm.embed(prompts, use_tqdm=False, **{"normalize": False, **params})  # type: ignore[arg-type]
+    return [torch.tensor(result.outputs.embedding) for result in found]
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found, want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Of the first and last tokens and the mean, in steps that hold some of the prompts."""
+    model = reference(tmp_path, family)
+    llm = start(tmp_path, max_num_batched_tokens=256)
+    want = [states(model, prompt) for prompt in PROMPTS]
+    for pooling in ("cls", "mean", "last"):
+        for found, own in zip(embedded(llm, PROMPTS, pooling=pooling), want, strict=True):
+            close(found, {"cls": own[0], "mean": own.mean(0), "last": own[-1]}[pooling])
+    close(embedded(llm, PROMPTS[2:3])[0], want[2].mean(0))  # the default, as sentence-transformers'
+    assert llm._engine.scheduler.blocks.num_free_blocks == llm._engine.scheduler.blocks.num_blocks
+    with pytest.raises(ValueError, match="is an embedding model: it cannot generate text"):
+        llm.generate([[1, 2]])
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "num_labels"), [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3)]
+)
+def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
+    labels = {"id2label": {i: f"label {i}" for i in range(num_labels)}}
+    pooling = {"classifier_pooling": "mean"} if family == "ModernBert" else {}
+    model = reference(tmp_path, family, "ForSequenceClassification", **labels, **pooling)
+    classifier = InputProcessor.load(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)).classifier
+    assert classifier is not None
+    assert classifier.labels == list(labels["id2label"].values())
+    llm = start(tmp_path)
+    for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        want = states(model, prompt)
+        close(logits, want)
+        expected = want.sigmoid() if num_labels == 1 else want.softmax(0)
+        assert classifier.scores(logits.tolist()) == pytest.approx(expected.tolist(), abs=1e-5)
+    with pytest.raises(ValueError, match="is a classifier: its outputs are logits"):
+        llm.embed(PROMPTS[:1], normalize=True)
+    llm.close()
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_labels_of_tokens(family: str, tmp_path: Path) -> None:
+    model = reference(tmp_path, family, "ForTokenClassification", id2label={0: "O", 1: "PERSON", 2: "PLACE"})
+    llm = start(tmp_path)
+    for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        close(logits.view(len(prompt), 3), states(model, prompt))
+    llm.close()
+
+
+def write_tokenizer(folder: Path) -> Any:
+    """Write a WordPiece tokenizer with BERT's frame, whose second text has tokens of the second type."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", *(f"##{each}" for each in "abcdefghij")]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.normalizer = tokenizers.normalizers.BertNormalizer()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.save(str(folder / "tokenizer.json"))
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **special}))
+    return backend
+
+
+def test_the_second_text_of_a_pair_has_another_type(tmp_path: Path) -> None:
+    model, backend = reference(tmp_path, "Bert", "ForSequenceClassification", num_labels=1), write_tokenizer(tmp_path)
+    llm, pairs = start(tmp_path, skip_tokenizer_init=False), [("abc de", "fgh"), ("i", "j a b"), ("a", "a")]
+    tokenizer = llm.get_tokenizer()
+    prompts = [tokenizer.encode_pair(*pair, llm._input_processor.info.type_offset) for pair in pairs]
+    for pair, logits in zip(pairs, embedded(llm, prompts), strict=True):
+        encoding = backend.encode(*pair)
+        assert {0, 1} == set(encoding.type_ids)
+        close(logits, states(model, encoding.ids, token_type_ids=torch.tensor([encoding.type_ids])))
+    assert tokenizer.decode(backend.encode("abc de").ids) == "abc de"
+    llm.close()
+
+
+def write_modules(folder: Path, kinds: list[str], pooling: str) -> None:
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}" if i else ""}
+               for i, kind in enumerate(kinds)]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
+
+
+def test_modules_and_prompts_of_sentence_transformers(tmp_path: Path) -> None:
+    model, backend = reference(tmp_path, "Bert"), write_tokenizer(tmp_path)
+    write_modules(tmp_path, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"], "cls_token")
+    torch.manual_seed(1)
+    weights, bias = (torch.randn(96, 64), torch.randn(32, 96)), torch.randn(96)
+    for i, (weight, activation) in enumerate(zip(weights, ("activation.Tanh", "linear.Identity"), strict=True)):
+        (folder := tmp_path / f"{i + 2}_Dense").mkdir()
+        kind = {"out_features": len(weight), "bias": i == 0, "activation_function": f"torch.nn.modules.{activation}"}
+        (folder / "config.json").write_text(json.dumps({"in_features": weight.shape[1], **kind}))
+        save_file({"linear.weight": weight} | ({"linear.bias": bias} if i == 0 else {}), folder / "model.safetensors")
+    prompts = {"prompts": {"query": "ab: ", "document": ""}, "default_prompt_name": "document"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    llm = start(tmp_path, skip_tokenizer_init=False)
+    assert llm._input_processor.max_model_len == 20
+    for name, text in (("query", "ab: cde f"), (None, "cde f")):
+        first = states(model, backend.encode(text).ids)[0]
+        want = torch.tanh(first @ weights[0].T + bias) @ weights[1].T
+        for size in (None, 8):
+            (found,) = llm.embed("cde f", prompt_name=name, dimensions=size, use_tqdm=False)
+            close(torch.tensor(found.outputs.embedding), torch.nn.functional.normalize(want[:size], dim=0))
+    with pytest.raises(ValueError, match="must be one of query, document, got 'passage'"):
+        llm.embed("a", prompt_name="passage")
+    llm.close()
+
+
+def test_embeddings_keep_their_length_without_a_normalize_module(tmp_path: Path) -> None:
+    model = reference(tmp_path, "Bert")
+    write_modules(tmp_path, ["Transformer", "Pooling"], "mean_tokens")
+    llm = start(tmp_path)
+    close(embedded(llm, PROMPTS[1:2], normalize=None)[0], states(model, PROMPTS[1]).mean(0))
+    llm.close()
+
+
+def test_files_of_jina_are_those_of_roberta(tmp_path: Path) -> None:
+    """With other names, and query, key and value in one tensor."""
+    model = reference(tmp_path, "XLMRoberta", "ForSequenceClassification", num_labels=1)
+    tensors, renamed = load_file(tmp_path / "model.safetensors"), {}
+    names = {
+        "embeddings.LayerNorm": "emb_ln", "encoder.layer.": "encoder.layers.",
+        "attention.output.dense": "mixer.out_proj", "attention.output.LayerNorm": "norm1",
+        "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2", "output.LayerNorm": "norm2",
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        if ".attention.self." in name:
+            if ".query." in name:
+                parts = [tensors[name.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
+                whole = name.replace("encoder.layer.", "encoder.layers.").replace("attention.self.query", "mixer.Wqkv")
+                renamed[whole] = torch.cat(parts)
+            continue
+        for theirs, jinas in names.items():
+            name = name.replace(theirs, jinas)
+        renamed[name] = tensor
+    save_file(renamed, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    auto_map = {"AutoModel": "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta.XLMRobertaFlashModel"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    llm = start(tmp_path)
+    for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        close(logits, states(model, prompt))
+    llm.close()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    model = reference(tmp_path, "Bert", "ForSequenceClassification", num_labels=3)
+    llm = start(tmp_path, tensor_parallel_size=2)
+    for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        close(logits, states(model, prompt))
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "generates no text"),
+        ({"prefix_cache_file": "x"}, "an encoder caches nothing"),
+        ({"kv_cache_dtype": "fp8"}, "an encoder caches nothing"),
+        ({"enable_lora": True}, "adapters of encoders are not supported"),
+        ({"max_num_batched_tokens": 100}, "max_num_batched_tokens must be at least max_model_len=256"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str, bert: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(bert, **settings)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    reference(folder, "Bert")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "'position_embedding_type' must be absolute"),
+        ({"is_decoder": True}, "'is_decoder' must be false"),
+        ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
+        ({"architectures": ["MPNetModel"]}, "it needs attention by relative positions"),
+        ({"architectures": ["AlbertModel"]}, "it needs layers that share weights"),
+        ({"architectures": ["NomicBertModel"], "num_experts": 8}, "experts are not supported in NomicBERT"),
+    ],
+)
+def test_what_an_encoder_cannot_be(changes: dict[str, Any], message: str, bert: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_spec(bert, changes)
