@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.families import FAMILIES, read_spec
+from engine.models.families.encoders import ENCODERS
 from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.hub import OF_HUB, resolve_model
 from engine.models.quantization import METHODS
 
 
 def families() -> dict[str, str]:
-    """Return architecture name in config.json → description."""
-    return _described(FAMILIES)
+    """Return architecture name in config.json → description. Encoders' classifiers stand under their models' names."""
+    hidden = {name for name in ENCODERS if not name.endswith("Model")}  # they are the same with a head
+    return _described({name: family for name, family in FAMILIES.items() if name not in hidden})
 
 
 def quantizations() -> dict[str, str]:

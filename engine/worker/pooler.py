@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import SchedulerOutput
+from engine.core.params.pooling import OF_TOKENS
 from engine.models.pooling_head import PoolingHead
 from engine.worker.input_batch import InputBatch, PackedStep, Row
 
@@ -60,7 +61,7 @@ class Pooler:
         """
         members, all_rows = packed.members, packed.members.rows
         ends, lengths = members.query_start[1:], members.query_lens
-        if indices and _pooling(all_rows[indices[0]]) == "all":  # as all requests of such a model
+        if indices and _pooling(all_rows[indices[0]]) == OF_TOKENS:  # as all requests of such a model
             return self._of_tokens(list(indices), lengths, hidden)
         averaged = [i for i in indices if _means(all_rows[i])]
         if averaged:

@@ -148,7 +148,7 @@ class Model:
         num_chars = None if kept is None else kept * self._chars_per_token
         for each in given:
             self._check_length(request, each)
-        first, second = (_part(each, num_chars, request.keep_first_tokens) for each in given)
+        first, second = (_part(each, num_chars, self._keeps_first(request)) for each in given)
         return self.tokenizer.encode_pair(first, second, self.info.type_offset)
 
     def _encode_text(self, request: PromptRequest, text: str) -> list[int]:
@@ -159,7 +159,7 @@ class Model:
             return self.tokenizer.encode(text, request.add_special_tokens, most)
         chars = _FEW_CHARS
         while True:
-            part = _part(text, num_tokens * min(chars, self._chars_per_token), request.keep_first_tokens)
+            part = _part(text, num_tokens * min(chars, self._chars_per_token), self._keeps_first(request))
             token_ids = self.tokenizer.encode(part, request.add_special_tokens)
             if len(token_ids) >= num_tokens or len(part) == len(text) or chars >= self._chars_per_token:
                 return token_ids
@@ -169,6 +169,10 @@ class Model:
     def _chars_per_token(self) -> int:
         """The most characters of a token."""
         return self.tokenizer.max_chars_per_token or _MANY_CHARS
+
+    def _keeps_first(self, request: PromptRequest) -> bool:
+        """Return True if truncation removes the end of a prompt: as asked for, and always of an encoder's."""
+        return request.keep_first_tokens or self.info.is_encoder
 
     def _num_kept(self, request: PromptRequest) -> int | None:
         """Return the tokens of a prompt that will be truncated, and some to spare; None: it will not be."""
@@ -199,7 +203,7 @@ class Model:
             most = max(self.info.max_model_len - num_reserved, 1)
         if self.info.is_encoder and 1 < most < len(token_ids):  # as trained: with the special tokens at both ends
             return [*token_ids[: most - 1], token_ids[-1]]
-        return token_ids[:most] if request.keep_first_tokens else token_ids[max(len(token_ids) - most, 0) :]
+        return token_ids[:most] if self._keeps_first(request) else token_ids[max(len(token_ids) - most, 0) :]
 
 
 def _part(text: str, num_chars: int | None, keeps_first: bool) -> str:

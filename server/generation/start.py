@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from engine import (
     EngineAsleepError,
@@ -148,7 +149,7 @@ def _with_prompt(model: Model, request: EmbeddingRequest) -> EmbeddingRequest:
         raise ParameterError("prompt_name", str(error)) from None
     if not prefix or not isinstance(request.prompt, list):
         return request
-    prompts = [prefix + each if isinstance(each, str) else each for each in request.prompt]
+    prompts: Any = [prefix + each if isinstance(each, str) else each for each in request.prompt]
     return dataclasses.replace(request, prompt=prompts)
 
 

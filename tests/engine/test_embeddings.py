@@ -181,7 +181,9 @@ def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
 
 def test_what_cannot_be(llm: LLM) -> None:
     for wrong, message in (
-        ({"pooling": "max"}, r"pooling must be last or mean, got 'max'"),
+        ({"pooling": "max"}, r"pooling must be last, mean or cls, got 'max'"),
+        ({"pooling": "cls"}, r"pooling must be last or mean, since the model is no encoder, got 'cls'"),
+        ({"pooling": "all"}, r"pooling must be last or mean, since the model is no encoder, got 'all'"),
         ({"dimensions": 0}, r"dimensions must be at least 1, got 0"),
         ({"dimensions": 65}, r"prompts\[0\]: dimensions must be at most 64, the model's own, got 65"),
         ({"priority": [1, 2]}, r"priority must be one for each prompt \(1\), got 2"),

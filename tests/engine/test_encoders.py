@@ -72,7 +72,7 @@ def close(found: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Of the first and last tokens and the mean, in steps that hold some of the prompts."""
+    """The first and last tokens' and the mean, in steps that hold some of the prompts."""
     model = reference(tmp_path, family)
     llm = start(tmp_path, max_num_batched_tokens=256)
     want = [states(model, prompt) for prompt in PROMPTS]

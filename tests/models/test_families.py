@@ -145,6 +145,11 @@ def test_gemma_3_counts_its_scaling_in_its_context(tmp_path: Path) -> None:
     assert read_spec(tmp_path).context_length == config["max_position_embeddings"]
 
 
+def test_a_model_that_is_not_causal_is_an_encoder(read: Any) -> None:
+    assert (read(is_causal=False).is_encoder, read(is_causal=False).has_head) == (True, False)
+    assert (read().is_encoder, read().has_head) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -157,7 +162,6 @@ def test_gemma_3_counts_its_scaling_in_its_context(tmp_path: Path) -> None:
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "'hidden_size' (64) must be a multiple of"),
         ({"head_dim": 15}, "'head_dim' must be even, got 15"),
         ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, got 0"),
-        ({"is_causal": False}, "'is_causal' must be true: attention to later tokens is not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' 'gelu' is not supported; supported: silu"),
         ({"torch_dtype": "int8"}, "'dtype' must be bfloat16, float16 or float32, got 'int8'"),
         ({"dtype": 16}, "'dtype' must be bfloat16, float16 or float32, got 16"),

@@ -19,6 +19,7 @@ from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineAsleepError, EngineDeadError, EngineError
+from engine.models.pooling_config import Prompts
 from engine.processing.adapters import find_adapter
 from engine.processing.input_processor import InputProcessor, vocabulary_of
 from engine.processing.model_info import ModelInfo
@@ -80,6 +81,7 @@ class FakeEngine:
         self.tokenizer: Tokenizer | None = make_tokenizer(template)
         self.default_sampling: dict[str, Any] = {}
         self.default_pooling = "last"
+        self.is_encoder, self.prompts = False, Prompts()
         self.classifier: Any = None
         self.generates = True
         self.model_name = "toy"
@@ -133,6 +135,8 @@ class FakeEngine:
             tokenizer=self.tokenizer,
             default_sampling=self.default_sampling,
             default_pooling=self.default_pooling,
+            is_encoder=self.is_encoder,
+            prompts=self.prompts,
             classifier=self.classifier,
         )
 
@@ -143,7 +147,13 @@ class FakeEngine:
     @property
     def _input_processor(self) -> InputProcessor:
         size = self.tokenizer.vocab_size if self.tokenizer is not None else 259
-        spec: Any = SimpleNamespace(vocab_size=size, eos_token_ids=(257,), hidden_size=HIDDEN_SIZE, has_head=True)
+        head = None
+        if self.classifier is not None and self.classifier.is_in_worker:
+            head = SimpleNamespace(pooling=self.classifier.pooling)
+        spec: Any = SimpleNamespace(
+            vocab_size=size, max_token_id=size - 1, eos_token_ids=(257,), hidden_size=HIDDEN_SIZE, has_head=True,
+            embedding_size=HIDDEN_SIZE, head=head, is_encoder=self.is_encoder,
+        )  # fmt: skip
         return InputProcessor(Path(), "toy", spec, self.tokenizer, {}, self.max_model_len, 5)
 
     async def prepare(self, sampling: SamplingParams, tenant: str = "") -> SamplingParams:

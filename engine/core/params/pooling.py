@@ -8,7 +8,8 @@ from engine.core.params.declare import NumberChecks, parameter
 from engine.core.params.errors import ParameterError
 from engine.core.params.sampling import SamplingParams
 
-POOLINGS = ("last", "mean", "cls", "all")
+POOLINGS = ("last", "mean", "cls")  # that a client may choose
+OF_TOKENS = "all"  # an output for each token, of models that label tokens
 UNSAMPLED = SamplingParams(
     temperature=0, max_tokens=1, detokenize=False
 )  # the parameters of pooling requests, which do not sample
@@ -38,7 +39,7 @@ class PoolingParams:
     )
 
     def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
+        if self.pooling not in (*POOLINGS, OF_TOKENS):
             raise ParameterError("pooling", f"must be last, mean or cls, got {self.pooling!r}")
         _check_numbers(self)
 

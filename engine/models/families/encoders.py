@@ -90,14 +90,12 @@ Layers = Callable[[int], tuple[HeadLayerSpec, ...]]  # of a classifier's head, g
 
 
 def bert(config: Config) -> ModelSpec:
-    """BERT: bge, e5, gte, GritLM's and all-MiniLM's encoders, rerankers of ms-marco."""
+    """BERT (bge, e5, gte, all-MiniLM, rerankers of ms-marco): learnt positions, token types, norms after the sums."""
     return _bert(config, BERT, lambda size: (HeadLayerSpec(name="pooler.dense", num_outputs=size, activation="tanh"),))
 
 
 def roberta(config: Config) -> ModelSpec:
-    """RoBERTa and XLM-RoBERTa: bge-m3, multilingual-e5, rerankers of bge and Jina; positions begin after the padding
-    token's.
-    """
+    """RoBERTa and XLM-RoBERTa (bge-m3, multilingual-e5, rerankers of bge and Jina): BERT with other first positions."""
     is_flash = "Flash" in str(config.get("auto_map"))  # Jina's files
     spec = _bert(
         config,
@@ -135,11 +133,12 @@ def nomic_bert(config: Config) -> ModelSpec:
     if number(config, "rotary_emb_fraction", 1.0) != 1:
         raise ModelError("'rotary_emb_fraction' must be 1")
     size = integer(config, "hidden_size", config.get("n_embd"))
+    inner = integer(config, "intermediate_size", config.get("n_inner"))
     usual = {
         "hidden_size": size,
         "num_attention_heads": integer(config, "num_attention_heads", config.get("n_head")),
         "num_hidden_layers": integer(config, "num_hidden_layers", config.get("n_layer")),
-        "intermediate_size": integer(config, "intermediate_size", config.get("n_inner")),
+        "intermediate_size": inner,
         # Beyond the context of training, the authors stretch RoPE by a text's length.
         "max_position_embeddings": integer(
             config, "max_trained_positions", config.get("max_position_embeddings", 2048)
@@ -149,7 +148,7 @@ def nomic_bert(config: Config) -> ModelSpec:
     }
     config = {**config, **usual}
     mixer = replace(_attention(config, bias=flag(config, "qkv_proj_bias")), fused=True)
-    mlp = DenseSpec(intermediate_size=usual["intermediate_size"], bias=flag(config, "mlp_fc1_bias"))
+    mlp = DenseSpec(intermediate_size=inner, bias=flag(config, "mlp_fc1_bias"))
     spec = with_names(
         decoder(config, mixer, mlp, norms=AFTER_SUMS, eps_name="layer_norm_eps"), FLASH, unused=(*UNUSED, "head.")
     )
@@ -224,7 +223,10 @@ def _both_ways(spec: ModelSpec, window_of: Callable[[int], int] = lambda window:
 
 def _fused(spec: ModelSpec) -> ModelSpec:
     """Let the checkpoint have query, key and value in one tensor."""
-    layers = (replace(layer, mixer=replace(layer.mixer, fused=True)) for layer in spec.layers)  # type: ignore[call-arg]
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, AttentionSpec)
+        layers.append(replace(layer, mixer=replace(layer.mixer, fused=True)))
     return replace(spec, layers=tuple(layers))
 
 

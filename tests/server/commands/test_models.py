@@ -16,12 +16,14 @@ def test_it_lists_every_family_and_format(capsys: pytest.CaptureFixture[str]) ->
         assert any(name in line.split() and line.endswith(about) for line in lines), name
 
 
-# Architectures that tests in tests/models compare: of code that comes with models, multimodal ones, other spellings.
+# Architectures that other tests compare: of code that comes with models, multimodal ones, other spellings, encoders.
 ELSEWHERE = {
     *("InternLMForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM", "ExaoneForCausalLM", "ChatGLMModel"),
     *("BaichuanForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "OrionForCausalLM", "InternVLChatModel"),
     *("KimiVLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
     *("RWForCausalLM", "ChatGLMForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+    *("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel", "NomicBertModel"),
+    *("ModernBertModel", "EuroBertModel", "Gemma3TextModel"),
     *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 }
 

@@ -119,7 +119,7 @@ def test_conversation(live: Live) -> None:
         ({"input": "a", "dimensions": 0}, 400, "dimensions", "must be at least 1, got 0"),
         ({"input": "a", "dimensions": 9}, 400, "dimensions", "must be at most 8, the model's own, got 9"),
         ({"input": "a", "encoding_format": "bytes"}, 400, "encoding_format", "'float' or 'base64'"),
-        ({"input": "a", "pooling": "max"}, 400, "pooling", "'last' or 'mean'"),
+        ({"input": "a", "pooling": "max"}, 400, "pooling", "'last', 'mean' or 'cls'"),
         ({"input": "a", "embed_dtype": "float16"}, 400, "embed_dtype", "not supported yet"),
         ({"input": "a", "normalize": True, "use_activation": False}, 400, "use_activation", "must have the same value"),
         ({"input": "a", "priority": 2**64}, 400, "priority", "less than or equal"),

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.params.pooling import PoolingParams
 from engine.models.classifier import Classifier
+from engine.models.pooling_config import Prompts
 from server.settings import ServerConfig
 from tests.support.fake_engine import HIDDEN_SIZE, FakeEngine, embedding_of, make_tokenizer
 from tests.support.live_server import Live, run_server, wait_until
@@ -193,3 +194,66 @@ def test_an_abort_is_told(vectors: Live) -> None:
     vectors.http.post("/v1/requests/score-mine/abort").raise_for_status()
     thread.join()
     assert answers[0].status_code == 409
+
+
+@pytest.fixture
+def encoder(server: Live) -> Live:
+    server.engine.__init__()  # type: ignore[misc]
+    server.engine.generates, server.engine.is_encoder = False, True
+    return server
+
+
+def test_logits_of_an_encoder_are_the_workers(encoder: Live) -> None:
+    labels = [str(i) for i in range(HIDDEN_SIZE)]
+    encoder.engine.classifier = Classifier(None, labels, "softmax", "cls")
+    prompt = make_tokenizer().encode("abc")
+    logits = embedding_of(prompt, PoolingParams(pooling="cls", normalize=False))
+    powers = [math.exp(each) for each in logits]
+    expected = [each / math.fsum(powers) for each in powers]
+    for path in CLASSIFY:
+        assert encoder.post(path, input="abc").json()["data"][0]["probs"] == pytest.approx(expected)
+    answer = encoder.post("/pooling", input="abc", task="classify").json()
+    assert answer["data"][0] == {"index": 0, "object": "pooling", "data": pytest.approx(expected)}
+    assert answer["labels"] == labels
+    assert encoder.post("/pooling", input="abc", use_activation=False).json()["data"][0]["data"] == pytest.approx(
+        logits
+    )
+    for path, reason in (
+        ("/v1/embeddings", "The model `toy` is published for classification. Use /v1/classify."),
+        ("/v1/completions", "The model `toy` is published for classification and generates no text. Use /v1/classify."),
+    ):
+        refused = encoder.post(path, input="abc", prompt="abc")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, reason)
+
+
+def test_labels_of_tokens(encoder: Live) -> None:
+    encoder.engine.classifier = Classifier(None, ["O", "NAME"], "none", "all")
+    values = embedding_of(make_tokenizer().encode("abc"), PoolingParams(pooling="all", normalize=False))
+    (found,) = encoder.post("/pooling", input="abc").json()["data"]
+    assert found["data"] == [pytest.approx(values[at : at + 2]) for at in range(0, len(values), 2)]
+    for path, fields, reason in (
+        ("/v1/classify", {}, "The model `toy` labels tokens. Use /pooling."),
+        ("/v1/embeddings", {}, "The model `toy` is published for classification. Use /pooling."),
+        ("/pooling", {"task": "embed"}, "task must be token_classify for the model `toy`, got 'embed'"),
+    ):
+        refused = encoder.post(path, input="abc", **fields)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, reason)
+
+
+def test_pooling_of_an_embedding_model_with_prompts(encoder: Live) -> None:
+    encoder.engine.prompts = Prompts({"query": "ab: ", "document": "b: "}, "document")
+    encode = make_tokenizer().encode
+    for path, key in (("/pooling", "data"), ("/v1/embeddings", "embedding")):
+        (found,) = encoder.post(path, input="abc").json()["data"]
+        assert found[key] == pytest.approx(embedding_of(encode("b: abc"), PoolingParams()), rel=1e-6)
+    (found,) = encoder.post("/v1/embeddings", input="abc", prompt_name="query").json()["data"]
+    assert found["embedding"] == pytest.approx(embedding_of(encode("ab: abc"), PoolingParams()), rel=1e-6)
+    refused = encoder.post("/v1/embeddings", input="abc", prompt_name="other")
+    assert refused.status_code == 400
+    assert "prompt_name must be one of query, document, got 'other'" in refused.json()["error"]["message"]
+
+
+def test_a_truncated_text_of_an_encoder_keeps_its_last_token(encoder: Live) -> None:
+    ids = make_tokenizer().encode("abcdef")
+    (found,) = encoder.post("/v1/embeddings", input="abcdef", truncate_prompt_tokens=4).json()["data"]
+    assert found["embedding"] == pytest.approx(embedding_of([*ids[:3], ids[-1]], PoolingParams()), rel=1e-6)
