@@ -88,7 +88,6 @@ class Engine:
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self.scheduler = _new_scheduler(config, options, self.runner, grammars)
-            whole_prompts=spec.is_encoder,
         self._tiered = TieredCache(self.scheduler, lambda: self.runner)
         self.in_flight = UnreadSteps(options.num_stages)
         self.expert_tokens = ExpertTokens()
@@ -297,11 +296,12 @@ def _new_scheduler(
         options.max_num_seqs,
         options.max_num_batched_tokens,
         runner.max_model_len,
-        config.enable_prefix_caching,
+        config.enable_prefix_caching and not options.whole_prompts,
         runner.cache_groups,
         num_batches=options.num_stages,
         drafts=_draft_policy(speculative, options, grammars, runner) if speculative else None,
         has_host_tier=options.host_cache_bytes > 0,
+        whole_prompts=options.whole_prompts,
     )
 
 

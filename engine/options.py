@@ -114,6 +114,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
+        whole_prompts=spec.is_encoder,
         host_cache_bytes=0 if spec.is_encoder else _host_cache_bytes(config, device),
     )
 
