@@ -39,7 +39,7 @@ _KINDS: dict[Any, Literal["softmax", "sigmoid", "none"]] = {
 class Classifier:
     """Computes scores from hidden states."""
 
-    weights: list[array[float]] | None  # for each label, one per hidden channel; None: the worker computes logits
+    weights: list[array[float]]  # for each label, one per hidden channel; []: the worker computes logits
     labels: list[str]
     activation: Literal["softmax", "sigmoid", "none"]
     pooling: str = "last"  # which the head needs; "all": each token has labels
@@ -47,7 +47,7 @@ class Classifier:
     @property
     def is_in_worker(self) -> bool:
         """True if the worker computes logits."""
-        return self.weights is None
+        return not self.weights
 
     @property
     def labels_tokens(self) -> bool:
@@ -58,7 +58,7 @@ class Classifier:
         """Return the score of each label. hidden: the last token's, after the final norm; or logits, if the worker has
         computed these. activated: no bare logits.
         """
-        if self.weights is None:
+        if self.is_in_worker:
             logits = list(hidden)
         else:
             logits = [math.fsum(map(mul, hidden, weights)) for weights in self.weights]
@@ -105,12 +105,10 @@ def labelled_classifier(
     """Return the classifier of a model whose worker computes the logits. Raises `ModelError` for too many labels."""
     if num_labels > MAX_LABELS:
         raise ModelError(f"{folder / 'config.json'}: there may be {MAX_LABELS} labels, got {num_labels}")
-    return _classifier(read_config(folder, overrides), num_labels, None, pooling)
+    return _classifier(read_config(folder, overrides), num_labels, [], pooling)
 
 
-def _classifier(
-    config: dict[str, Any], num_labels: int, weights: list[array[float]] | None, pooling: str
-) -> Classifier:
+def _classifier(config: dict[str, Any], num_labels: int, weights: list[array[float]], pooling: str) -> Classifier:
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
     labels = [str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels)]

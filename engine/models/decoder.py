@@ -23,7 +23,7 @@ from engine.models.matrix import Matrix, Scope
 from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
-from engine.models.norms import LayerNorm, MakeNorm, Norm, PlainLayerNorm, RMSNorm
+from engine.models.norms import LayerNorm, MakeNorm, NoNorm, Norm, PlainLayerNorm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.pooling_head import PoolingHead
 from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
                 assert isinstance(owner, Attention)
                 reader.kv_scale = owner.kv_scale
         body, scope = body.only_if(is_last), scope.only_if(is_last)
-        self.norm = make_norm(body / "norm", spec.hidden_size) if spec.final_norm else None
+        self.norm = (make_norm if spec.final_norm else no_norm)(body / "norm", spec.hidden_size)
         self.head = PoolingHead(spec.head, spec.hidden_size, spec.norm_eps, scope) if spec.head else None
         if spec.tie_word_embeddings:
             scope = replace(scope, weight_formats=formats_of_tied_head(scope.weight_formats, scope.name("lm_head")))
@@ -318,6 +318,11 @@ def pack_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             module.pack()
+
+
+def no_norm(scope: Scope, size: int | Span) -> Norm:
+    """Create a norm that changes nothing, see `norm_maker`."""
+    return NoNorm(scope, size, eps=0.0)
 
 
 def norm_maker(spec: ModelSpec) -> MakeNorm:

@@ -80,6 +80,16 @@ class PlainLayerNorm(Norm):
         return iter(())
 
 
+class NoNorm(Norm):
+    """x itself, of models without this norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        return iter(())
+
+
 class HeadNorms(Norm):
     """A LayerNorm of each head, with weights of its own: x [T, H, D]."""
 

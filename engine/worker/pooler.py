@@ -37,13 +37,12 @@ class Pooler:
     def __init__(
         self,
         batch: InputBatch,
-        norm: Callable[[Tensor], Tensor] | None,
+        norm: Callable[[Tensor], Tensor],
         hidden_size: int,
         head: PoolingHead | None = None,
     ) -> None:
         """`norm`: the model's final norm. `head`: computes outputs from pooled hidden states."""
-        self._batch, self._hidden_size, self._head = batch, hidden_size, head
-        self._norm = (lambda hidden: hidden) if norm is None else norm
+        self._batch, self._norm, self._hidden_size, self._head = batch, norm, hidden_size, head
         self._size = hidden_size if head is None else head.num_outputs
         self._sums = torch.zeros(0, hidden_size, device=batch.device.torch_device)  # [rows, hidden] float32
 

@@ -205,7 +205,7 @@ def encoder(server: Live) -> Live:
 
 def test_logits_of_an_encoder_are_the_workers(encoder: Live) -> None:
     labels = [str(i) for i in range(HIDDEN_SIZE)]
-    encoder.engine.classifier = Classifier(None, labels, "softmax", "cls")
+    encoder.engine.classifier = Classifier([], labels, "softmax", "cls")
     prompt = make_tokenizer().encode("abc")
     logits = embedding_of(prompt, PoolingParams(pooling="cls", normalize=False))
     powers = [math.exp(each) for each in logits]
@@ -227,7 +227,7 @@ def test_logits_of_an_encoder_are_the_workers(encoder: Live) -> None:
 
 
 def test_labels_of_tokens(encoder: Live) -> None:
-    encoder.engine.classifier = Classifier(None, ["O", "NAME"], "none", "all")
+    encoder.engine.classifier = Classifier([], ["O", "NAME"], "none", "all")
     values = embedding_of(make_tokenizer().encode("abc"), PoolingParams(pooling="all", normalize=False))
     (found,) = encoder.post("/pooling", input="abc").json()["data"]
     assert found["data"] == [pytest.approx(values[at : at + 2]) for at in range(0, len(values), 2)]
