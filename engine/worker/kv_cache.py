@@ -233,7 +233,7 @@ class KVCacheLayout:
 
     def pool_bytes(self) -> list[int]:
         """Return the bytes of a block of each pool in this stage."""
-        return [self.block_bytes] if self.states is None else [self.block_bytes, self.state_bytes]
+        return [self.memory_of_block] if self.states is None else [self.memory_of_block, self.state_bytes]
 
     def host_slots(self, num_bytes: int, num_blocks: int, num_states: int) -> list[int]:
         """Return how many blocks of each pool fit in host memory, in the same proportion as on the device."""
@@ -242,11 +242,14 @@ class KVCacheLayout:
         on_device = sum(size * count for size, count in zip(sizes, counts, strict=True))
         return [num_bytes * count // max(on_device, 1) for count in counts]
 
-    def block_parts(self, kv_cache: Sequence[LayerCache]) -> list[list[Tensor]]:
+    def block_parts(self, kv_cache: Sequence[LayerCache], drafter: Sequence[Tensor] = ()) -> list[list[Tensor]]:
         """Return the memory of the blocks of each pool: the parts of a block, [blocks, bytes] uint8 each. A stage may
-        have none.
+        have none. `drafter`: as `DraftCache.allocate` returns it; empty: another stage has it.
         """
         pools = [[part for kv in self.slots(kv_cache) for part in kv]]
+        if self.drafts is not None and drafter:
+            own = (kv for kv, source in zip(drafter, self.drafts.sources, strict=True) if source is None)
+            pools[0] += [part.view(len(part), -1).view(torch.uint8) for kv in own for part in kv]
         if self.states is not None:
             of_layers = zip(self.own_layers, kv_cache, strict=True)
             parts = (part for layer, cache in of_layers if self.slot_of[layer] == NO_SLOT for part in cache)

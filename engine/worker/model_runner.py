@@ -35,6 +35,7 @@ from engine.worker.mapped_memory import MappedMemory
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.pooler import Pooler
+from engine.worker.proposers.model_proposer import ModelProposer
 from engine.worker.proposers.proposer import DeviceProposer
 from engine.worker.sampling.logprobs import PromptLogprobs
 from engine.worker.sampling.sampler import Sampler
@@ -143,6 +144,11 @@ class ModelRunner:
         self.forward.kv_cache = layout.allocate(num_blocks, self.device, num_states)
         if self.proposer is not None:
             self.proposer.allocate(num_blocks)
+
+    def block_parts(self) -> list[list[Tensor]]:
+        """See `KVCacheLayout.block_parts`."""
+        drafter = self.proposer.kv_cache if isinstance(self.proposer, ModelProposer) else ()
+        return self.kv_layout.block_parts(self.forward.kv_cache, drafter)
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -89,7 +89,7 @@ class SleepingRunner:
         runner = self._runner
         if runner.mapped is not None:
             runner.mapped.map()
-            parts = runner.kv_layout.block_parts(runner.forward.kv_cache)
+            parts = runner.block_parts()
             with torch.inference_mode():
                 for part in (part for pool in parts for part in pool):
                     part.zero_()  # an unwritten slot must not read as NaN

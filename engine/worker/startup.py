@@ -127,7 +127,7 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
     with nullcontext() if mapped is None else mapped.dropped():
         runner.allocate_cache(runner.num_blocks, runner.num_states)
     if runner.host is not None:
-        runner.host.attach(runner.kv_layout.block_parts(runner.forward.kv_cache))
+        runner.host.attach(runner.block_parts())
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager and not runner.spec.is_encoder:

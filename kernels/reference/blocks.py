@@ -8,7 +8,7 @@ from kernels.data.block_parts import BlockParts
 
 
 def gather_blocks(packed: Tensor, parts: BlockParts, block_ids: Tensor) -> None:
-    """Copy the blocks block_ids [N] int64 to packed [N, block_bytes] uint8, contiguous."""
+    """Copy the blocks block_ids [N] int64 to packed [N, block_bytes or more] uint8, contiguous."""
     start = 0
     for part in parts.parts:
         end = start + part.shape[1]
@@ -17,7 +17,7 @@ def gather_blocks(packed: Tensor, parts: BlockParts, block_ids: Tensor) -> None:
 
 
 def scatter_blocks(packed: Tensor, parts: BlockParts, block_ids: Tensor) -> None:
-    """Copy packed [N, block_bytes] uint8, contiguous, to the blocks block_ids [N] int64, which all differ."""
+    """Copy packed [N, block_bytes or more] uint8, contiguous, to the blocks block_ids [N] int64, which all differ."""
     start = 0
     for part in parts.parts:
         end = start + part.shape[1]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,11 +40,13 @@ def _copy_blocks_kernel(
 
 def _copy(packed: Tensor, parts: BlockParts, block_ids: Tensor, gather: bool) -> None:
     assert packed.is_contiguous()
-    assert packed.shape == (len(block_ids), parts.block_bytes)
-    word, word_bytes = WORDS[parts.alignment]
+    assert len(packed) == len(block_ids)
+    assert packed.shape[1] >= parts.block_bytes
+    alignment = math.gcd(parts.alignment, packed.shape[1])
+    word, word_bytes = WORDS[alignment]
     _copy_blocks_kernel[(len(parts.pieces), len(block_ids))](
-        packed, parts.pieces, block_ids, parts.block_bytes, WORD=word, WORD_BYTES=word_bytes,
-        ALIGNMENT=parts.alignment, SIZE=CHUNK_BYTES // word_bytes, GATHER=gather, num_warps=4,
+        packed, parts.pieces, block_ids, packed.shape[1], WORD=word, WORD_BYTES=word_bytes,
+        ALIGNMENT=alignment, SIZE=CHUNK_BYTES // word_bytes, GATHER=gather, num_warps=4,
     )  # fmt: skip
 
 

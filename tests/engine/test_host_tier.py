@@ -28,7 +28,15 @@ LENGTH = 12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of tokens is loaded; host memory comes in small chunks, filled with NaN; copies in parts."""
+    """Any number of tokens is loaded; host memory comes in small chunks of NaN, at once; copies in parts."""
+
+    def use(self: host_blocks.HostChunks, slot: int) -> None:
+        use_later(self, slot)
+        for chunk in self._chunks:
+            chunk.result()
+
+    use_later = host_blocks.HostChunks.use
+    monkeypatch.setattr(host_blocks.HostChunks, "use", use)
     monkeypatch.setattr(tiers, "MIN_LOADED_TOKENS", 1)
     monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(host_blocks, "STAGING_BYTES", 1 << 16)
@@ -200,4 +208,16 @@ def test_little_host_memory(tiny_model: Path, expected: list[list[int]]) -> None
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=0.1 * MIB)
     assert turns(engine, PROMPTS) == expected
     assert 0 < engine.stats().num_host_blocks < 30
+    engine.close()
+
+
+def test_a_draft_model_finds_its_keys_and_values_again(tiny_model: Path) -> None:
+    """The model drafts for itself: it is right as long as it reads what it has written."""
+    drafts = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 3}
+    drafts |= {"enable_adaptive_verification": False}
+    engine = start(tiny_model, num_gpu_blocks_override=20, kv_offloading_size=8 * MIB, speculative_config=drafts)
+    assert turns(engine, PROMPTS) == turns(engine, PROMPTS)
+    stats = engine.stats()
+    assert stats.external_hits > 300
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 50
     engine.close()

@@ -21,9 +21,10 @@ def test_every_byte_of_these_blocks_and_no_other(module: Any, sizes: list[int], 
     parts = [torch.randint(256, (9, distance or size), dtype=torch.uint8)[:, :size] for size in sizes]
     place, block_ids = BlockParts.of(parts), torch.tensor([7, 0, 3])
     assert place.block_bytes == sum(sizes)
-    packed = torch.full((3, place.block_bytes), 99, dtype=torch.uint8)
+    packed = torch.full((3, place.block_bytes + 4), 99, dtype=torch.uint8)
     module.gather_blocks(packed, place, block_ids)
-    assert torch.equal(packed, torch.cat([part[block_ids] for part in parts], 1))
+    assert torch.equal(packed[:, :-4], torch.cat([part[block_ids] for part in parts], 1))
+    assert (packed[:, -4:] == 99).all()
     want = [part.clone() for part in parts]
     for part in want:
         part[[2, 8, 1]] = part[[7, 0, 3]]
