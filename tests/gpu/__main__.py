@@ -27,6 +27,7 @@ from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
+from tests.gpu.drafters import check_drafter_speed, check_drafter_texts
 from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
 from tests.gpu.experts import check_experts
@@ -63,6 +64,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "latent": (check_latent,),
     "lora": (check_fused_adapters, check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
+    "drafters": (check_drafter_texts, check_drafter_speed),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
     "graphs": (check_graphs,),
@@ -83,8 +85,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="cpu: attention, prefill, products, formats, families, experts, lora, windows, drafts, story, ranks and "
-        "faults only",
+        help="cpu: attention, prefill, products, formats, families, experts, lora, windows, drafters, drafts, story, "
+        "ranks and faults only",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")
