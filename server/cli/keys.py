@@ -37,6 +37,8 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="let this key see other keys' requests and usage, and empty the prefix cache",
     )
+    help = "let this key use these LoRA adapters alone, none if none is named (default: all)"
+    new.add_argument("--adapters", metavar="ADAPTER", nargs="*", help=help)
     for what in ("requests", "tokens"):
         help = f"maximum {what} per minute (default: no limit)"
         new.add_argument(f"--{what}-per-minute", metavar="N", type=int, help=help)
@@ -58,6 +60,8 @@ def run_list(args: argparse.Namespace) -> int:
     for name, entry in read_entries(args.file).items():
         limits = (entry.requests_per_minute, entry.tokens_per_minute)
         rights = ", ".join(right for right, has in (("priority", entry.priority), ("admin", entry.admin)) if has)
+        if entry.adapters is not None:
+            rights = f"{rights}; adapters: {', '.join(entry.adapters) or 'none'}".removeprefix("; ")
         num_keys = 1 if isinstance(entry.key, str) else len(entry.key)
         rows.append((name, str(num_keys), *("–" if limit is None else f"{limit:,}" for limit in limits), rights))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -79,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from server.http.api_keys import Entry, add_to_file, entry_line, hashed, new_key
 
     key = new_key()
-    entry = Entry(hashed(key), args.priority, args.requests_per_minute, args.tokens_per_minute, args.admin)
+    limits = args.requests_per_minute, args.tokens_per_minute
+    entry = Entry(hashed(key), args.priority, *limits, args.admin, args.adapters)
     if args.file is not None:
         add_to_file(args.file, args.name, entry)
         after = f"Added to {args.file}; a server with --api-key-file {args.file} loads it within a second."

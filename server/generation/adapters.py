@@ -67,11 +67,11 @@ class ServedAdapters:
             except (ModelError, EngineError) as error:
                 raise ConfigError(f"lora_modules: {given.name}: {error}") from None
 
-    async def resolve(self, name: str | None) -> None:
+    async def resolve(self, name: str | None, caller: Caller) -> None:
         """Serve an adapter of the folder of adapters under the name of its own folder, at its first request."""
         if self._folder is None or not name or name in self._served or name in self._model_names:
             return
-        if _FOLDER.fullmatch(name) is None:
+        if _FOLDER.fullmatch(name) is None or not caller.may_use(name):
             return
         # Others may wait for it, too, so it is loaded even if this request ends before.
         loading = asyncio.create_task(self._resolve(name, self._folder / name))

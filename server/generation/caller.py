@@ -22,6 +22,11 @@ class Caller:
     tokens_per_minute: int | None = None  # of prompts and outputs together; None: no limit
     address: str = ""  # of the client, if the server requires no keys
     is_admin: bool = False  # whether it may see other callers' requests and usage, and change what all share
+    adapters: frozenset[str] | None = None  # names of the LoRA adapters that it may use; None: all
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether it may use the LoRA adapter of this name. For others it is as if they did not exist."""
+        return self.adapters is None or adapter in self.adapters
 
     def tenant(self, user: str) -> str:
         """Return the tenant for fair scheduling: the key; without keys, the address, and the request's `user` there.

@@ -11,6 +11,7 @@ from engine import ModelInfo, TokenizerError
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TooManyTokensError
 from server.generation.adapters import ServedAdapters
+from server.generation.caller import Caller
 from server.generation.chat_format import ChatFormats
 from server.generation.conversation import ConversationEncoder, Prompt
 from server.generation.engine_client import EngineClient
@@ -40,7 +41,7 @@ class Model:
         self.engine, self._settings, self._workers = engine, settings, workers
         self.names = list(served_model_names)
         self.adapters = ServedAdapters(engine, settings, self.names)
-        self.list_names: Callable[[], list[str]] = lambda: self.all_names  # of all models of the server
+        self.list_names: Callable[[Caller], list[str]] = self.names_for  # of all models of the server
         self.started = int(time.time())
         self.chats = ChatFormats(engine.model.tokenizer, settings, self.names[0])
         # For text pairs only a configured template is used: rerankers inherit the chat template of their base model.
@@ -55,15 +56,16 @@ class Model:
         """Return whether this is a name of the model or of one of its adapters."""
         return name in self.names or self.adapters.find(name) is not None
 
-    @property
-    def all_names(self) -> list[str]:
-        """Its names and those of its adapters."""
-        return [*self.names, *(each.name for each in self.adapters.all)]
+    def names_for(self, caller: Caller) -> list[str]:
+        """Return its names and those of the adapters that a caller may use."""
+        return [*self.names, *(each.name for each in self.adapters.all if caller.may_use(each.name))]
 
-    def check_name(self, name: str | None) -> None:
-        """Raise `RequestError` if `name` is not a served name. None and "" stand for the served model."""
-        if name and not self.serves(name):
-            names = self.list_names()
+    def check_name(self, name: str | None, caller: Caller) -> None:
+        """Raise `RequestError` if the caller may not use a model of this name. None and "" stand for the served
+        model.
+        """
+        if name and name not in self.names and not (self.serves(name) and caller.may_use(name)):
+            names = self.list_names(caller)
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             reason = f"The model `{name}` does not exist. Served here: {', '.join(names[:_MOST_NAMED])}{more}."
             raise NotFoundError(reason, "model", lead=None)

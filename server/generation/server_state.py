@@ -51,7 +51,7 @@ class ServerState:
             metrics.registry.register(self.requests)
         else:
             self.requests, self.rate_limits = siblings.requests, siblings.rate_limits
-            model.list_names = lambda: [name for each in siblings.listed() for name in each.all_names]
+            model.list_names = lambda caller: [name for each in siblings.listed() for name in each.names_for(caller)]
         self._siblings = siblings
         self.queue = RequestQueue(
             self.engine.in_flight, self.engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected

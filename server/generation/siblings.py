@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from server.generation.caller import Caller
 from server.generation.model import Model
 from server.generation.rate_limits import RateLimits
 from server.observability.requests import RequestLog
@@ -23,10 +24,9 @@ class ListedModel:
     is_awake: bool
     expires: float | None = None  # Unix time at which it will sleep, if it gets no request before; None: not known
 
-    @property
-    def all_names(self) -> list[str]:
-        """Its names and those of its adapters."""
-        return [*self.names] if self.model is None else self.model.all_names
+    def names_for(self, caller: Caller) -> list[str]:
+        """Return its names and those of the adapters that a caller may use."""
+        return [*self.names] if self.model is None else self.model.names_for(caller)
 
 
 @dataclass(slots=True)

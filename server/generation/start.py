@@ -63,8 +63,8 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
     with spelled(request.names):
         request = request.of(caller, arrival())
         async with _in_time(request):
-            await model.adapters.resolve(request.model)
-        model.check_name(request.model)
+            await model.adapters.resolve(request.model, caller)
+        model.check_name(request.model, caller)
         check_priority(request, caller)
         check_stop(request)
         sampling = given_values(model, request)
@@ -116,8 +116,8 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
     with spelled(request.names):
         request = request.of(caller, arrival())
         async with _in_time(request):
-            await model.adapters.resolve(request.model)
-        model.check_name(request.model)
+            await model.adapters.resolve(request.model, caller)
+        model.check_name(request.model, caller)
         check_priority(request, caller)
         if classifier is not None and classifier.is_in_worker and not request.wants_logits:
             path = "pooling" if classifier.labels_tokens else "v1/classify"

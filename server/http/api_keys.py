@@ -36,6 +36,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     admin: bool = False  # whether it may see other keys' requests and usage, and change what all keys share
+    adapters: list[str] | None = None  # names of the LoRA adapters that it may use; None: all
 
 
 def new_key() -> str:
@@ -195,7 +196,8 @@ def _callers(entries: Mapping[str, str | list[str] | Entry], label: str) -> dict
             raise ConfigError(f"{label}: a name must be 1 to 64 letters, digits or ._@-, got {name[:100]!r}")
         if any(limit is not None and limit < 1 for limit in limits):
             raise ConfigError(f"{label}: the limits of {name} must be at least 1")
-        caller = Caller(name, entry.priority, *limits, is_admin=entry.admin)
+        adapters = None if entry.adapters is None else frozenset(entry.adapters)
+        caller = Caller(name, entry.priority, *limits, is_admin=entry.admin, adapters=adapters)
         for key in [entry.key] if isinstance(entry.key, str) else entry.key:
             other = callers.setdefault(_digest(key, f"{label}: the key of {name}"), caller)
             if other.name != name:

@@ -49,7 +49,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
         warnings, asked = await converted(request, body, CountTokensRequest.neutral)
         with spelled(asked.names):
-            model.check_name(asked.model)
+            model.check_name(asked.model, caller_of(request))
             [prompt] = await model.encode(asked.of(caller_of(request)))
             warn_of_changes(prompt, warnings.named(asked.names))
         return json_response({"input_tokens": len(prompt.token_ids)}, warnings)

@@ -17,6 +17,7 @@ from engine import EmbeddingOutput, RequestUpdate
 from server.apis.ollama.errors import failure
 from server.apis.ollama.protocol import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 from server.apis.openai.logprobs import logprobs_content
+from server.generation.caller import Caller
 from server.generation.generation import TOOL_CALLS, Generation, Sample
 from server.generation.model import Model
 from server.generation.request import EmbeddingRequest
@@ -48,7 +49,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         has_template = model.chats.default is not None
         warnings, asked = await converted(request, body, lambda body: body.neutral(name, has_template))
         if body.is_empty:
-            model.check_name(name)
+            model.check_name(name, caller_of(request))
             unloads = body.keep_alive in (0, "0", "0s") and len(server.listed()) > 1  # a single model stays loaded
             line = {
                 "model": body.model,
@@ -79,7 +80,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         name = served_name(model, body.model)
         warnings, asked = await converted(request, body, lambda body: body.neutral(name))
         if not body.input:
-            model.check_name(name)
+            model.check_name(name, caller_of(request))
             return json_response({"model": body.model, "embeddings": []}, warnings)
         generation, vectors = await _embedded(server, asked, request)
         counts = {"total_duration": _total(generation), "load_duration": 0}
@@ -91,7 +92,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         name = served_name(model, body.model)
         warnings, asked = await converted(request, body, lambda body: body.neutral(name))
         if not body.prompt:
-            model.check_name(name)
+            model.check_name(name, caller_of(request))
             return json_response({"embedding": []}, warnings)
         _, (vector,) = await _embedded(server, asked, request)
         return json_response({"embedding": vector}, warnings)
@@ -105,12 +106,14 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
     model = server.model
 
     @app.get("/api/tags")
-    async def ollama_tags() -> dict[str, Any]:
-        return {"models": [card for listed in server.listed() for card in _tags(listed)]}
+    async def ollama_tags(request: Request) -> dict[str, Any]:
+        caller = caller_of(request)
+        return {"models": [card for listed in server.listed() for card in _tags(listed, caller)]}
 
     @app.get("/api/ps")
-    async def ollama_ps() -> dict[str, Any]:
-        return {"models": [card for listed in server.listed() if listed.is_awake for card in _running(listed)]}
+    async def ollama_ps(request: Request) -> dict[str, Any]:
+        caller = caller_of(request)
+        return {"models": [card for listed in server.listed() if listed.is_awake for card in _running(listed, caller)]}
 
     @app.get("/api/version")
     async def ollama_version() -> dict[str, str]:
@@ -119,7 +122,7 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
     @app.post("/api/show", response_model=None)
     async def ollama_show(body: ShowRequest, request: Request) -> Response:
         name = body.model or body.name
-        model.check_name(served_name(model, name) if name else None)
+        model.check_name(served_name(model, name) if name else None, caller_of(request))
         return json_response(_description(model), warnings_about(body, server.settings.strict))
 
     async def not_here() -> None:
@@ -138,16 +141,16 @@ def served_name(model: Model, name: str) -> str:
     return name if model.serves(name) else name.removesuffix(LATEST)
 
 
-def _tags(listed: ListedModel) -> list[dict[str, Any]]:
-    return [{**_card(listed.model, name), "modified_at": _time(listed.created)} for name in listed.all_names]
+def _tags(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
+    return [{**_card(listed.model, name), "modified_at": _time(listed.created)} for name in listed.names_for(caller)]
 
 
-def _running(listed: ListedModel) -> list[dict[str, Any]]:
+def _running(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
     """Return the cards of a model that is awake."""
     assert listed.model is not None
     expires = _FOREVER if listed.expires is None else _time(listed.expires)
     more = {"expires_at": expires, "size_vram": 0, "context_length": listed.model.info.max_model_len}
-    return [{**_card(listed.model, name), **more} for name in listed.all_names]
+    return [{**_card(listed.model, name), **more} for name in listed.names_for(caller)]
 
 
 def _tagged(name: str) -> str:

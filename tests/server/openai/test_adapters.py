@@ -145,6 +145,37 @@ def test_adapters_come_and_go(folder: Path) -> None:
         assert "no adapter is named 'a'" in message(response)
 
 
+def test_a_key_sees_only_its_adapters(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: {key: a, adapters: [sql]}\nbob: {key: b, adapters: []}\ncarol: c\n")
+    modules = tuple(f"{name}={folder / name}" for name in ("sql", "poems"))
+    may = {"a": ["toy", "sql"], "b": ["toy"], "c": ["toy", "sql", "poems"]}
+    with served(api_key_file=str(keys), lora_modules=modules) as (client, _):
+        for key, names in may.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            assert [card["id"] for card in client.get("/v1/models", headers=headers).json()["data"]] == names
+            tags = client.get("/api/tags", headers=headers).json()["models"]
+            assert [each["name"].removesuffix(":latest") for each in tags] == names
+            for name in may["c"]:
+                response = complete(client, name, **headers)
+                assert response.status_code == (200 if name in names else 404)
+                assert client.get(f"/v1/models/{name}", headers=headers).status_code == response.status_code
+                body = {"model": name, "prompt": "Hi"}
+                assert client.post("/tokenize", json=body, headers=headers).status_code == response.status_code
+                if name not in names:
+                    assert f"Served here: {', '.join(names)}." in message(response)
+
+
+def test_a_key_does_not_load_an_adapter_of_the_folder_that_it_may_not_use(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: {key: a, adapters: [sql]}\n")
+    headers = {"Authorization": "Bearer a"}
+    with served(api_key_file=str(keys), lora_folder=str(folder)) as (client, engine):
+        assert complete(client, "poems", **headers).status_code == 404
+        assert complete(client, "sql", **headers).status_code == 200
+        assert engine.adapters == ["sql"]
+
+
 def test_only_admins_load_and_unload(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice: alices-key\nroot: {key: roots-key, admin: true}\n")

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from server.apis.openai.models.protocol import DetokenizeRequest, TokenizeRequest
+from server.generation.caller import Caller
 from server.generation.checks import warn_of_changes
 from server.generation.errors import spelled
 from server.generation.model import Model
@@ -25,12 +26,12 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": _all_cards(server)}
+    async def list_models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": _all_cards(server, caller_of(request))}
 
     @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> dict[str, Any]:
-        return _card(server, name)
+    async def get_model(name: str, request: Request) -> dict[str, Any]:
+        return _card(server, name, caller_of(request))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -47,7 +48,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         warnings, asked = await converted(request, body, lambda body: body.neutral())
         with spelled(asked.names):
-            model.check_name(asked.model)
+            model.check_name(asked.model, caller_of(request))
             [prompt] = await model.encode(asked.of(caller_of(request)))
             warn_of_changes(prompt, warnings.named(asked.names))
         num_tokens = len(prompt.token_ids)
@@ -64,24 +65,24 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         warnings = warnings_about(body, server.settings.strict)
-        model.check_name(body.model)
+        model.check_name(body.model, caller_of(request))
         return await model.in_thread(
             _text, model, body.tokens, warnings, tenant=caller_of(request).tenant(""), num_chars=len(body.tokens)
         )
 
 
-def _all_cards(server: ServerState) -> list[dict[str, Any]]:
-    return [card for listed in server.listed() for card in _cards(listed)]
+def _all_cards(server: ServerState, caller: Caller) -> list[dict[str, Any]]:
+    return [card for listed in server.listed() for card in _cards(listed, caller)]
 
 
-def _cards(listed: ListedModel) -> list[dict[str, Any]]:
+def _cards(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
     """Return one card for each served name, also those of adapters. Clients read `max_model_len`; null: the model has
     not been loaded so far.
     """
     model = listed.model
     names: list[tuple[str, str | None]] = [(name, None) for name in listed.names]
     if model is not None:
-        names += [(each.name, each.parent) for each in model.adapters.all]
+        names += [(each.name, each.parent) for each in model.adapters.all if caller.may_use(each.name)]
     return [
         {
             "id": name,
@@ -112,11 +113,11 @@ def _cards(listed: ListedModel) -> list[dict[str, Any]]:
     ]
 
 
-def _card(server: ServerState, name: str) -> dict[str, Any]:
+def _card(server: ServerState, name: str, caller: Caller) -> dict[str, Any]:
     """Return the card of a served name. Raises `APIError` 404 for other names."""
-    found = next((card for card in _all_cards(server) if card["id"] == name), None)
+    found = next((card for card in _all_cards(server, caller) if card["id"] == name), None)
     if found is None:
-        server.model.check_name(name or "\0")
+        server.model.check_name(name or "\0", caller)
     assert found is not None
     return found
 

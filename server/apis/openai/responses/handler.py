@@ -64,7 +64,7 @@ def _add_create_routes(app: FastAPI, server: ServerState, kept: Kept) -> None:
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
         warnings, asked = await read(body, request)
         with spelled(asked.request.names):
-            model.check_name(body.model)
+            model.check_name(body.model, caller_of(request))
             [prompt] = await model.encode(asked.request.of(caller_of(request)))
             warn_of_changes(prompt, warnings.named(asked.request.names))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}, warnings)
