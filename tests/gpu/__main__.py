@@ -30,6 +30,7 @@ from tests.gpu.collectives import check_collectives
 from tests.gpu.drafters import check_drafter_speed, check_drafter_texts
 from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
+from tests.gpu.encoders import check_bidirectional, check_encoder_models
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
@@ -67,6 +68,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "drafters": (check_drafter_texts, check_drafter_speed),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
+    "encoders": (check_bidirectional, check_encoder_models),
     "graphs": (check_graphs,),
     "story": (check_story,),
     "collectives": (check_collectives,),
