@@ -35,6 +35,7 @@ class Workload:
     name: str
     requests: list[Request]
     prefix_caching: bool = False  # the engine is to have its prefix cache on
+    greedy: bool = False  # answers are the likeliest tokens, else they are sampled
 
     @property
     def longest(self) -> int:
@@ -61,6 +62,15 @@ def shared_prefix(count: int, prefix_len: int, suffix_len: int, output_len: int,
     return [Request(prefix + [ids.randint(0, top) for _ in range(suffix_len)], output_len) for _ in range(count)]
 
 
+def copying(count: int, part_len: int, output_len: int, top: int) -> list[Request]:
+    """A passage that has begun for the fourth time: trained models go on with it, untrained ones repeat themselves."""
+    ids, requests = random.Random(3), list[Request]()
+    for _ in range(count):
+        passage = [ids.randint(0, top) for _ in range(part_len)]
+        requests.append(Request(3 * passage + passage[: part_len // 4], output_len))
+    return requests
+
+
 NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
     "latency1": ("1 request, 32 in, 128 out", lambda top: fixed(1, 32, 128, top)),
     "latency8": ("8 requests, 32 in, 128 out", lambda top: fixed(8, 32, 128, top)),
@@ -69,6 +79,9 @@ NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
     "prefill": ("128 requests, 2048 in, 1 out", lambda top: fixed(128, 2048, 1, top)),
     "rag": ("512 requests, 1024 in, 128 out", lambda top: fixed(512, 1024, 128, top)),
     "longctx": ("8 requests, 16384 in, 128 out", lambda top: fixed(8, 16384, 128, top)),
+    "copy1": ("1 request, greedy, 416 in that repeat 128, 256 out", lambda top: copying(1, 128, 256, top)),
+    "copy": ("8 requests, greedy, 416 in that repeat 128, 256 out", lambda top: copying(8, 128, 256, top)),
+    "copy64": ("64 requests, greedy, 416 in that repeat 128, 256 out", lambda top: copying(64, 128, 256, top)),
     "prefix": ("256 requests, 2048 shared + 128 in, 64 out", lambda top: shared_prefix(256, 2048, 128, 64, top)),
 }
 
@@ -77,7 +90,7 @@ def named(name: str, vocab_size: int) -> Workload:
     """A workload of the table above, or 'COUNTxINPUTxOUTPUT' such as 16x128x64. `ConfigError` when it is neither."""
     top = min(MAX_TOKEN_ID, vocab_size - 1)
     if name in NAMED:
-        return Workload(name, NAMED[name][1](top), prefix_caching=name == "prefix")
+        return Workload(name, NAMED[name][1](top), name == "prefix", name.startswith("copy"))
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
         count, input_len, output_len = map(int, match.groups())
         return Workload(name, fixed(count, input_len, output_len, top))

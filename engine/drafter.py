@@ -29,7 +29,7 @@ def with_drafter(
 
     `weights`: download the drafter's if need be. Raises `ConfigError` and `ModelError`.
     """
-    settings = speculative_config(config.speculative_config)
+    settings = speculative_config(config.speculative_config, options.device.is_accelerator)
     if settings is None or not settings.needs_model:
         return options
     if options.num_stages > 1:

@@ -22,6 +22,7 @@ from engine.core.batch import (
     StepResult,
 )
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
+from engine.core.drafts.proposer import Proposer
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -50,6 +51,8 @@ from engine.worker.interface import Handle, Runner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.ranks import build_runner
 from engine.worker.proposers.ngram import NgramProposer
+from engine.worker.proposers.repeating import RepeatingProposer
+from engine.worker.proposers.suffix import SuffixProposer
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +292,7 @@ class Engine:
 def _new_scheduler(
     config: EngineConfig, options: RunnerOptions, runner: Runner, grammars: GrammarManager[Request]
 ) -> Scheduler:
-    speculative = speculative_config(config.speculative_config)
+    speculative = speculative_config(config.speculative_config, options.device.is_accelerator)
     return Scheduler(
         [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
         runner.block_size,
@@ -323,12 +326,19 @@ def _draft_policy(
     config: SpeculativeConfig, options: RunnerOptions, grammars: GrammarManager[Request], runner: Runner
 ) -> DraftPolicy:
     """Return what chooses the drafts of each step."""
-    proposer = GuidedProposer(grammars, NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+    lookup: Proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    finished = None
+    if (suffix_limits := config.suffix_limits) is not None:
+        lookup = suffix = SuffixProposer(suffix_limits, lookup)
+        finished = suffix.finish
+    elif config.imposed is not None and options.drafter is None:
+        lookup = RepeatingProposer()
+    proposer = GuidedProposer(grammars, lookup)
     limits = DraftLimits(config.num_speculative_tokens, options.max_step_drafts, MAX_DRAFTED_SEQS)
     adaptive, num_by_model = config.enable_adaptive_verification, 0
     if options.drafter is not None:
         num_by_model = options.max_request_drafts
-    return DraftPolicy(proposer, limits, adaptive, num_by_model, device_seconds=runner.step_seconds)
+    return DraftPolicy(proposer, limits, adaptive, num_by_model, runner.step_seconds, finished)
 
 
 def _load_vocabulary(config: EngineConfig, folder: Path, spec: ModelSpec) -> Vocabulary:

@@ -77,7 +77,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
             "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
             "without its state"
         )
-    drafts = speculative_config(config.speculative_config)
+    drafts = speculative_config(config.speculative_config, device.is_accelerator)
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
@@ -112,6 +112,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_stages=config.pipeline_parallel_size,
         max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
+        imposed_acceptance=drafts.imposed if drafts is not None else None,
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
         whole_prompts=spec.is_encoder,

@@ -38,9 +38,9 @@ EPILOG = """examples:
   quire bench engines --engines quire,transformers --models llama-100m --work 1x32x64,16x32x64
   quire bench engines --engines quire@../before,quire --baseline quire@../before    a change, and what was before it
 
-Weights are random. All engines get the same token ids, temperature 0.6, ignore_eos, no detokenisation, and the same
-settings: bfloat16 (float32 where there is no GPU), 85 % of the GPU's memory, a context of 4096 tokens (32768 for
-longctx), prefix cache off but for prefix. Before the clock: a few short requests. What counts is the median.
+Weights are random. All engines get the same token ids, temperature 0.6 (0 for copy), ignore_eos, no detokenisation, and
+the same settings: bfloat16 (float32 where there is no GPU), 85 % of the GPU's memory, a context of 4096 tokens (32768
+for longctx), prefix cache off but for prefix. Before the clock: a few short requests. What counts is the median.
 
 With --write-weights, Quire's and vLLM's first greedy tokens of a few prompts are compared: engines that disagree about
 most do not compute the same model, which is reported as a failure.
@@ -257,7 +257,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
         ):  # a shape: no folder of the user's own
             write_random_weights(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        groups: dict[tuple[int, bool], list[Workload]] = {}
+        groups: dict[tuple[int, bool, bool], list[Workload]] = {}
         for name in flags.work:
             work = workloads.named(name, config["vocab_size"])
             context = flags.max_model_len or (4096 if work.longest <= 4096 else 32768)
@@ -266,8 +266,8 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
                 raise ConfigError(
                     f"work {name} needs {work.longest:,} tokens of context, {model} runs with {context:,}"
                 )
-            groups.setdefault((context, work.prefix_caching), []).append(work)
-        for (context, prefix_caching), works in groups.items():
+            groups.setdefault((context, work.prefix_caching, work.greedy), []).append(work)
+        for (context, prefix_caching, _), works in groups.items():
             settings = {
                 "load_format": "auto" if flags.write_weights else "dummy",
                 "skip_tokenizer_init": True,
@@ -317,13 +317,15 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
         }
         for work in job.works
     ]
-    wanted = {
+    wanted: dict[str, Any] = {
         "engine": job.program or job.engine,
         "model": str(job.folder),
         "settings": job.settings,
         "works": works,
         "compared": job.compared,
     }
+    if job.works[0].greedy:
+        wanted["temperature"] = 0.0
     job_path.write_text(json.dumps({**wanted, "started": time.time(), "deadline": min(deadline, 1e12)}))
     # -P: neither the benchmarks' folder nor the working folder hides modules of other engines
     command = [

@@ -173,6 +173,7 @@ class EngineOutput:
     is_refused: bool = False  # with "error": the request is at fault (status 400)
     num_known_tokens: int = 0  # prompt tokens that the prefix cache holds, or held once
     num_predicted: tuple[int, int] = (0, 0)  # tokens so far of the client's prediction: accepted as drafts, rejected
+    num_drafted: tuple[int, int] = (0, 0)  # drafts so far: accepted, verified
 
 
 @dataclass(slots=True)

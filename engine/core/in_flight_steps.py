@@ -165,6 +165,8 @@ class InFlightSteps:
             self._blocks.commit(request)
         if request.finish_reason is not None:
             self._finish(request)
+            if self._drafts is not None:
+                self._drafts.finish(request)
         elif not request.needs_full_output:
             if not request.is_rewound:  # the next step must say so
                 request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)

@@ -64,6 +64,7 @@ class Request:
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
         self.drafting: object = None  # of the draft policy; None: it has not been asked for drafts
+        self.num_drafted = [0, 0]  # drafts that were accepted, and verified
         self.num_predicted = [0, 0]  # tokens of the client's prediction that were accepted as drafts, and rejected
         self.is_rewound = False  # the outcome of its drafts is known, but not yet to the worker
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
@@ -162,6 +163,7 @@ class Request:
             self.error,
             num_known_tokens=self.num_known_tokens,
             num_predicted=(self.num_predicted[0], self.num_predicted[1]),
+            num_drafted=(self.num_drafted[0], self.num_drafted[1]),
         )
 
     def check(self, is_running: bool, num_in_flight: int) -> None:

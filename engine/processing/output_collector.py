@@ -28,6 +28,7 @@ class RequestMetrics:
     prefix_miss: str = ""  # why the prefix cache held no more of the prompt, see `BlockManager.explain_miss`
     num_known_tokens: int = 0  # prompt tokens that the prefix cache held, or had held once
     num_predicted: tuple[int, int] = (0, 0)  # tokens of the client's prediction: accepted as drafts, rejected
+    num_drafted: tuple[int, int] = (0, 0)  # drafts: accepted, verified; known when the request starts or ends
 
     @property
     def first_token_latency(self) -> float:
@@ -216,6 +217,8 @@ class OutputCollector:
             self.finished = True
         if self.sampling.prediction is not None:
             metrics.num_predicted = output.num_predicted
+        if output.num_drafted[1]:
+            metrics.num_drafted = output.num_drafted
         if output.queued_time:
             metrics.queued_ts, metrics.scheduled_ts = output.queued_time, output.scheduled_time
             metrics.num_preemptions, metrics.prefix_miss = output.num_preemptions, output.prefix_miss

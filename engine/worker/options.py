@@ -8,6 +8,7 @@ import torch
 
 from engine.models.drafters.spec import DraftSpec
 from engine.worker.device import Device
+from engine.worker.sampling.imposed import ImposedAcceptance
 
 RING = 3  # minimum number of buffers for data that the CPU and the device exchange in each step
 MAX_DRAFTED_SEQS = 64  # requests of a step with drafts
@@ -54,6 +55,8 @@ class RunnerOptions:
     drafter: DraftSpec | None = None  # that runs on the device; None: there is none
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
     splits_drafts: bool = False
+
+    imposed_acceptance: ImposedAcceptance | None = None  # of drafts, for benchmarks
 
     @property
     def max_decodes(self) -> int:

@@ -32,7 +32,7 @@ class StepSampling:
         if self._device.is_accelerator:
             new_buffer = partial(self._device.pinned, batch.max_samples, dtype=torch.int64)
             self._host_tokens = [new_buffer() for _ in range(options.num_step_buffers)]
-        self._num_launched = 0
+        self._num_launched, self._imposed = 0, options.imposed_acceptance
         self._proposer: tuple[DeviceProposer, HiddenStates | None] | None = None
         self._host_proposals: list[Tensor] = []  # as `_host_tokens`
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
@@ -82,7 +82,10 @@ class StepSampling:
         logits, tokens, masks = inputs
         output = handle.output
         if output.drafts:
-            handle.verification = Verification(packed.members.samples, packed.members.indices, output.drafts)
+            members = packed.members
+            handle.verification = Verification(
+                members.samples, members.indices, output.drafts, packed.positions, self._imposed
+            )
             if plan.groups:
                 self._sampler.add_drafts(packed, output.drafts)
         if plan.filtered or plan.groups or plan.with_logprobs:
@@ -111,7 +114,7 @@ class StepSampling:
         tokens: Tensor,
     ) -> Tensor:
         """Return the drafter's proposals after a sampled step, in the CPU's memory: [n, k] int64."""
-        counts = count_kept(self._step, packed.members.samples, tokens, handle.unsampled)
+        counts = count_kept(self._step, packed.members.samples, tokens, handle.unsampled, self._imposed)
         drafter, hidden = proposer
         num_proposals, num_blocks = handle.output.num_proposals, self._batch.num_blocks(packed)
         found = drafter.propose(SampledStep(packed, self._step, hidden, tokens, counts, num_proposals, num_blocks))

@@ -67,6 +67,8 @@ class RequestRecord:
             "prefix_miss": times.prefix_miss or None if times is not None else None,
             "known_tokens": times.num_known_tokens if times is not None else 0,
             "completion_tokens": sample.num_tokens,
+            "num_draft_tokens": times.num_drafted[1] if times is not None else 0,
+            "num_accepted_draft_tokens": times.num_drafted[0] if times is not None else 0,
             "num_preemptions": times.num_preemptions if times is not None else 0,
             "seconds": {name: round(seconds, 6) for name, seconds in self.stages(sample).items()},
         }

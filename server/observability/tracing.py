@@ -98,6 +98,8 @@ class RequestSpan:
                 "quire.cached_tokens": first.num_cached_tokens,
                 "quire.prefix_miss": times.prefix_miss,
                 "quire.num_preemptions": times.num_preemptions,
+                "quire.num_draft_tokens": times.num_drafted[1],
+                "quire.num_accepted_draft_tokens": times.num_drafted[0],
             }
         )
         at = time.time_ns() - int((time.monotonic() - record.received) * 1e9)

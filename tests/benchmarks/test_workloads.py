@@ -31,6 +31,8 @@ def test_nano_is_the_published_one() -> None:
         ("rag", 512, 1024, 128),
         ("longctx", 8, 16384, 128),
         ("prefix", 256, 2176, 64),
+        ("copy1", 1, 416, 256),
+        ("copy", 8, 416, 256),
         ("3x5x7", 3, 5, 7),
     ],
 )
@@ -41,6 +43,9 @@ def test_named_workloads(name: str, count: int, input_len: int, output_len: int)
     assert max(max(request.prompt) for request in work.requests) < 300  # type: ignore[operator]
     assert work == workloads.named(name, 300)
     assert work.longest == input_len + output_len
+    assert work.greedy == name.startswith("copy")
+    if work.greedy:
+        assert all(request.prompt[:288] == request.prompt[128:] for request in work.requests)
     if name == "prefix":
         assert work.prefix_caching
         assert len({tuple(request.prompt[:2048]) for request in work.requests}) == 1

@@ -106,8 +106,36 @@ def test_a_predicted_answer_comes_in_fewer_steps_and_a_wrong_one_changes_nothing
         assert counts().num_accepted_tokens - before >= accepted
         assert again.metrics is not None
         assert again.metrics.num_predicted[0] >= accepted
+        assert again.metrics.num_drafted[1] >= again.metrics.num_drafted[0] >= accepted
     with pytest.raises(ValueError, match="prediction must have token ids from 0 to"):
         llm.generate([prompt], params.clone(prediction=[10**6]), use_tqdm=False)
     with pytest.raises(ValueError, match="prediction must be a text or a list of token ids"):
         params.clone(prediction=3)
+    llm.close()
+
+
+def test_earlier_answers_are_guessed_and_imposed_acceptance_keeps_drafts(tiny_model: Path) -> None:
+    plain = {**SETTINGS, "speculative_config": {"num_speculative_tokens": 0}}
+    params, prompts = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), [{"prompt_token_ids": [7, 9]}]
+    llm = LLM(str(tiny_model), **plain)
+    [answer] = llm.generate(prompts, params, use_tqdm=False)
+    llm.close()
+    llm = LLM(
+        str(tiny_model),
+        **{**SETTINGS, "speculative_config": {"method": "suffix", "enable_adaptive_verification": False}},
+    )
+    accepted = list[int]()
+    for _ in range(3):
+        [again] = llm.generate(prompts, params, use_tqdm=False)
+        assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+        assert again.metrics is not None
+        accepted.append(again.metrics.num_drafted[0])
+    assert accepted[1] > accepted[0] + 9, "what was answered before"
+    llm.close()
+    imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0, "num_speculative_tokens": 4}
+    settings = {**imposed, "enable_adaptive_verification": False}
+    llm = LLM(str(tiny_model), **{**SETTINGS, "speculative_config": settings})
+    llm.generate([{"prompt_token_ids": [i, 9]} for i in range(8)], params.clone(max_tokens=100), use_tqdm=False)
+    stats = llm._engine.scheduler.stats()
+    assert 1 + stats.num_accepted_tokens / stats.num_drafts == pytest.approx(3.0, abs=0.3)
     llm.close()

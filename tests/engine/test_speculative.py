@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from engine import ConfigError, EngineConfig
-from engine.speculative import SpeculativeConfig, parse, speculative_config
+from engine.speculative import ON_ACCELERATORS, ON_CPUS, SpeculativeConfig, parse, speculative_config
+from engine.worker.proposers.suffix import SuffixLimits
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "medusa", "model": "x"}, "method must be ngram, draft_model, mtp, eagle3, got 'medusa'"),
-        ({"method": "eagle", "model": "x"}, "method must be ngram, draft_model, mtp, eagle3, got 'eagle'"),
+        ({"method": "medusa", "model": "x"}, "method must be ngram, suffix, draft_model, mtp, eagle3, got 'medusa'"),
+        ({"method": "eagle", "model": "x"}, "method must be ngram, suffix, draft_model, mtp, eagle3, got 'eagle'"),
         ({"model": "x"}, "method ngram takes no model"),
         ({"method": "mtp", "model": "x"}, "method mtp takes no model"),
         ({"method": "eagle3"}, "method eagle3 needs a model"),
@@ -26,6 +27,17 @@ from engine.speculative import SpeculativeConfig, parse, speculative_config
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min must be at most prompt_lookup_max, 4"),
         ({"enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
         ([1], "speculative_config must be a JSON object"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method must be standard, synthetic, got 'block'"),
+        ({"rejection_sample_method": "synthetic"}, "synthetic and synthetic_acceptance_length need each other"),
+        ({"synthetic_acceptance_length": 2}, "synthetic and synthetic_acceptance_length need each other"),
+        ({"synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length must be a number from 1 to 33, got 0.5"),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 9.5},
+            "synthetic_acceptance_length must be at most 1 \\+ num_speculative_tokens, 9",
+        ),
+        ({"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth needs method suffix, got ngram"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": True}, "must be a number from 0 to 1, got True"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 0}, "must be a whole number from 1 to 1000000"),
     ],
 )
 def test_what_is_wrong_is_refused_with_the_reason(given: Any, message: str) -> None:
@@ -45,5 +57,18 @@ def test_a_model_proposes_fewer_tokens_unless_it_is_said_how_many() -> None:
 
 
 def test_no_tokens_are_no_drafts() -> None:
-    assert speculative_config({"num_speculative_tokens": 0}) is None
-    assert speculative_config({"num_speculative_tokens": 2}) == SpeculativeConfig(num_speculative_tokens=2)
+    assert speculative_config({"num_speculative_tokens": 0}, on_accelerator=False) is None
+    assert speculative_config({"num_speculative_tokens": 2}, on_accelerator=True) == SpeculativeConfig(
+        num_speculative_tokens=2
+    )
+
+
+def test_without_a_setting_the_kind_of_device_decides() -> None:
+    assert speculative_config(None, on_accelerator=False) == (SpeculativeConfig() if ON_CPUS else None)
+    assert speculative_config(None, on_accelerator=True) == (SpeculativeConfig() if ON_ACCELERATORS else None)
+
+
+def test_settings_of_lookup_in_earlier_answers() -> None:
+    config = parse({"method": "suffix", "suffix_decoding_max_spec_factor": 2, "suffix_decoding_max_tree_depth": 12})
+    assert config.suffix_limits == SuffixLimits(3, 12, 10_000, 2, 0.1)
+    assert parse({}).suffix_limits is None

@@ -89,6 +89,8 @@ vllm:prefix_cache_hits_total{{model_name="m",engine="0"}} 150.0
 quire:prefix_misses_total{{engine="0",model_name="m",reason="not_seen"}} 12.0
 quire:prefix_misses_total{{engine="0",model_name="m",reason="other_tokens"}} 1200.0
 quire:prefix_misses_total{{engine="0",model_name="m",reason="evicted"}} 0.0
+vllm:spec_decode_num_draft_tokens_total{{model_name="m",engine="0"}} 400.0
+vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} 350.0
 vllm:generation_tokens_total{{model_name="m",engine="0"}} {generated}
 vllm:prompt_tokens_total{{model_name="m",engine="0"}} 500.0
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import Acceptance, kind_of
 from engine.core.drafts.proposer import BY_MODEL, NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
+from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 
 LEAST_GAIN = 1.1  # tokens per second with drafts over those without, from which on there are drafts
@@ -139,13 +140,16 @@ class DraftPolicy:
         adaptive: bool = True,
         num_by_model: int = 0,
         device_seconds: Mapping[int, float] | None = None,
+        finished: Callable[[EngineRequest, Sequence[int]], None] | None = None,
     ) -> None:
         """`adaptive`: verify only drafts that pay. Otherwise all that the limits allow. `num_by_model`: tokens that a
         drafter on the device proposes at a time; 0: there is none. `device_seconds`: see `StepCosts`.
+        `finished`: called with each finished request and its answer.
         """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
         self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
         self._costs, self._acceptance = StepCosts(device_seconds), Acceptance()
+        self._finished = finished
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
@@ -219,6 +223,8 @@ class DraftPolicy:
         """Record how many of a request's drafts in a step were accepted."""
         assert isinstance(request.drafting, _Drafting)
         request.drafting.verified(num_drafts, num_accepted)
+        request.num_drafted[0] += num_accepted
+        request.num_drafted[1] += num_drafts
         if request.drafting.proposal.from_prediction:
             request.num_predicted[0] += num_accepted
             request.num_predicted[1] += num_drafts - num_accepted
@@ -228,6 +234,11 @@ class DraftPolicy:
         counts.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             counts.accepted_at[position] += 1
+
+    def finish(self, request: Request) -> None:
+        """Note that a request has finished."""
+        if self._finished is not None:
+            self._finished(request.engine_request, request.token_ids[request.num_prompt_tokens :])
 
     def record(self, batch: ScheduledBatch, now: float, has_proposals: bool = False) -> None:
         """Record that a step was read `now`, in monotonic seconds. `has_proposals`: the drafter ran after it."""

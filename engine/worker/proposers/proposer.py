@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.input_batch import BatchSamples, PackedStep
+from engine.worker.sampling.imposed import ImposedAcceptance
 from kernels.data.layout import StepTensors
 
 
@@ -77,10 +78,16 @@ class DeviceProposer(Protocol):
         """
 
 
-def count_kept(step: StepTensors, samples: BatchSamples, tokens: Tensor, unsampled: Sequence[int]) -> Tensor:
+def count_kept(
+    step: StepTensors,
+    samples: BatchSamples,
+    tokens: Tensor,
+    unsampled: Sequence[int],
+    imposed: ImposedAcceptance | None = None,
+) -> Tensor:
     """Return how many of its samples each request keeps: those up to the first that differs from its draft, [n] int64.
 
-    tokens [S] int64. The `unsampled` ones have no token.
+    tokens [S] int64. The `unsampled` ones have no token. `imposed`: see `Verification`.
     """
     device, n = tokens.device, samples.num_requests
     valid = tokens >= 0
@@ -99,6 +106,11 @@ def count_kept(step: StepTensors, samples: BatchSamples, tokens: Tensor, unsampl
     token_index = torch.tensor([*samples.token_index, 0], device=device)
     drafts = step.input_ids[token_index]  # [S + 1]: the token before each sample
     found = torch.cat([torch.where(valid, tokens, -1), tokens.new_full((1,), -1)])
-    is_right = (found[at] == drafts[after]) & (after < len(samples)) & (found[at] >= 0)
+    if imposed is None:
+        is_accepted = found[at] == drafts[after]
+    else:
+        positions = torch.cat([step.samples.next_position[: len(samples)], tokens.new_zeros(1)])
+        is_accepted = imposed.accepts(positions[at])
+    is_right = is_accepted & (after < len(samples)) & (found[at] >= 0)
     before = torch.cat([is_right.new_ones(n, 1), is_right[:, :-1]], dim=1).long().cumprod(1)
     return (before * (found[at] >= 0)).sum(1)

@@ -40,4 +40,6 @@ def metrics_object(times: RequestMetrics | None) -> dict[str, float]:
         "mean_itl_ms": 1000 * decoding / num_more if num_more > 0 else 0.0,
         "tokens_per_second": num_more / decoding if num_more > 0 and decoding > 0 else 0.0,
     }
+    if times.num_drafted[1]:
+        values |= {"accepted_draft_tokens": times.num_drafted[0], "draft_tokens": times.num_drafted[1]}
     return {name: round(value, 3) for name, value in values.items()}

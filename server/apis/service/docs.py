@@ -48,6 +48,8 @@ ENDPOINTS = (
                     "prefix_miss": "other_tokens",
                     "known_tokens": 768,
                     "completion_tokens": 120,
+                    "num_draft_tokens": 60,
+                    "num_accepted_draft_tokens": 52,
                     "num_preemptions": 0,
                     "seconds": {"preparation": 0.002, "queue": 0.013, "prefill": 0.041, "decode": 1.25},
                 }

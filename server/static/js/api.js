@@ -14,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Addresses of the other servers that this page may use (--page-servers), each with a slash at its end. "" is its own server. */
+/** Addresses of other servers (--page-servers), each with a slash at its end. "" is the page's own server. */
 export const SERVERS = POLICY.match(/connect-src 'self'([^;]*)/)[1].split(" ").filter(Boolean);
 
 // API keys are stored until the tab is closed, one for each server.
@@ -39,7 +39,7 @@ export async function readMetrics() {
   return (await request("metrics")).text();
 }
 
-/** Return { ok, state }: whether the server is ready, and the engine state from /readyz, if available. Throws if there is no response. */
+/** Return { ok, state }: is the server ready, and the engine's state, from /readyz. Throws without a response. */
 export async function readiness() {
   const probe = (path) => fetch(path, { headers: authorization(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
   const ready = await probe("readyz");

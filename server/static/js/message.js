@@ -212,6 +212,7 @@ function showFigures(button, { stats }) {
     ["of which cached", number(stats.cached)],
     ["Answer", `${number(stats.tokens)} tokens`],
     ["of which reasoning", stats.reasoning ? number(stats.reasoning) : ""],
+    ["of which drafts", stats.drafted ? number(stats.drafted) : ""],
   ].filter(([, value]) => value !== "");
   const panel = $("figures");
   panel.querySelector("dl").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));

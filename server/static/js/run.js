@@ -133,6 +133,7 @@ export class Run {
       reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
       prompt,
       cached,
+      drafted: measured.accepted_draft_tokens,
       firstToken: measured.time_to_first_token_ms ?? first - start,
       queued: measured.queue_time_ms ?? null,
       prefillRate: measured.prefill_time_ms ? (1000 * (prompt - cached)) / measured.prefill_time_ms : null,

@@ -14,7 +14,7 @@ export class Sidebar {
   #menuFor = null; // the conversation of the open menu
   #shown = 0; // number of the latest search: older results are dropped
 
-  /** Callbacks: `renamed(id, { title, named } or { folder })`, `deleted(id)`, `changed(id)` when an import has replaced a conversation. */
+  /** Callbacks: `renamed(id, { title, named } or { folder })`, `deleted(id)`, `changed(id)` after an import. */
   constructor({ renamed, deleted, changed }) {
     Object.assign(this, { renamed, deleted, changed });
     const adapt = () => this.#show(wide.matches && load(OPEN, true));

@@ -162,7 +162,7 @@ export class Status {
     return read;
   }
 
-  /** `read`: the newest sample, {} if the server is gone. `context`: the tokens of the conversation, null if not known. */
+  /** `read`: the newest sample, {} if the server is gone. `context`: tokens of the conversation or null. */
   #draw(read, context) {
     const rates = ratesOf(this.#samples);
     const newest = read.at === rates.at(-1)?.at ? rates.at(-1) : {};
@@ -176,6 +176,7 @@ export class Status {
       ["Waiting", of(read.waiting)],
       ["KV cache in use", percent(read.kvUse)],
       ["Prefix cache hits", percent(read.hits / read.queries)],
+      ...(read.drafts ? [["Drafts accepted", percent(read.accepted / read.drafts)]] : []),
       ...(read.misses?.length ? [["Prompts not cached", missText(read.misses)]] : []),
       ["Generated", rate(newest.generated)],
       ["Prefilled", rate(newest.prompt)],
@@ -203,6 +204,8 @@ const NAMES = {
   kvUse: "vllm:kv_cache_usage_perc",
   queries: "vllm:prefix_cache_queries_total",
   hits: "vllm:prefix_cache_hits_total",
+  drafts: "vllm:spec_decode_num_draft_tokens_total",
+  accepted: "vllm:spec_decode_num_accepted_tokens_total",
   generated: "vllm:generation_tokens_total",
   prompt: "vllm:prompt_tokens_total",
 };
@@ -228,7 +231,7 @@ const MISSES = {
   disabled: "no cache",
 };
 
-/** Parse the requests whose prompt was not cached to its end: [reason, count], most frequent first, without zeros. */
+/** Parse the requests whose prompt was not cached to its end: [reason, count], most frequent first. */
 function parseMisses(text) {
   const counts = {};
   for (const [, reason, value] of text.matchAll(/^quire:prefix_misses_total\{.*reason="(\w+)".*\} (\S+)/gm)) {
@@ -240,7 +243,7 @@ function parseMisses(text) {
 const missText = (misses) =>
   misses.map(([reason, count]) => `${count.toLocaleString("en")} ${MISSES[reason] ?? reason.replaceAll("_", " ")}`).join(", ");
 
-/** Return tokens per second between samples, each { from, at, generated, prompt } in milliseconds and tokens/s. A decreased counter means that the server restarted. */
+/** Return tokens/s between samples: { from, at, generated, prompt }. A decreased counter: the server restarted. */
 export function ratesOf(samples) {
   return samples.slice(1).map((sample, index) => {
     const before = samples[index];

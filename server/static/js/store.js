@@ -24,7 +24,7 @@ export function onChangeElsewhere(changed) {
   channel.onmessage = ({ data }) => changed(data);
 }
 
-/** Call `callback(conversation, error)` when the browser does not save a conversation; again only after it has been saved. */
+/** Call `callback(conversation, error)` when the browser does not save a conversation, once until it does. */
 export function onRefused(callback) {
   refused = callback;
 }

@@ -32,7 +32,7 @@ export function toolsOf(settings) {
   return [...builtIn, ...parseTools(settings.tools ?? "")];
 }
 
-/** Parse tools from JSON: a list of tools in the API's format, or of bare functions. Throws an Error that says what is wrong. */
+/** Parse tools from JSON: a list in the API's format, or of bare functions. Throws an Error with the reason. */
 export function parseTools(text) {
   if (text.trim() === "") return [];
   const given = [parseJSON(text)].flat();

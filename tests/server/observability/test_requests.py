@@ -45,7 +45,7 @@ def test_a_request_s_stages_add_up() -> None:
 def test_why_a_prompt_was_not_cached_is_shown_and_counted() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry, "toy", (), max_model_len=100, block_size=16)
-    timings = RequestMetrics(1.0, 1.0, 1.0, 1.0, 1.0, prefix_miss="evicted", num_known_tokens=48)
+    timings = RequestMetrics(1.0, 1.0, 1.0, 1.0, 1.0, prefix_miss="evicted", num_known_tokens=48, num_drafted=(5, 8))
     watch = metrics.watch(64, SamplingParams())
     watch.observe(RequestUpdate("", [1], None, None, None, 16, timings))
     watch.observe(RequestUpdate("", [1], None, None, None, 16, timings))
@@ -58,6 +58,7 @@ def test_why_a_prompt_was_not_cached_is_shown_and_counted() -> None:
     assert value("quire:prefix_evicted_tokens_total") == 32
     (choice,) = record("a", "", 0.0, watch).as_dict()["choices"]
     assert (choice["prefix_miss"], choice["cached_tokens"], choice["known_tokens"]) == ("evicted", 16, 48)
+    assert (choice["num_accepted_draft_tokens"], choice["num_draft_tokens"]) == (5, 8)
 
 
 def test_ended_requests_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

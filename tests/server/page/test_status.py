@@ -69,6 +69,7 @@ def test_the_panel_shows_the_server_at_work(page: ChatPage) -> None:
     figures = dict(zip(shown[::2], shown[1::2], strict=True))
     assert (figures["Running"], figures["Waiting"]) == ("3", "2")
     assert (figures["KV cache in use"], figures["Prefix cache hits"]) == ("25.0 %", "75.0 %")
+    assert figures["Drafts accepted"] == "87.5 %"
     assert figures["Prompts not cached"] == "1,200 changed text, 12 new text"
     assert figures["Generated"] != "0 tokens/s"
     assert figures["Tokens in this chat"].endswith(" of 2,048")

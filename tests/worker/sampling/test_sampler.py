@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.worker.device import CpuDevice
 from engine.worker.input_batch import BatchSamples, InputBatch, PackedStep
+from engine.worker.proposers.proposer import count_kept
+from engine.worker.sampling.imposed import ImposedAcceptance
 from engine.worker.sampling.logprobs import SampledLogprobs
 from engine.worker.sampling.processors import PROCESSORS, BannedTokens, GrammarMask, Penalties
 from engine.worker.sampling.sampler import Sampler
@@ -324,10 +327,29 @@ def test_samples_of_chunks_are_not_wanted_and_others_have_as_many_as_drafts() ->
 def test_a_request_keeps_the_tokens_up_to_the_first_that_is_no_draft() -> None:
     rows = [cast(Any, None)] * 4
     samples = BatchSamples(ScheduledBatch(["a", "b", "c", "d"], [1, 3, 3, 4], 11, 1, [], (0, 2, 2, 3)), rows)
-    verification = Verification(samples, {"a": 0, "b": 1, "c": 2, "d": 3}, {"b": [5, 6], "c": [7, 8], "d": [1, 2, 3]})
+    indices, drafts = {"a": 0, "b": 1, "c": 2, "d": 3}, {"b": [5, 6], "c": [7, 8], "d": [1, 2, 3]}
+    verification = Verification(samples, indices, drafts, np.arange(11))
     tokens = [9, 5, 6, 4, 7, 0, 8, 1, 2, 3, 3]
     assert verification.kept(tokens, []) == ([9, 5, 6, 4, 7, 0, 1, 2, 3, 3], [1, 3, 2, 4])
     assert verification.kept(tokens, [9, 4]) == ([9, 5, 6, 4, 1, 2], [1, 3, 0, 2]), "without the third of d, none of c"
+
+
+def test_imposed_acceptance_keeps_drafts_whatever_was_sampled() -> None:
+    rows = [cast(Any, None)] * 2
+    samples = BatchSamples(ScheduledBatch(["a", "b"], [4, 4], 8, 0, [], (3, 3)), rows)
+    drafts = {"a": [5, 6, 7], "b": [7, 8, 9]}
+    imposed = ImposedAcceptance.of_length(2.5, 3)
+    step, counts, of_device = StepTensors.allocate(2, 8, 1, torch.device("cpu"), 8), list[int](), list[int]()
+    for first in range(0, 4000, 2):
+        positions = np.array([*range(first, first + 4), *range(first + 7, first + 11)])
+        verification = Verification(samples, {"a": 0, "b": 1}, drafts, positions, imposed)
+        kept, numbers = verification.kept([1] * 8, [])
+        assert kept == [*drafts["a"][: numbers[0] - 1], 1, *drafts["b"][: numbers[1] - 1], 1]
+        step.samples.next_position[:8] = torch.from_numpy(positions)
+        of_device += count_kept(step, samples, torch.ones(8, dtype=torch.int64), [], imposed).tolist()
+        counts += numbers
+    assert counts == of_device
+    assert sum(counts) / len(counts) == pytest.approx(2.5, abs=0.1)
 
 
 def test_rows_are_set_back_to_the_outcome_of_their_drafts() -> None:
