@@ -20,6 +20,9 @@ PROCESSES = ["tensor parallel", "pipeline parallel", "data parallel"]
 RESTARTING = ["sleep", "prefix-cache file", "step isolation"]  # settings that start or try several times
 
 
+_REFUSED_WITH = {name: {other for other in BY_NAME if reason_against(name, other) is not None} for name in BY_NAME}
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A checkpoint and the features that are on, among them the checkpoint's own and those of requests."""
@@ -132,4 +135,4 @@ def _add(chosen: set[str], names: Iterable[str], most: int) -> None:
 
 
 def _fits(name: str, chosen: Iterable[str]) -> bool:
-    return all(reason_against(name, other) is None for other in chosen)
+    return _REFUSED_WITH[name].isdisjoint(chosen)

@@ -108,7 +108,7 @@ def test_a_pool_lists_its_blocks_by_heat_and_is_restored() -> None:
 def test_saved_blocks_hold_what_their_names_say_in_the_next_run() -> None:
     """The toy model finds any wrong content; each workload runs twice, the second time with what the first one left."""
     hits_before = hits_after = 0
-    for seed in range(60):
+    for seed in range(150):
         first, second, rng = Workload(seed), Workload(seed), Random(seed)
         first.run()
         pool = second.scheduler.blocks.pools.pools[0]

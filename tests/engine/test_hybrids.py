@@ -142,6 +142,9 @@ def test_completions_of_one_prompt_wait_for_its_state(model: Any) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(
+    "model", ["lfm2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3_5", *MORE_CASES))], indirect=True
+)
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"])
 def test_several_ranks_answer_as_one(model: Any, ranks: dict[str, int]) -> None:
     folder, prompts, answers = model

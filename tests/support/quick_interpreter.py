@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+MOST_BLOCKS = 1000  # of numbers, that are kept
 
 
 @functools.cache
@@ -36,6 +39,10 @@ def quicken() -> None:
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     tl.block_type.__init__ = _made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _shaped_once(tl.tensor.__init__)
+    semantic = tl.semantic.TritonSemantic
+    if hasattr(semantic, "binary_op_type_checking_impl"):
+        semantic.binary_op_type_checking_impl = _operands_as_they_are(semantic.binary_op_type_checking_impl)
+        semantic.broadcast_impl_value = _broadcast_as_before(semantic.broadcast_impl_value)
 
 
 def yield_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +112,69 @@ def _shaped_once(init: Callable[..., None]) -> Callable[..., None]:
             shapes[type.name] = self.shape, self.numel
 
     return make
+
+
+def _operands_as_they_are(check: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Tensors of one type need no conversion, and a number becomes the same block each time."""
+    blocks: dict[tuple[Any, ...], Any] = {}
+
+    def operands(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        how = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if self.builder is not interpreter.interpreter_builder:
+            return check(self, lhs, rhs, *how)
+        is_left, is_right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if is_left and is_right and lhs.type.name == rhs.type.name and not div_or_mod and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
+        if is_left == is_right or not isinstance(number, (int, float)):
+            return check(self, lhs, rhs, *how)
+        key = number, type(number), math.copysign(1, number), tensor.type.name, is_left, how
+        if key in blocks:
+            return (tensor, blocks[key]) if is_left else (blocks[key], tensor)
+        found = check(self, lhs, rhs, *how)
+        if found[not is_left] is tensor and not tensor.dtype.is_fp8():  # how those are rounded, tests may change
+            if len(blocks) == MOST_BLOCKS:
+                blocks.clear()
+            blocks[key] = found[is_left]
+        return found
+
+    return operands
+
+
+def _broadcast_as_before(broadcast: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Two types have one shape in common."""
+    plans: dict[tuple[str, str], tuple[Any, Any] | None] = {}  # None: not even the numbers of axes are the same
+
+    def plan(before: Any, after: Any) -> Any:
+        """Return what makes a tensor of one type one of the other; None: they are the same."""
+        if before.type.name == after.type.name:
+            return None
+        builder, to = interpreter.interpreter_builder, after.type
+        if not before.type.is_block():
+            how = to.to_ir(builder)
+            return lambda tensor: tl.tensor(builder.create_splat(how, tensor.handle), to)
+        shape = [int(length) for length in after.shape]
+        return lambda tensor: tl.tensor(builder.create_broadcast(tensor.handle, shape), to)
+
+    def both(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        key = lhs.type.name, rhs.type.name
+        if self.builder is not interpreter.interpreter_builder or plans.get(key, ()) is None:
+            return broadcast(self, lhs, rhs)
+        if key not in plans:
+            found = broadcast(self, lhs, rhs)
+            pairs = list(zip((lhs, rhs), found, strict=True))
+            is_plain = all(not x.type.is_block() or len(x.shape) == len(y.shape) for x, y in pairs)
+            plans[key] = (plan(*pairs[0]), plan(*pairs[1])) if is_plain else None
+            return found
+        of_lhs, of_rhs = plans[key] or (None, None)
+        return of_lhs(lhs) if of_lhs else lhs, of_rhs(rhs) if of_rhs else rhs
+
+    return both

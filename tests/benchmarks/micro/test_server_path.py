@@ -20,6 +20,7 @@ def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "api µs per event" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_refused_request_ends_it(tmp_path: Path) -> None:
     words = ["--streams", "2", "--repeat", "1", "--model", "llama-100m", "--models-dir", str(tmp_path)]
     with pytest.raises(RuntimeError, match="temperature"):

@@ -64,6 +64,7 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_fails_is_told(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_peers.Comparison, "_llm", lambda *args: None)
     model = shutil.copytree(tiny_model, tmp_path / "nothing")

@@ -206,6 +206,7 @@ def test_another_checkout_is_an_engine(model: Path, tmp_path: Path) -> None:
         flags(engines=(f"quire@{tmp_path}",))
 
 
+@pytest.mark.slow
 def test_engines_that_compute_something_else_are_not_compared_silently(model: Path, tmp_path: Path) -> None:
     before = tmp_path / "before"
     (before / "engine").mkdir(parents=True)

@@ -52,6 +52,7 @@ def test_unknown_ways() -> None:
         neighbours.NeighboursFlags(ways=("chat",))
 
 
+@pytest.mark.slow
 def test_the_command_and_the_server_give_figures(tmp_path: Path, demo_model: Path) -> None:
     flags = neighbours.NeighboursFlags(requests=2, output_len=4)
     job = neighbours.Job(demo_model, flags, {"max_model_len": 64, "max_num_seqs": 2, "device": "cpu"}, tmp_path)
