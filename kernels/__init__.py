@@ -20,7 +20,9 @@ from kernels import reference
 from kernels.data.activation import ExpertActivation as ExpertActivation
 from kernels.data.activation import Gate as Gate
 from kernels.data.attention import AttentionArgs as AttentionArgs
+from kernels.data.attention import NewLatents as NewLatents
 from kernels.data.attention import PagedContext as PagedContext
+from kernels.data.attention import PagedLatents as PagedLatents
 from kernels.data.block_parts import BlockParts as BlockParts
 from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight

@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
             query.mul_(scales[:, None])
         query = query.unflatten(1, (spec.num_heads, -1))
         key_up, value_up = self.up.of_heads(spec)
-        stored = (
+        new = kernels.NewLatents(
             latent,
             self.latent_norm.weight,
             spec.norm_eps,
@@ -77,10 +77,10 @@ class LatentAttention(nn.Module):
             spec.rope.interleaved,
         )
         if metadata.prefill_kv is None:
-            query = kernels.absorb_and_store(query, key_up, *stored)  # [T, H, L + R]
+            query = kernels.absorb_and_store(query, key_up, new)  # [T, H, L + R]
             out = projected(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
         else:
-            kernels.rotate_and_store(query, *stored)
+            kernels.rotate_and_store(query, new)
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
 
@@ -115,15 +115,13 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
     m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     out = query.new_empty(*query.shape[:2], spec.latent_dim)
     if n:
-        kernels.latent_attention_decode(
-            query[:n], cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=out[:n],
-            plan=m.plan,
-        )  # fmt: skip
+        latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
+        kernels.latent_attention_decode(query[:n], latents, scale=spec.scale, out=out[:n], plan=m.plan)
     if first < len(m.rows):
+        latents = kernels.PagedLatents(cache, m.block_tables, m.rows[first:], m.context_lens[first:])
         kernels.latent_attention_prefill(
-            query, cache, m.block_tables, m.rows[first:], m.query_start[first:], m.context_lens[first:],
-            scale=spec.scale, out=out, tiles=m.tiles,
-        )  # fmt: skip
+            query, m.query_start[first:], latents, scale=spec.scale, out=out, tiles=m.tiles
+        )
     return out
 
 
@@ -141,10 +139,8 @@ def attend_expanded(
     if n:  # one query of each sequence: absorbed
         absorbed = torch.cat([projected(query[:n, :, : spec.plain_dim], key_up.mT), query[:n, :, spec.plain_dim :]], 2)
         sums = query.new_empty(n, spec.num_heads, spec.latent_dim)
-        kernels.latent_attention_decode(
-            absorbed, cache, m.block_tables, m.rows[:n], m.context_lens[:n], scale=spec.scale, out=sums,
-            plan=m.plan,
-        )  # fmt: skip
+        latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
+        kernels.latent_attention_decode(absorbed, latents, scale=spec.scale, out=sums, plan=m.plan)
         out[:n] = projected(sums, value_up)
     return out
 

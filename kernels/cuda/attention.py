@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.choice import GLUON
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, PagedContext, PagedLatents
 from kernels.data.plan import (
     DecodePlan,
     latent_decode_plan,
@@ -103,38 +103,27 @@ def _tiles(query_start: Tensor, context_lens: Tensor, step: int) -> Tensor:
 
 
 def latent_attention_decode(
-    query: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    out: Tensor,
-    plan: DecodePlan | None = None,
+    query: Tensor, latents: PagedLatents, *, scale: float, out: Tensor, plan: DecodePlan | None = None
 ) -> Tensor:
     """See `kernels.reference.latent_attention_decode`. Without a plan one is allocated and written where one is
     needed.
     """
-    if not GLUON or not latent_decode.supports(query, cache, out):
-        latent.latent_decode(query, cache, block_tables, rows, context_lens, scale, out)
+    if not GLUON or not latent_decode.supports(query, latents.cache, out):
+        latent.latent_decode(query, latents, scale, out)
         return out
     dependent = plan is not None
     if plan is None:
         num_seqs, num_heads, size = out.shape
         plan = latent_decode_plan(num_seqs, num_heads, size, query.device)
-        attention_decode.plan_decode(context_lens, rows, plan)
-    latent_decode.launch(query, cache, block_tables, rows, context_lens, scale, out, plan, dependent)
+        attention_decode.plan_decode(latents.lens, latents.rows, plan)
+    latent_decode.launch(query, latents, scale, out, plan, dependent)
     return out
 
 
 def latent_attention_prefill(
     query: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    rows: Tensor,
     query_start: Tensor,
-    context_lens: Tensor,
+    latents: PagedLatents,
     *,
     scale: float,
     out: Tensor,
@@ -144,7 +133,7 @@ def latent_attention_prefill(
     `latent_tile_queries`; without it the lengths are read back.
     """
     if tiles is None:
-        tiles = _tiles(query_start, context_lens, latent_tile_queries(query.shape[1], query.dtype))
+        tiles = _tiles(query_start, latents.lens, latent_tile_queries(query.shape[1], query.dtype))
     if len(tiles):
-        latent.latent_prefill(query, cache, block_tables, rows, query_start, context_lens, tiles, scale, out)
+        latent.latent_prefill(query, query_start, latents, tiles, scale, out)
     return out

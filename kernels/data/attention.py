@@ -34,3 +34,27 @@ class PagedContext:
     lens: (
         Tensor  # [B] int32: context lengths with the queries' own tokens, whose K and V are already stored; 0: padding
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatents:
+    """The cached latents of B sequences. A latent has L channels, and R that carry its position."""
+
+    cache: Tensor  # [num_blocks, 1, block_size, L + R]
+    block_tables: Tensor  # [R, max_blocks] int32
+    rows: Tensor  # [B] int32, as in `PagedContext`
+    lens: Tensor  # [B] int32, as in `PagedContext`
+
+
+@dataclass(frozen=True, slots=True)
+class NewLatents:
+    """The latents of a step's T tokens before their norm and rotation, and where they go."""
+
+    latent: Tensor  # [T, L + R]
+    norm_weight: Tensor  # [L]
+    eps: float
+    positions: Tensor  # [T] int32 or int64
+    cos_sin: Tensor  # [max_position, R] float32
+    cache: Tensor  # [num_blocks, 1, block_size, L + R]
+    slot_mapping: Tensor  # [T] int64; -1: nowhere
+    interleaved: bool = False  # as in `rope`

@@ -9,11 +9,14 @@ for, whatever the lengths; a second kernel joins their sums in fixed order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.attention import NewLatents, PagedLatents
 from kernels.data.plan import latent_tile_queries, latent_tile_rows
 from kernels.gpu.device import num_multiprocessors
 from kernels.gpu.launch import cdiv, next_power_of_2
@@ -75,60 +78,33 @@ def _rotate_and_store_kernel(
         tl.store(target + b, second.to(dtype), mask=mask)
 
 
-def absorb_and_store(
-    query: Tensor,
-    key_up: Tensor,
-    latent: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool = False,
-) -> Tensor:
+def absorb_and_store(query: Tensor, key_up: Tensor, new: NewLatents) -> Tensor:
     """See `kernels.reference.absorb_and_store`."""
     plain, size = key_up.shape[1:]
-    out = query.new_empty(*query.shape[:2], latent.shape[1])
-    _rotate_and_store(
-        query, latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved, out, plain, size
-    )
+    out = query.new_empty(*query.shape[:2], new.latent.shape[1])
+    _rotate_and_store(query, new, out, plain, size)
     torch.bmm(query[..., :plain].transpose(0, 1), key_up, out=out[..., :size].transpose(0, 1))
     return out
 
 
-def rotate_and_store(
-    query: Tensor,
-    latent: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool = False,
-) -> None:
+def rotate_and_store(query: Tensor, new: NewLatents) -> None:
     """See `kernels.reference.rotate_and_store`."""
-    plain = query.shape[2] - cos_sin.shape[1]
-    _rotate_and_store(
-        query, latent, norm_weight, eps, positions, cos_sin, cache, slot_mapping, interleaved, query, plain, plain
-    )
+    plain = query.shape[2] - new.cos_sin.shape[1]
+    _rotate_and_store(query, new, query, plain, plain)
 
 
-def _rotate_and_store(
-    query: Tensor, latent: Tensor, norm_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor, cache: Tensor,
-    slot_mapping: Tensor, interleaved: bool, out: Tensor, plain: int, at: int,
-) -> None:  # fmt: skip
+def _rotate_and_store(query: Tensor, new: NewLatents, out: Tensor, plain: int, at: int) -> None:
     """Store the latents; rotate the query's channels from `plain` on, to those of `out` from `at` on."""
     num_tokens, num_heads, width = query.shape
-    size, rotary, heads = len(norm_weight), width - plain, 16
+    latent, cache, cos_sin = new.latent, new.cache, new.cos_sin
+    size, rotary, heads = len(new.norm_weight), width - plain, 16
     assert query.stride(2) == out.stride(2) == latent.stride(1) == cache.stride(3) == cos_sin.stride(1) == 1
     _rotate_and_store_kernel[(num_tokens, 1 + cdiv(num_heads, heads))](
-        query, latent, norm_weight, positions, cos_sin, cache, slot_mapping, out, eps,
+        query, latent, new.norm_weight, new.positions, cos_sin, cache, new.slot_mapping, out, new.eps,
         query.stride(0), query.stride(1), latent.stride(0), cache.stride(0), cache.stride(2), cos_sin.stride(0),
         out.stride(0), out.stride(1), H=num_heads, N=plain, L=size, R=rotary, AT=at,
         BLOCK_SIZE=cache.shape[2], L_PAD=next_power_of_2(size), HALF_PAD=next_power_of_2(rotary // 2), HEADS=heads,
-        INTERLEAVED=interleaved, num_warps=4,
+        INTERLEAVED=new.interleaved, num_warps=4,
     )  # fmt: skip
 
 
@@ -220,41 +196,48 @@ def _join_kernel(
     tl.store(out + b.to(tl.int64) * stride_out_t + h * stride_out_h + c, acc.to(out.dtype.element_ty), mask=c < L)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """The queries of a launch that has several of a sequence."""
+
+    query_start: Tensor
+    tiles: Tensor
+
+
 def _attend(
-    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, query_start: Tensor | None, context_lens: Tensor,
-    tiles: Tensor | None, scale: float, out: Tensor, sums: Tensor | None, grid: tuple[int, int, int],
+    query: Tensor, latents: PagedLatents, prefill: _Prefill | None, scale: float, out: Tensor, sums: Tensor | None,
+    grid: tuple[int, int, int],
 ) -> None:  # fmt: skip
     """Into `out` [T, H, L], or with `sums` the parts of several splits."""
     num_heads, width = query.shape[1:]
-    size, prefill = out.shape[-1], tiles is not None
+    size, cache, rows = out.shape[-1], latents.cache, latents.rows
     heads = min(num_heads, latent_tile_rows(query.dtype))
     queries = latent_tile_queries(num_heads, query.dtype) if prefill else 1
-    assert query.stride(2) == cache.stride(3) == out.stride(-1) == block_tables.stride(1) == 1
+    assert query.stride(2) == cache.stride(3) == out.stride(-1) == latents.block_tables.stride(1) == 1
     wide = query.element_size() == 4
     _latent_attention_kernel[grid](
-        query, cache, block_tables, rows, rows if query_start is None else query_start, context_lens,
-        rows if tiles is None else tiles, out, rows if sums is None else sums, scale, query.stride(0), query.stride(1),
-        cache.stride(0), cache.stride(2), block_tables.stride(0), out.stride(0), out.stride(-2), H=num_heads, L=size,
-        R=width - size, L_PAD=next_power_of_2(size), R_PAD=max(next_power_of_2(width - size), 16),
-        BLOCK_SIZE=cache.shape[2], M=max(next_power_of_2(queries * heads), 16), HEADS=heads, QUERIES=queries,
-        KEYS=16 if wide else 32, SPLITS=grid[2], PREFILL=prefill, num_warps=8, num_stages=1 if wide else 2,
+        query, cache, latents.block_tables, rows, prefill.query_start if prefill else rows, latents.lens,
+        prefill.tiles if prefill else rows, out, rows if sums is None else sums, scale, query.stride(0),
+        query.stride(1), cache.stride(0), cache.stride(2), latents.block_tables.stride(0), out.stride(0),
+        out.stride(-2), H=num_heads, L=size, R=width - size, L_PAD=next_power_of_2(size),
+        R_PAD=max(next_power_of_2(width - size), 16), BLOCK_SIZE=cache.shape[2],
+        M=max(next_power_of_2(queries * heads), 16), HEADS=heads, QUERIES=queries, KEYS=16 if wide else 32,
+        SPLITS=grid[2], PREFILL=prefill is not None, num_warps=8, num_stages=1 if wide else 2,
     )  # fmt: skip
 
 
-def latent_decode(
-    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor, scale: float, out: Tensor
-) -> None:
+def latent_decode(query: Tensor, latents: PagedLatents, scale: float, out: Tensor) -> None:
     """Compute `latent_attention_decode` into `out`, with each context split among several programs."""
     num_seqs, num_heads, size = out.shape
     groups = cdiv(num_heads, latent_tile_rows(query.dtype))
     splits = max(min(2 * num_multiprocessors(query.device) // (num_seqs * groups), MAX_SPLITS), 1)
     grid = (num_seqs, groups, splits)
     if splits == 1:
-        _attend(query, cache, block_tables, rows, None, context_lens, None, scale, out, None, grid)
+        _attend(query, latents, None, scale, out, None, grid)
         return
     parts = query.new_empty(num_seqs, splits, num_heads, size, dtype=torch.float32)
     sums = query.new_empty(num_seqs, splits, num_heads, dtype=torch.float32)
-    _attend(query, cache, block_tables, rows, None, context_lens, None, scale, parts, sums, grid)
+    _attend(query, latents, None, scale, parts, sums, grid)
     _join_kernel[(num_seqs, num_heads)](
         parts, sums, out, out.stride(0), out.stride(1), H=num_heads, L=size, L_PAD=next_power_of_2(size),
         SPLITS=splits, SPLITS_PAD=next_power_of_2(splits), num_warps=4,
@@ -262,9 +245,8 @@ def latent_decode(
 
 
 def latent_prefill(
-    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, query_start: Tensor, context_lens: Tensor,
-    tiles: Tensor, scale: float, out: Tensor,
-) -> None:  # fmt: skip
+    query: Tensor, query_start: Tensor, latents: PagedLatents, tiles: Tensor, scale: float, out: Tensor
+) -> None:
     """Compute `latent_attention_prefill` into `out`."""
     grid = (len(tiles), cdiv(query.shape[1], latent_tile_rows(query.dtype)), 1)
-    _attend(query, cache, block_tables, rows, query_start, context_lens, tiles, scale, out, None, grid)
+    _attend(query, latents, _Prefill(query_start, tiles), scale, out, None, grid)

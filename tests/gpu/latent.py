@@ -4,6 +4,7 @@ float64.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,11 +63,10 @@ def _check_decode(checks: Checks, num_heads: int, dtype: torch.dtype) -> None:
         out = query.new_empty(len(lens), num_heads, L)
         plan = kernels.latent_decode_plan(len(lens), num_heads, L, out.device)
         kernels.plan_decode(lengths, rows, plan)
-        paged = cache, tables, rows, lengths
-        call = partial(kernels.latent_attention_decode, query, *paged, scale=(L + R) ** -0.5, out=out, plan=plan)
-        want = reference.latent_attention_decode(
-            query.double(), cache.double(), tables, rows, lengths, scale=(L + R) ** -0.5, out=out.double()
-        )
+        latents, scale = kernels.PagedLatents(cache, tables, rows, lengths), (L + R) ** -0.5
+        call = partial(kernels.latent_attention_decode, query, latents, scale=scale, out=out, plan=plan)
+        wide = replace(latents, cache=cache.double())
+        want = reference.latent_attention_decode(query.double(), wide, scale=scale, out=out.double())
         num_bytes = (sum(lens) * (L + R) + query.numel() + out.numel()) * query.element_size()
         checks.add(title, relative_error(call(), want), LIMITS[dtype], call, num_bytes)
 
@@ -81,14 +81,12 @@ def _check_prefill(checks: Checks, num_heads: int, dtype: torch.dtype) -> None:
         query, lengths = checks.random(sum(new), num_heads, L + R, dtype=dtype), torch.tensor(lens).int().to(rows)
         tiles = torch.tensor(make_prefill_tiles(new, lens, latent_tile_queries(num_heads, dtype))).int().to(rows)
         out = query.new_empty(sum(new), num_heads, L)
-        arguments = query, cache, tables, rows, starts, lengths
-        call = partial(kernels.latent_attention_prefill, *arguments, scale=(L + R) ** -0.5, out=out, tiles=tiles)
-        got = call()
+        latents, scale = kernels.PagedLatents(cache, tables, rows, lengths), (L + R) ** -0.5
+        call = partial(kernels.latent_attention_prefill, query, starts, latents, scale=scale, out=out, tiles=tiles)
+        got, wide = call(), replace(latents, cache=cache.double())
         want = torch.cat(  # a few heads at a time: scores are large
             [
-                reference.latent_attention_prefill(
-                    part.double(), cache.double(), *arguments[2:], scale=(L + R) ** -0.5, out=part[..., :L].double()
-                )
+                reference.latent_attention_prefill(part.double(), starts, wide, scale=scale, out=part[..., :L].double())
                 for part in query.split(4, 1)
             ],
             1,

@@ -154,18 +154,17 @@ def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bo
 
     cache, rows = tensor(10, 1, 16, 576, dtype=dtype), tensor(seqs, dtype=I32)
     query, key_up = tensor(seqs, num_heads, 192, dtype=dtype), tensor(num_heads, 128, 512, dtype=dtype)
-    stored = (
+    new = kernels.NewLatents(
         tensor(seqs, 576, dtype=dtype), tensor(512, dtype=dtype), 1e-6, rows, tensor(99, 64, dtype=F32), cache,
         tensor(seqs, dtype=I64), interleaved,
     )  # fmt: skip
-    rotate_and_store(query, *stored)
-    query = absorb_and_store(query, key_up, *stored)
+    rotate_and_store(query, new)
+    query = absorb_and_store(query, key_up, new)
     out, tables = tensor(seqs, num_heads, 512, dtype=dtype), tensor(4, 64, dtype=I32)
     plan = kernels.latent_decode_plan(seqs, num_heads, 512, out.device, num_programs=4)
-    latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out, plan=plan)
-    latent_attention_prefill(
-        query, cache, tables, rows, tensor(seqs + 1, dtype=I32), rows, scale=0.1, out=out, tiles=tensor(5, 2, dtype=I32)
-    )
+    latents, tiles = kernels.PagedLatents(cache, tables, rows, rows), tensor(5, 2, dtype=I32)
+    latent_attention_decode(query, latents, scale=0.1, out=out, plan=plan)
+    latent_attention_prefill(query, tensor(seqs + 1, dtype=I32), latents, scale=0.1, out=out, tiles=tiles)
 
 
 def matmul(tokens: int, dtype: torch.dtype) -> None:

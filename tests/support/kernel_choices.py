@@ -204,14 +204,14 @@ def latent(num_heads: int, dtype: torch.dtype) -> Operations:
         query, out = tensor(m, num_heads, 576, dtype=dtype), tensor(m, num_heads, 512, dtype=dtype)
         rows, tables = tensor(m, dtype=I32), tensor(m, 64, dtype=I32)
         plan = kernels.latent_decode_plan(m, num_heads, 512, out.device)
-        kernels.latent_attention_decode(query, cache, tables, rows, rows, scale=0.1, out=out, plan=plan)
+        latents = kernels.PagedLatents(cache, tables, rows, rows)
+        kernels.latent_attention_decode(query, latents, scale=0.1, out=out, plan=plan)
 
     def prefill(m: int) -> None:
         query, out = tensor(m, num_heads, 576, dtype=dtype), tensor(m, num_heads, 512, dtype=dtype)
         rows, tables = tensor(1, dtype=I32), tensor(1, 64, dtype=I32)
-        kernels.latent_attention_prefill(
-            query, cache, tables, rows, tensor(2, dtype=I32), rows, scale=0.1, out=out, tiles=tensor(5, 2, dtype=I32)
-        )
+        latents, tiles = kernels.PagedLatents(cache, tables, rows, rows), tensor(5, 2, dtype=I32)
+        kernels.latent_attention_prefill(query, tensor(2, dtype=I32), latents, scale=0.1, out=out, tiles=tiles)
 
     yield "latent decode", decode
     yield "latent prefill", prefill

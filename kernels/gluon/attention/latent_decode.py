@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.data.attention import PagedLatents
 from kernels.data.plan import DecodePlan
 from kernels.gluon.common.layouts import barrier
 from kernels.gpu.device import is_hopper
@@ -251,21 +252,21 @@ def supports(query: Tensor, cache: Tensor, out: Tensor) -> bool:
 
 
 def launch(
-    query: Tensor, cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor, scale: float, out: Tensor,
-    plan: DecodePlan, dependent: bool = True,
-) -> None:  # fmt: skip
+    query: Tensor, latents: PagedLatents, scale: float, out: Tensor, plan: DecodePlan, dependent: bool = True
+) -> None:
     """Writes `out`. Shapes as in `kernels.latent_attention_decode`; see `supports`. `plan`: of `latent_decode_plan`.
 
     `dependent`: the plan was written before the preceding kernel.
     """
     num_seqs, num_heads, size = out.shape
+    cache, block_tables, context_lens = latents.cache, latents.block_tables, latents.lens
     page, groups, group = cache.shape[2], plan.num_kv_heads, plan.group
     assert plan.tile == TILE
     assert groups * group == num_heads
     assert query.stride(2) == cache.stride(3) == out.stride(2) == block_tables.stride(1) == 1
     options = pdl_options(query.device)
     _latent_decode_kernel[(len(plan.work),)](
-        query, cache, out, block_tables, rows, context_lens, plan.work, plan.partial_out, plan.partial_stats,
+        query, cache, out, block_tables, latents.rows, context_lens, plan.work, plan.partial_out, plan.partial_stats,
         scale * LOG2E, num_seqs, query.stride(0), query.stride(1), out.stride(0), out.stride(1), block_tables.stride(0),
         cache.stride(0), cache.stride(2), GROUPS=groups, GROUP=group, N=max(next_power_of_2(group), 16), L=size,
         PAGE=page, TILE=TILE, num_warps=4, **(options if dependent else {"PDL": False}),

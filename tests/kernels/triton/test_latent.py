@@ -1,13 +1,14 @@
 """Attention over latents in Triton's interpreter, against the reference implementation in float64."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import NewLatents, PagedLatents, reference
 from kernels.cuda import attention
 from kernels.data.plan import latent_tile_queries, make_prefill_tiles
 from kernels.triton import latent
@@ -41,9 +42,10 @@ def test_decode(monkeypatch: Any, num_heads: int, processors: int) -> None:
     cache, tables, rows = paged(lens)
     query, lengths = torch.randn(len(lens), num_heads, L + R), torch.tensor(lens, dtype=torch.int32)
     out = torch.full((len(lens), num_heads, L), NAN)
-    got = attention.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.2, out=out)
+    latents = PagedLatents(cache, tables, rows, lengths)
+    got = attention.latent_attention_decode(query, latents, scale=0.2, out=out)
     want = reference.latent_attention_decode(
-        query.double(), cache.double(), tables, rows, lengths, scale=0.2, out=torch.empty(out.shape).double()
+        query.double(), replace(latents, cache=cache.double()), scale=0.2, out=torch.empty(out.shape).double()
     )
     assert got is out
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
@@ -61,12 +63,12 @@ def test_prefill(num_heads: int, has_tiles: bool) -> None:
         make_prefill_tiles(new, lens, latent_tile_queries(num_heads, torch.float32)), dtype=torch.int32
     )
     outs = torch.full((2, 26, num_heads, L), 7.0).unbind()
+    latents = PagedLatents(cache, tables, rows, lengths)
     got = attention.latent_attention_prefill(
-        query, cache, tables, rows, starts, lengths, scale=0.2, out=outs[0], tiles=tiles if has_tiles else None
+        query, starts, latents, scale=0.2, out=outs[0], tiles=tiles if has_tiles else None
     )
-    want = reference.latent_attention_prefill(
-        query.double(), cache.double(), tables, rows, starts, lengths, scale=0.2, out=outs[1].double()
-    )
+    wide = replace(latents, cache=cache.double())
+    want = reference.latent_attention_prefill(query.double(), starts, wide, scale=0.2, out=outs[1].double())
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
     assert got[:2].eq(7).all()
     assert got[25:].eq(7).all()
@@ -79,13 +81,11 @@ def test_queries_are_absorbed_and_latents_stored(interleaved: bool) -> None:
     query, key_up = torch.randn(tokens, num_heads, plain + R), torch.randn(2 * num_heads, plain, L)[::2]
     latents = torch.randn(tokens, 48 + L + R)[:, 48:]
     slots = torch.tensor([3, -1, 17, 8, 39])
-    arguments = (
-        query, key_up, latents, torch.randn(L), 1e-6, torch.tensor([0, 5, 60, 7, 99], dtype=torch.int32),
-        torch.randn(100, R),
-    )  # fmt: skip
+    positions, cos_sin = torch.tensor([0, 5, 60, 7, 99], dtype=torch.int32), torch.randn(100, R)
     caches = torch.full((2, 5, 1, PAGE, L + R), 7.0).unbind()
-    got = latent.absorb_and_store(*arguments, caches[0], slots, interleaved)
-    want = reference.absorb_and_store(*arguments, caches[1], slots, interleaved)
+    new = NewLatents(latents, torch.randn(L), 1e-6, positions, cos_sin, caches[0], slots, interleaved)
+    got = latent.absorb_and_store(query, key_up, new)
+    want = reference.absorb_and_store(query, key_up, replace(new, cache=caches[1]))
     torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-5)
 
@@ -97,14 +97,13 @@ def test_queries_are_rotated_in_place_and_latents_stored(interleaved: bool, back
     torch.manual_seed(0)
     tokens, num_heads, plain = 5, 18, 24
     query, latents = torch.randn(tokens, num_heads, plain + R), torch.randn(tokens, 48 + L + R)[:, 48:]
-    arguments = (
-        latents, torch.randn(L), 1e-6, torch.tensor([0, 5, 60, 7, 99], dtype=torch.int32), torch.randn(100, R),
-    )  # fmt: skip
+    positions, cos_sin = torch.tensor([0, 5, 60, 7, 99], dtype=torch.int32), torch.randn(100, R)
     slots, key_up = torch.tensor([3, -1, 17, 8, 39]), torch.randn(num_heads, plain, L)
     caches = torch.full((2, 5, 1, PAGE, L + R), 7.0).unbind()
-    want = reference.absorb_and_store(query, key_up, *arguments, caches[0], slots, interleaved)
+    new = NewLatents(latents, torch.randn(L), 1e-6, positions, cos_sin, caches[0], slots, interleaved)
+    want = reference.absorb_and_store(query, key_up, new)
     got = query.clone()
-    backend.rotate_and_store(got, *arguments, caches[1], slots, interleaved)
+    backend.rotate_and_store(got, replace(new, cache=caches[1]))
     assert torch.equal(got[..., :plain], query[..., :plain])
     torch.testing.assert_close(got[..., plain:], want[..., L:], rtol=0, atol=1e-5)
     torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=1e-5)

@@ -1,6 +1,7 @@
 """Decoding over latents in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import reference
+from kernels import PagedLatents, reference
 from kernels.cuda import attention
 from kernels.data.plan import latent_decode_plan
 from kernels.gluon.attention import latent_decode
@@ -58,10 +59,10 @@ def test_against_the_reference(monkeypatch: pytest.MonkeyPatch, num_heads: int, 
     plan.partial_stats.fill_(NAN)
     plan_decode(lengths, rows, plan)
     assert latent_decode.supports(query, cache, out)
-    got = attention.latent_attention_decode(query, cache, tables, rows, lengths, scale=0.05, out=out, plan=plan)
-    want = reference.latent_attention_decode(
-        query.double(), cache.double(), tables, rows, lengths, scale=0.05, out=out.double()
-    )
+    latents = PagedLatents(cache, tables, rows, lengths)
+    got = attention.latent_attention_decode(query, latents, scale=0.05, out=out, plan=plan)
+    wide = replace(latents, cache=cache.double())
+    want = reference.latent_attention_decode(query.double(), wide, scale=0.05, out=out.double())
     assert got is out
     assert (got.double() - want).norm() < 6e-3 * want.norm()
     assert not got[2].any()
