@@ -18,6 +18,21 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image in a prompt: its patches, and the placeholder tokens that stand for it."""
+
+    start: int  # index of the first placeholder in the prompt
+    num_tokens: int  # placeholders
+    grid: tuple[int, int]  # rows and columns of patches
+    patches: bytes  # uint8 [rows · columns, 3, P, P], in the order in which the model's encoder merges them
+    digest: str  # hexadecimal SHA-256 of the grid and the patches
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request for one completion of one prompt, or for one embedding.
 
@@ -38,6 +53,7 @@ class EngineRequest:
     # 63 bits of a hash of its content, else the token. None: the prompt's tokens.
     name_ids: list[int] | None = None
     adapter: Adapter | None = None  # None: the base model alone
+    images: tuple[ImageInput, ...] = ()  # in the order of their placeholders; `name_ids` name their content
 
     @property
     def cache_scope(self) -> str:

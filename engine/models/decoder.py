@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from engine.models.residual import InputNorm, OutputSum, ResidualStream, Sublaye
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
 from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.vision import VisionEncoder
 
 
 class Decoder(nn.Module):
@@ -38,8 +39,9 @@ class Decoder(nn.Module):
     `weights.load_model` fills the weights. Weights of other pipeline stages have no memory.
     """
 
-    def __init__(self, spec: ModelSpec, scope: Scope, *, max_model_len: int | None = None) -> None:
-        """`max_model_len`: number of positions in the RoPE tables; None: the model's whole context.
+    def __init__(self, spec: ModelSpec, scope: Scope, *, max_model_len: int | None = None, own_rows: int = 0) -> None:
+        """`max_model_len`: number of positions in the RoPE tables; None: the model's whole context. `own_rows`: further
+        rows, which steps write for tokens whose position is not a single number.
 
         Raises `ModelError` if the model cannot be divided among the scope's ranks.
         """
@@ -47,7 +49,7 @@ class Decoder(nn.Module):
         self.spec = spec.for_rank(scope.shard)
         ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
         tables = {
-            rope: rope_table(rope, max_model_len or spec.context_length).to(scope.device) if rope else None
+            rope: rope_table(rope, (max_model_len or spec.context_length) + own_rows).to(scope.device) if rope else None
             for rope in ropes
         }
         body, make_norm, self.stage = scope / "model", norm_maker(spec), scope.stage
@@ -60,6 +62,12 @@ class Decoder(nn.Module):
         self.positions = self.token_types = self.embedding_norm = None
         if spec.token_types:
             self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
+        self.rope_tables = {rope: table for rope, table in tables.items() if rope is not None and table is not None}
+        self.vision: VisionEncoder | None = None
+        if spec.vision is not None:
+            if is_first and len(spec.vision.deepstack) > len(self.own_layers) - is_last:
+                raise ModelError("the layers that read images must be in the first stage: use fewer stages")
+            self.vision = VisionEncoder(spec.vision, spec.hidden_size, body.only_if(is_first) / "visual")
         if spec.positions is not None:
             self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
         if spec.embedding_norm:
@@ -120,6 +128,7 @@ class Decoder(nn.Module):
         hidden: Tensor | None = None,
         logits_indices: Tensor | None = None,
         adapters: kernels.AdapterTokens | None = None,
+        images: ImageTokens | None = None,
     ) -> Tensor:
         """Run the layers: input_ids [T], positions [T] integer → hidden [T, hidden], before the final norm.
 
@@ -129,10 +138,13 @@ class Decoder(nn.Module):
         kv_cache: for each layer of this stage [2, num_blocks, Hkv, block_size, D], or for latents
         [1, num_blocks, 1, block_size, L + R], to which the step's keys and values are written (a strided view if the
         kernels accept one); for recurrent layers the parts of their blocks of states. attention: for each layer its
-        cache group's metadata. adapters: the LoRA adapters of the T tokens; None: no token has one.
+        cache group's metadata. adapters: the LoRA adapters of the T tokens; None: no token has one. images: the tokens
+        that stand for images, in the first stage.
         """
         if hidden is None:
             hidden = self.embed(input_ids)
+            if images is not None:
+                hidden = hidden.index_copy(0, images.indices, images.embeddings)
             if self.positions is not None:
                 hidden = self.positions(hidden, positions)
             if self.embedding_norm is not None:
@@ -149,6 +161,9 @@ class Decoder(nn.Module):
                 stream = replace(stream, normed=None)  # a norm that is computed already was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
+            if images is not None and index < len(images.deepstack):
+                added = stream.hidden.index_add(0, images.indices, images.deepstack[index])
+                stream = replace(stream, hidden=added, normed=None)
             if (tap := self.taps.get(index)) is not None:
                 tap[: len(stream.hidden)].copy_(stream.hidden)
         return stream.hidden
@@ -194,6 +209,14 @@ class Decoder(nn.Module):
         if self._embedding_multiplier != 1:
             hidden = kernels.scale(hidden, self._embedding_multiplier)
         return hidden
+
+
+class ImageTokens(NamedTuple):
+    """The n tokens of a step that stand for images."""
+
+    indices: Tensor  # [n] int64: their places in the step
+    embeddings: Tensor  # [n, hidden]
+    deepstack: Sequence[Tensor] = ()  # [n, hidden] each: added after the first layers
 
 
 class DecoderLayer(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _frequencies(rope, positions)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+
+
+def sectioned_rows(rope: RopeSpec, sections: Sequence[int], positions: Tensor) -> Tensor:
+    """Return rows as of `rope_table` for tokens of images, whose pairs turn by time, row or column.
+
+    positions [3, n] int64: time, row and column. Of the pairs, those at 1, 4, 7 … turn by row and those at 2, 5, 8 … by
+    column, as many as `sections` says, and all others by time.
+    """
+    frequencies = _frequencies(rope, positions[0].float()).to(positions.device)
+    axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)
+    for index, count in enumerate(sections[1:], 1):
+        axis[index : 3 * count : 3] = index
+    angles = positions.float().T[:, axis] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
 
 

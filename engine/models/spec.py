@@ -306,6 +306,28 @@ class HeadSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """The image encoder of Qwen3-VL and Qwen3.5: a transformer over patches, of which a block makes a token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block
+    num_positions: int  # learnt vectors of a square of positions
+    image_token_id: int  # placeholder of a token of an image
+    # Pairs of the text model's RoPE that turn by time, row and column. They take turns, as long as there are some.
+    rope_sections: tuple[int, int, int]
+    deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
+    activation: str = "gelu_tanh"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that the decoder and the engine need from a model's configuration."""
 
@@ -342,6 +364,7 @@ class ModelSpec:
     num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's, see `mtp`
     # How the checkpoint names such layers, if a drafter can use them: as further layers, or below "mtp".
     mtp: Literal["", "layers", "mtp"] = ""
+    vision: VisionSpec | None = None  # the encoder of images; None: the model reads text only
     has_head: bool = True  # False: an embedding model, which cannot generate
     head: HeadSpec | None = None  # after pooling; None: pooled hidden states are embeddings
 

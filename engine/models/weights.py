@@ -51,11 +51,13 @@ def load_model(
     *,
     progress: Progress = silent,
     max_model_len: int | None = None,
+    own_rows: int = 0,
 ) -> Decoder:
     """Load the decoder of `spec`: one rank's part, as `scope` says, on its device and in its dtype.
 
-    `max_model_len` limits the RoPE tables. Raises `ModelError` with a message of one line if the weights are missing,
-    damaged or do not match the specification, or if they do not fit on the device.
+    `max_model_len` limits the RoPE tables, which have `own_rows` more, see `Decoder`. Raises `ModelError` with a
+    message of one line if the weights are missing, damaged or do not match the specification, or if they do not fit on
+    the device.
     """
     stored: dict[str, StoredTensor] = {}
     if isinstance(checkpoint, Checkpoint):
@@ -64,7 +66,7 @@ def load_model(
         if not scope.shard.rank:
             _log_skipped(matched, checkpoint.origin)
     try:
-        model = Decoder(spec, scope, max_model_len=max_model_len)
+        model = Decoder(spec, scope, max_model_len=max_model_len, own_rows=own_rows)
         with torch.no_grad():
             if isinstance(checkpoint, Checkpoint):
                 _fill(model, checkpoint, stored, progress, scope.device if _reads_whole(scope) else None)

@@ -20,6 +20,7 @@ class StepRequest(NamedTuple):
     pooled: Sequence[int] = ()  # indices of pooling requests
     counts_experts: bool = False
     has_adapters: bool = False  # some requests use LoRA adapters
+    has_images: bool = False  # some requests compute tokens up to their last image
 
     @property
     def batch(self) -> ScheduledBatch:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 import kernels
 from engine.models.attention import AttentionMetadata
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, ImageTokens
 from engine.models.mixers import LayerCache
 from engine.worker.adapter_slots import AdapterSlots
 from engine.worker.attention.group_attention import AttentionStep, CapturedPrefills, GroupAttention, Prefills
 from engine.worker.attention.layer_attention import layer_attention
 from engine.worker.executor import Computed, Padding, StepRequest
+from engine.worker.images import ImageReader, StepImages
 from engine.worker.input_batch import PackedStep, segment_of
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
@@ -83,6 +84,7 @@ class ForwardPass:
         size: StepSize,
         prefills: Prefills | CapturedPrefills | None = None,
         indices: Tensor | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Return the hidden states of a packed step on the device: [T, hidden], or those at `indices` [N].
 
@@ -95,7 +97,9 @@ class ForwardPass:
             adapters = self.adapters.tokens(
                 packed, segment_of(size.num_seqs), size.num_seqs, size.num_tokens, self._state
             )
-        return self._layers(size.num_tokens, metadata, indices, adapters)
+        if images is not None:
+            images.place(self.step.positions)
+        return self._layers(size.num_tokens, metadata, indices, adapters, None if images is None else images.tokens)
 
     def last_tokens(self, step: StepRequest, packed: PackedStep) -> Tensor | None:
         """Return the indices of the tokens whose hidden states this stage returns; None: all."""
@@ -140,13 +144,14 @@ class ForwardPass:
         metadata: dict[GroupAttention, AttentionMetadata],
         indices: Tensor | None,
         adapters: kernels.AdapterTokens | None,
+        images: ImageTokens | None,
     ) -> Tensor:
         hidden = None if self._link is None else self._link.received(num_tokens)
         ids, positions = self.step.input_ids[:num_tokens], self.step.positions[:num_tokens]
         attention = [metadata[each] for each in self._own]
         if self.hidden is None:
-            return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters)
-        hidden = self.model(ids, positions, self.kv_cache, attention, hidden, None, adapters)
+            return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters, images)
+        hidden = self.model(ids, positions, self.kv_cache, attention, hidden, None, adapters, images)
         self.hidden.last[:num_tokens].copy_(hidden)
         return hidden if indices is None else hidden[indices]
 
@@ -156,8 +161,8 @@ class EagerSteps:
 
     max_words = sys.maxsize
 
-    def __init__(self, forward: ForwardPass) -> None:
-        self._forward = forward
+    def __init__(self, forward: ForwardPass, images: ImageReader | None = None) -> None:
+        self._forward, self._images = forward, images
 
     def fits(self, step: StepRequest) -> Padding:
         return Padding()
@@ -170,4 +175,8 @@ class EagerSteps:
             lens = step.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             prefills = Prefills(*lens, forward.device.upload)
         size = StepSize(packed.num_seqs, packed.num_tokens, n, has_adapters=step.has_adapters)
-        return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step, packed)))
+        images = None
+        if step.has_images:
+            assert self._images is not None
+            images = self._images.step(packed)
+        return Computed(hidden=forward.run(on_device, size, prefills, forward.last_tokens(step, packed), images))

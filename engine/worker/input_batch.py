@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import NewRequest, ScheduledBatch, SchedulerOutput
-from engine.core.engine_request import Adapter
+from engine.core.engine_request import Adapter, ImageInput
 from engine.core.params.pooling import PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.worker.device import Device
@@ -30,6 +30,7 @@ class Row:
     sampling: SamplingParams
     pooling: PoolingParams | None  # the request wants an embedding and no tokens
     adapter: int = -1  # slot of its LoRA adapter; -1: none
+    images: tuple[ImageInput, ...] = ()  # in its prompt
 
 
 class Members:
@@ -46,6 +47,7 @@ class Members:
         self.indices = {request_id: i for i, request_id in enumerate(batch.request_ids)}
         self.greedy = all(row.sampling.temperature == 0 for row in self.rows)
         self.has_adapters = any(row.adapter >= 0 for row in self.rows)
+        self.has_images = any(row.images for row in self.rows)
 
 
 class BatchSamples:
@@ -127,6 +129,7 @@ class InputBatch:
         of all requests in a step.
         """
         self.slot_of: Callable[[Adapter | None], int] = lambda adapter: -1  # see `AdapterSlots.slot_of`
+        self.shift_of: Callable[[Sequence[ImageInput]], int] = lambda images: 0  # see `ImageReader.shift_of`
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.max_samples = num_rows + max_drafts
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
@@ -161,9 +164,8 @@ class InputBatch:
         for new, record, values in zip(new_requests, records, floats, strict=True):
             sampling, index = new.request.sampling, self._free.pop()
             tokens = np.array(new.token_ids, dtype=np.int32)
-            row = Row(
-                index, tokens, new.num_prompt_tokens, sampling, new.request.pooling, self.slot_of(new.request.adapter)
-            )
+            adapter, images = self.slot_of(new.request.adapter), new.request.images
+            row = Row(index, tokens, new.num_prompt_tokens, sampling, new.request.pooling, adapter, images)
             rows.append(row)
             self.rows[new.request_id] = row
             self._num_computed[index], self._num_known[index] = new.num_computed_tokens, len(tokens)
@@ -171,7 +173,8 @@ class InputBatch:
             self.num_scored += sampling.prompt_logprobs is not None
             self.num_pooled += new.request.pooling is not None
             record[layout.NUM_COMPUTED], record[layout.SEED] = new.num_computed_tokens, new.seed
-            record[layout.TOP_K], record[layout.ADAPTER] = max(sampling.top_k, 0), row.adapter + 1
+            shift = self.shift_of(images) << layout.SHIFT_BITS
+            record[layout.TOP_K], record[layout.ADAPTER] = shift | max(sampling.top_k, 0), row.adapter + 1
             values[layout.TEMPERATURE], values[layout.TOP_P] = sampling.temperature, sampling.top_p
             values[layout.MIN_P] = sampling.min_p
         at = self.device.upload(torch.tensor([row.index for row in rows]))

@@ -29,6 +29,7 @@ from engine.worker.decode_step import DecodeStep
 from engine.worker.executor import Computed, Executor, Padding, StepRequest, WholeLogits
 from engine.worker.expert_load import ExpertLoad
 from engine.worker.forward_pass import EagerSteps, ForwardPass
+from engine.worker.images import ImageReader, computes_images, own_rows
 from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.mapped_memory import MappedMemory
@@ -77,13 +78,17 @@ class ModelRunner:
         if self.adapters is not None:
             self.batch.slot_of = self.adapters.slot_of
         self.forward = ForwardPass(model, self.kv_layout, options, self.batch.state, link, self.adapters)
+        self.images: ImageReader | None = None
+        if spec.vision is not None:
+            self.images = ImageReader(model, self.device, own_rows(spec.vision, options.max_num_batched_tokens))
+            self.batch.shift_of = self.images.shift_of
         step = self.forward.step
         self.sampler = Sampler(
             self.batch, step, spec.eos_token_ids, spec.vocab_size, options.max_model_len, options.num_stages
         )
         self.decode_step = DecodeStep(self.forward, self.sampler, options, graph_sizes(options.max_decodes)[-1])
         self.executors: list[Executor] = []  # the first one that a step fits runs it; if none, it runs eagerly
-        self._eager = EagerSteps(self.forward)
+        self._eager = EagerSteps(self.forward, self.images)
         self._sampling = StepSampling(self.batch, step, self.sampler, options)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size, model.head)
         self._expert_load: ExpertLoad | None = None
@@ -216,6 +221,8 @@ class ModelRunner:
         step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
         if self.adapters is not None and self.batch.members(output.batch).has_adapters:
             step = step._replace(has_adapters=True)
+        if self.images is not None and self._computes_images(output):
+            step = step._replace(has_images=True)
         if self._expert_load is not None and not step.only_decodes and self._expert_load.begin():
             step = step._replace(counts_experts=True)
         if output.rewinds:
@@ -240,6 +247,12 @@ class ModelRunner:
             self._sampling.skip(handle, packed)
         return handle
 
+    def _computes_images(self, output: SchedulerOutput) -> bool:
+        members = self.batch.members(output.batch)
+        return members.has_images and any(
+            computes_images(row, self.batch.num_computed(row)) for row in members.rows if row.images
+        )
+
     def _expand_samples(self, packed: PackedStep, has_reader: bool) -> None:
         """Give each sample of a step with drafts what its request's last one has."""
         is_plain = packed.members.greedy and not self.sampler.has_processed
@@ -248,6 +261,8 @@ class ModelRunner:
 
     def _executor(self, step: StepRequest) -> tuple[Executor, Padding]:
         """Return what runs the step, and the size for which it is packed: the same in all ranks and stages."""
+        if step.has_images:
+            return self._eager, self._eager.fits(step)
         for executor in self.executors:
             padding = executor.fits(step)
             if padding is not None and self.batch.packed_size(step.output, *padding) <= executor.max_words:

@@ -33,6 +33,7 @@ from engine.worker.captured_steps import MAX_TOKENS, CapturedSteps
 from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
 from engine.worker.device import CudaDevice
 from engine.worker.executor import Executor
+from engine.worker.images import own_rows
 from engine.worker.input_batch import segment_of
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
 from engine.worker.mapped_memory import MappedMemory, mapped_memory
@@ -94,8 +95,9 @@ def build_runner(
         checkpoint = open_checkpoint(folder, options.load_format, options.seed, spec.quantization)
         if isinstance(checkpoint, GGUFCheckpoint):
             checkpoint.log_decoding(options.dtype)
+        rows, length = own_rows(spec.vision, options.max_num_batched_tokens), options.max_model_len
         with nullcontext() if mapped is None else mapped.kept():
-            model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=options.max_model_len)
+            model = load_model(checkpoint, spec, scope, progress=progress, max_model_len=length, own_rows=rows)
             model.pack_weights()
         if options.compress_experts:
             log_compression(model)

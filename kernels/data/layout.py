@@ -26,6 +26,9 @@ MAX_REPEATS = 32  # sequences of a row after its first one
 # Columns of a row's record. Floats are stored as the bits of a float32.
 NUM_COMPUTED, LAST_TOKEN, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, ADAPTER = range(8)  # ADAPTER: slot + 1; 0: none
 NUM_COLUMNS = 8  # a record is 64 bytes
+# The higher half of TOP_K is the row's shift: what its positions have more than its indices, since an image takes fewer
+# positions than tokens.
+SHIFT_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)

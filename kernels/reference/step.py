@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
+from kernels.data.layout import MIN_P, SHIFT_BITS, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
 from kernels.data.plan import DecodePlan
 
 
@@ -56,7 +56,8 @@ def prepare_step(
 
     newest = state.last_token[rows[seq]].clamp(min=0)  # below 0: the sampler found a fault
     out.input_ids[:num_tokens] = torch.where(token_ids >= 0, token_ids, newest)
-    out.positions[:num_tokens] = positions.int()
+    shifts = torch.where(real, state.records[rows, TOP_K] >> SHIFT_BITS, 0)
+    out.positions[:num_tokens] = (positions + shifts[seq]).int()
     out.context_lens[:num_seqs] = context_lens.int()
 
     samples = out.samples
@@ -67,7 +68,7 @@ def prepare_step(
     samples.temperature[:num_seqs] = state.floats(TEMPERATURE)[rows]
     samples.top_p[:num_seqs] = state.floats(TOP_P)[rows]
     samples.min_p[:num_seqs] = state.floats(MIN_P)[rows]
-    samples.top_k[:num_seqs] = state.records[rows, TOP_K].int()
+    samples.top_k[:num_seqs] = (state.records[rows, TOP_K] & ((1 << SHIFT_BITS) - 1)).int()
 
 
 def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:

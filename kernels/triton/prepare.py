@@ -15,7 +15,7 @@ from kernels.gpu.launch import launch_dependents, pdl_options, wait_for_inputs
 NUM_COMPUTED, LAST_TOKEN = tl.constexpr(layout.NUM_COMPUTED), tl.constexpr(layout.LAST_TOKEN)
 SEED, TOP_K = tl.constexpr(layout.SEED), tl.constexpr(layout.TOP_K)
 TEMPERATURE, TOP_P, MIN_P = tl.constexpr(layout.TEMPERATURE), tl.constexpr(layout.TOP_P), tl.constexpr(layout.MIN_P)
-NUM_COLUMNS = tl.constexpr(layout.NUM_COLUMNS)
+NUM_COLUMNS, SHIFT_BITS = tl.constexpr(layout.NUM_COLUMNS), tl.constexpr(layout.SHIFT_BITS)
 MAX_REPEATS = tl.constexpr(layout.MAX_REPEATS)
 
 
@@ -53,6 +53,8 @@ def _prepare_kernel(
         # After the last sequence there is padding, which is not of a real row.
         advances = is_real & (num_before == 0) & (tl.load(packed + i + 1) != row)
     context_len = tl.where(is_real, first_position + end - start, 0)
+    top_k = tl.load(record + TOP_K)
+    shift = tl.where(is_real, top_k >> SHIFT_BITS, 0).to(tl.int32)
     offs = tl.arange(0, CHUNK)
     token_ids = packed + (2 + 2 * NUM_GROUPS) * segment
 
@@ -73,7 +75,7 @@ def _prepare_kernel(
         position = first_position + token - start
         known = tl.load(token_ids + token, mask=mask, other=0).to(tl.int64)
         tl.store(input_ids + token, tl.where(known >= 0, known, newest), mask=mask)
-        tl.store(positions + token, position, mask=mask)
+        tl.store(positions + token, position + shift, mask=mask)
         for group in tl.static_range(NUM_GROUPS):
             table = block_tables + group * stride_group + row * stride_row
             block = tl.load(table + position // BLOCK_SIZE, mask=mask & is_real, other=0).to(tl.int64)
@@ -88,7 +90,7 @@ def _prepare_kernel(
     tl.store(out_temperature + i, _load_float(record, TEMPERATURE))
     tl.store(out_top_p + i, _load_float(record, TOP_P))
     tl.store(out_min_p + i, _load_float(record, MIN_P))
-    tl.store(out_top_k + i, tl.load(record + TOP_K).to(tl.int32))
+    tl.store(out_top_k + i, top_k.to(tl.int32))
     tl.store(out_seed + i, tl.load(record + SEED))
 
 

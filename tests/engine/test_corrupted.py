@@ -36,9 +36,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ForwardPass._layers
 
     def with_nan(
-        self: ForwardPass, num_tokens: int, groups: Any, indices: torch.Tensor | None, adapters: Any
+        self: ForwardPass, num_tokens: int, groups: Any, indices: torch.Tensor | None, *more: Any
     ) -> torch.Tensor:
-        hidden, ids = forward(self, num_tokens, groups, indices, adapters), self.step.input_ids[:num_tokens]
+        hidden, ids = forward(self, num_tokens, groups, indices, *more), self.step.input_ids[:num_tokens]
         return hidden.masked_fill(((ids if indices is None else ids[indices]) == POISON).unsqueeze(1), float("nan"))
 
     monkeypatch.setattr(ForwardPass, "_layers", with_nan)

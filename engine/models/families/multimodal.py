@@ -11,6 +11,7 @@ from dataclasses import replace
 from engine.models.errors import ModelError
 from engine.models.families.common import with_names
 from engine.models.families.fields import Config
+from engine.models.families.vision import VISION
 from engine.models.spec import ModelSpec
 
 Family = Callable[[Config], ModelSpec]
@@ -84,7 +85,9 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
     def read(config: Config) -> ModelSpec:
         text = text_config(config, defaults)
         spec = family_of(text)(text | {"architectures": [architecture]})
-        return replace(with_names(spec, NAMES), other_input=OTHER_INPUT)
+        vision = VISION[architecture](config, text) if architecture in VISION else None
+        other = tuple(name for name in OTHER_INPUT if vision is None or name != "visual.")
+        return replace(with_names(spec, NAMES), other_input=other, vision=vision)
 
     read.__doc__ = f"{name}: only the text model; images and sound are refused."
     return read

@@ -16,6 +16,7 @@ struct Step {
 namespace {
 
 enum Column { NUM_COMPUTED, LAST_TOKEN, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, COLUMNS = 8 };
+constexpr int SHIFT_BITS = 32;
 
 inline float as_float(int64_t column) { return load<float>(&column); }
 
@@ -26,9 +27,10 @@ void prepare(const Step& s) {
         const bool real = row < s.num_rows - 1;
         int64_t* record = s.records + row * COLUMNS;
         const int64_t computed = real ? record[NUM_COMPUTED] : 0, newest = record[LAST_TOKEN] > 0 ? record[LAST_TOKEN] : 0;
+        const int64_t shift = real ? record[TOP_K] >> SHIFT_BITS : 0;
         for (int64_t t = first; t < first + count; ++t) {
             s.input_ids[t] = ids[t] >= 0 ? ids[t] : newest;
-            s.positions[t] = int32_t(computed + t - first);
+            s.positions[t] = int32_t(computed + t - first + shift);
         }
         for (int64_t g = 0; g < s.groups; ++g) {
             const int32_t *start = rows + (2 + 2 * g) * s.segment, *at = start + s.segment;

@@ -1,0 +1,162 @@
+"""Images in prompts: encodes those whose tokens a step computes, and gives their tokens positions of their own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.engine_request import ImageInput
+from engine.models.decoder import Decoder, ImageTokens
+from engine.models.rope import sectioned_rows
+from engine.models.spec import VisionSpec
+from engine.models.vision import EncodedImages
+from engine.worker.device import Device
+from engine.worker.input_batch import PackedStep, Row
+
+CACHED_TOKENS = 16_384  # of encoded images that are kept, also the most that are encoded at once beside a larger image
+
+
+class StepImages(NamedTuple):
+    """The tokens of a step that need more than their ids and indices."""
+
+    tokens: ImageTokens | None  # None: none stands for an image, or this stage does not embed them
+    positioned: Tensor  # [m] int64: tokens of the step whose rows of the RoPE tables the step has written
+    first_row: int  # of these rows
+
+    def place(self, positions: Tensor) -> None:
+        """Let positions [T] name the rows."""
+        rows = torch.arange(len(self.positioned), dtype=positions.dtype, device=positions.device)
+        positions.index_copy_(0, self.positioned, rows + self.first_row)
+
+
+class ImageReader:
+    """Reads images for one rank. The last `own_rows` rows of the model's RoPE tables belong to it.
+
+    Encoded images are kept by their content, so that those of several chunks or requests are encoded once.
+    """
+
+    def __init__(self, model: Decoder, device: Device, own_rows: int) -> None:
+        assert model.spec.vision is not None
+        self._model, self._spec, self._device = model, model.spec.vision, device
+        self._first_row = min((len(table) for table in model.rope_tables.values()), default=0) - own_rows
+        self._encoded: OrderedDict[str, EncodedImages] = OrderedDict()  # by digest, the one used longest ago first
+
+    def shift_of(self, images: Sequence[ImageInput]) -> int:
+        """Return how many positions more than tokens a prompt with these images takes: usually a negative number."""
+        return sum(max(image.grid) // self._spec.merge_size - image.num_tokens for image in images)
+
+    def step(self, packed: PackedStep) -> StepImages:
+        """Encode what a step needs. Its requests with images compute tokens up to the last one."""
+        start_of, members = packed.members.query_start, packed.members
+        positions: list[np.ndarray] = []
+        positioned: list[np.ndarray] = []
+        shown: list[tuple[ImageInput, slice, int]] = []  # image, those of its tokens, place of the first in the step
+        for i, row in enumerate(members.rows):
+            stop, first = int(packed.context_lens[i]), int(start_of[i])
+            start = stop - int(members.query_lens[i])
+            if not computes_images(row, start):
+                continue
+            positions.append(token_positions(row.images, self._spec.merge_size, start, stop))
+            positioned.append(np.arange(first, first + stop - start))
+            for image in row.images:
+                low, high = max(image.start, start), min(image.stop, stop)
+                if low < high:
+                    shown.append((image, slice(low - image.start, high - image.start), first + low - start))
+        upload = self._device.upload
+        on_device = upload(torch.from_numpy(np.concatenate(positions, 1)))
+        for rope, table in self._model.rope_tables.items():
+            table[self._first_row :][: on_device.shape[1]] = sectioned_rows(rope, self._spec.rope_sections, on_device)
+        own = upload(torch.from_numpy(np.concatenate(positioned)))
+        tokens = self._tokens(shown) if shown and self._model.stage.is_first else None
+        return StepImages(tokens, own, self._first_row)
+
+    def _tokens(self, shown: Sequence[tuple[ImageInput, slice, int]]) -> ImageTokens:
+        encoded = self._encode({image.digest: image for image, _, _ in shown}.values())
+        indices = torch.cat([torch.arange(at, at + part.stop - part.start) for _, part, at in shown])
+        embeddings = torch.cat([encoded[image.digest].embeddings[part] for image, part, _ in shown])
+        deepstack = [
+            torch.cat([encoded[image.digest].deepstack[layer][part] for image, part, _ in shown])
+            for layer in range(len(self._spec.deepstack))
+        ]
+        return ImageTokens(self._device.upload(indices), embeddings, deepstack)
+
+    def _encode(self, images: Iterable[ImageInput]) -> dict[str, EncodedImages]:
+        """Return the encoded images by digest."""
+        found: dict[str, EncodedImages] = {}
+        missing: list[ImageInput] = []
+        for image in images:
+            if (known := self._encoded.get(image.digest)) is None:
+                missing.append(image)
+            else:
+                self._encoded.move_to_end(image.digest)
+                found[image.digest] = known
+        for group in groups_of(missing):
+            for image, encoded in zip(group, self._run(group), strict=True):
+                found[image.digest] = self._encoded[image.digest] = encoded
+        total = sum(len(each.embeddings) for each in self._encoded.values())
+        while total > CACHED_TOKENS and len(self._encoded) > 1:
+            total -= len(self._encoded.popitem(last=False)[1].embeddings)
+        return found
+
+    def _run(self, images: Sequence[ImageInput]) -> list[EncodedImages]:
+        vision, side = self._model.vision, self._spec.patch_size
+        assert vision is not None
+        data = np.frombuffer(b"".join(image.patches for image in images), dtype=np.uint8)
+        patches = self._device.upload(torch.from_numpy(data.reshape(-1, 3, side, side).copy()))
+        encoded = vision(patches, [image.grid for image in images])
+        counts = [image.num_tokens for image in images]
+        of_layers = [each.split(counts) for each in encoded.deepstack]
+        parts = encoded.embeddings.split(counts)
+        # Each image owns its memory, so that it is freed with it.
+        return [EncodedImages(part.clone(), [layer[i].clone() for layer in of_layers]) for i, part in enumerate(parts)]
+
+    def clear(self) -> None:
+        """Forget all encoded images."""
+        self._encoded.clear()
+
+
+def computes_images(row: Row, start: int) -> bool:
+    """Return whether a chunk of a request that begins at `start` has tokens up to its last image."""
+    return bool(row.images) and start < row.images[-1].stop
+
+
+def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, stop: int) -> np.ndarray:
+    """Return time, row and column of the tokens from index `start` to `stop` of a prompt: [3, stop - start] int64.
+
+    The three are equal for text. An image stands at one time; its rows and columns count from there. The text after it
+    goes on behind the larger of both.
+    """
+    parts: list[np.ndarray] = []
+    index = position = 0
+    for image in images:
+        rows, columns = (count // merge_size for count in image.grid)
+        parts.append(np.broadcast_to(np.arange(position, position + image.start - index), (3, image.start - index)))
+        position += image.start - index
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        parts.append(np.stack([np.zeros_like(row), row, column]) + position)
+        position, index = position + max(rows, columns), image.stop
+    rest = max(stop - index, 0)
+    parts.append(np.broadcast_to(np.arange(position, position + rest), (3, rest)))
+    return np.ascontiguousarray(np.concatenate(parts, 1)[:, start:stop])
+
+
+def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
+    """Group images that are encoded at once: together at most `CACHED_TOKENS` tokens, or a single one."""
+    group: list[ImageInput] = []
+    for image in images:
+        if group and sum(each.num_tokens for each in group) + image.num_tokens > CACHED_TOKENS:
+            yield group
+            group = []
+        group.append(image)
+    if group:
+        yield group
+
+
+def own_rows(vision: VisionSpec | None, max_tokens: int) -> int:
+    """Return how many rows of the RoPE tables steps of `max_tokens` tokens write."""
+    return 0 if vision is None else max_tokens
