@@ -17,6 +17,7 @@ WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
 SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting"]
 # Settings that multiply the processes: at most one in a configuration, unless it is there for a pair of them.
 PROCESSES = ["tensor parallel", "pipeline parallel", "data parallel"]
+DRAFTER = "draft models"  # not without a layer that attends to all tokens
 RESTARTING = ["sleep", "prefix-cache file", "step isolation"]  # settings that start or try several times
 
 
@@ -49,9 +50,10 @@ def possible_pairs() -> set[frozenset[str]]:
 
 
 def quick_pairs() -> set[frozenset[str]]:
-    """Return the possible pairs without those of a weight format and a kind of model, of either and a way to run
-    processes, or of two ways: these need many configurations, which start slowly. Without those that start processes
-    again and again, too: tests/engine has test_rank_isolation.py, test_prefix_cache_ranks.py and test_sleep.py.
+    """Return the possible pairs without those of a weight format and a kind of model, of either and draft models or a
+    way to run processes, or of two ways: these need many configurations, which start slowly. Without those that start
+    processes again and again, too: tests/engine has test_rank_isolation.py, test_prefix_cache_ranks.py and
+    test_sleep.py.
     """
     weights, models, ways = set(WEIGHTS), set(MODELS), {*PROCESSES, "async engine"}
     on_ranks = {frozenset({name, other}) for name in PROCESSES for other in RESTARTING}
@@ -59,6 +61,7 @@ def quick_pairs() -> set[frozenset[str]]:
         pair
         for pair in possible_pairs() - on_ranks
         if not (pair & weights and pair & models)
+        and not (DRAFTER in pair and pair & (weights | models))
         and not (pair & ways and pair & (weights | models))
         and not (pair & ways and pair <= ways | {"offline"})
     }
@@ -98,7 +101,13 @@ def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
     """Return a random configuration with this pair."""
     models = {name for name in pair if BY_NAME[name].kind == "model"}
     checkpoint = draw.choice(
-        [name for name, own in CHECKPOINTS.items() if models <= own.features and own.stacks_experts <= _is_float(pair)]
+        [
+            name
+            for name, own in CHECKPOINTS.items()
+            if models <= own.features
+            and own.stacks_experts <= _is_float(pair)
+            and (own.has_full_attention or DRAFTER not in pair)
+        ]
     )
     chosen = set(pair)
     for name in CHECKPOINTS[checkpoint].features:
@@ -115,6 +124,8 @@ def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
         settings = [name for name in settings if name not in spared]
     if chosen.union(settings) & set(PROCESSES):
         settings = [name for name in settings if name not in RESTARTING]
+    if not CHECKPOINTS[checkpoint].has_full_attention:
+        settings = [name for name in settings if name != DRAFTER]
     _add(chosen, settings, most=len(settings))
     if not chosen & {"async engine", "offline"}:
         chosen.add("async engine" if "data parallel" in chosen else "offline")

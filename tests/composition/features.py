@@ -60,6 +60,15 @@ FEATURES = (
         },
         how="`--speculative-config`",
     ),
+    Feature(
+        "draft models",
+        "setting",
+        {
+            "speculative_config": '{"method": "draft_model", "model": "{folder}/model/draft", '
+            '"num_speculative_tokens": 3, "prompt_lookup_min": 16, "enable_adaptive_verification": false}'
+        },
+        how="`--speculative-config`",
+    ),
     Feature("deferred sampling", "setting", how="a grammar's mask is late"),
     Feature("step isolation", "setting", how="a step fails"),
     Feature("expert load", "setting", {"expert_load_interval": 1}),
@@ -92,12 +101,15 @@ class Checkpoint:
     features: frozenset[str]
     shape: dict[str, Any] = field(default_factory=dict)
     stacks_experts: bool = False
+    has_full_attention: bool = True  # some layers attend to all tokens
     num_groups: int = 1  # groups of layers, of which each has blocks of its own for a token
 
 
 CHECKPOINTS = {
     "qwen3": Checkpoint(frozenset(), {"intermediate_size": 256}),
-    "mistral-window": Checkpoint(frozenset({"sliding windows"}), {"intermediate_size": 256}),
+    "mistral-window": Checkpoint(
+        frozenset({"sliding windows"}), {"intermediate_size": 256}, has_full_attention=False
+    ),
     "qwen3_moe": Checkpoint(frozenset({"experts"}), {"moe_intermediate_size": 128, "intermediate_size": 256}),
     "gpt_oss": Checkpoint(
         frozenset({"sliding windows", "experts"}), {"intermediate_size": 128}, stacks_experts=True, num_groups=3
@@ -126,6 +138,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
+    frozenset({"draft models", "pipeline parallel"}): "cannot be used with pipeline_parallel_size",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 
@@ -135,6 +148,7 @@ NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "latent attention"}): "no family has both",
     frozenset({"sliding windows", "recurrent layers"}): "no family has both",
     frozenset({"latent attention", "recurrent layers"}): "no family has both",
+    frozenset({"drafts", "draft models"}): "two values of one flag",
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
     frozenset({"data parallel", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",

@@ -110,6 +110,8 @@ def make_model(configuration: Configuration, folder: Path, tokenizer: Path) -> P
         make_quantised(formats[0], folder, shape=shape, family=configuration.checkpoint)
     else:
         make_checkpoint(configuration.checkpoint, folder, shape)
+    if "draft models" in configuration:
+        make_checkpoint("qwen3", folder / "draft", {"num_hidden_layers": 1})
     if "LoRA adapters" in configuration:
         for seed, name in enumerate(ADAPTERS):
             write_random_adapter(folder / name, folder, 8, seed)
@@ -171,6 +173,8 @@ def together(configuration: Configuration, model: Path, folder: Path) -> list[di
                     assert culprit.ends == ["error"]
             if "preemption" in configuration and "data parallel" not in configuration:
                 assert stats.num_preemptions > 0, "nothing was preempted"
+            if "draft models" in configuration:
+                assert stats.num_draft_tokens > 0, "nothing was proposed"
             if "drafts" in configuration:
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, "none was accepted or none rejected"
         return found
