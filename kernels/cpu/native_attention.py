@@ -84,8 +84,29 @@ def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_to
 
 def attend(query: Tensor, query_start: Tensor | None, context: PagedContext, args: AttentionArgs, out: Tensor) -> None:
     """Call `quire_attention` in attention.cpp."""
-    native, keys, tables, rows, lens = library(), context.key_cache, context.block_tables, context.rows, context.lens
+    native = library()
     assert native is not None
+    native.call("quire_attention", *_arguments(query, query_start, context, args, out))
+
+
+def num_shared_keys(query: Tensor, context: PagedContext, args: AttentionArgs, most: int) -> int:
+    """Return how often a key of a sequence need not be read again in a decode step, as others have it, too, if up to
+    `most` sequences share a tile.
+    """
+    native = library()
+    assert native is not None
+    struct, _ = _arguments(query, None, context, args, query)
+    count = native.functions.quire_shared_keys
+    count.restype, count.argtypes = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_int64)
+    found: int = count(ctypes.byref(struct), most)
+    return found
+
+
+def _arguments(
+    query: Tensor, query_start: Tensor | None, context: PagedContext, args: AttentionArgs, out: Tensor
+) -> tuple[_Struct, tuple[Tensor | None, ...]]:
+    """Return the arguments, and the tensors to which they point."""
+    keys, tables, rows, lens = context.key_cache, context.block_tables, context.rows, context.lens
     assert all(tensor.dtype == torch.int32 and tensor.stride(-1) == 1 for tensor in (tables, rows, lens))
     assert query_start is None or query_start.dtype == torch.int32
     assert out.stride()[1:] == query.stride()[1:]
@@ -98,4 +119,4 @@ def attend(query: Tensor, query_start: Tensor | None, context: PagedContext, arg
         keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
         query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn, args.causal,
     )  # fmt: skip
-    native.call("quire_attention", struct, pointers)
+    return struct, pointers

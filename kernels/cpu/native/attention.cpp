@@ -1,5 +1,7 @@
 // Attention over the paged KV cache, which it reads in place: tiles of queries over tiles of keys with a running softmax, in
-// float32.
+// float32. Sequences of one query each that begin with the same blocks read these once. A row's sums are those of its sequence
+// alone, bit for bit.
+#include <algorithm>
 #include <vector>
 
 #include "pool.h"
@@ -25,8 +27,12 @@ constexpr int KEYS = 64;   // in a tile
 constexpr int ROWS = 64;   // about the most rows (pairs of a query and a head) in a tile
 constexpr int VECTORS = KEYS / LANES;
 
+constexpr int SHARED = 512;  // fewer common keys are read for each sequence
+
 struct Tile {
-    int seq, first, count, kv_head;  // queries of a sequence
+    int seq, first, count, kv_head;  // queries of a sequence; or
+    int members = 1, shared = 0;     // of several sequences of one query, whose first keys are the same
+    const int* seqs = nullptr;       // these sequences
 };
 
 // Vectors become columns of `out`.
@@ -52,7 +58,55 @@ inline void transpose(Floats (&v)[LANES], float* out, int stride) {
 struct Buffers {
     std::vector<float> query, out, keys, scores;  // [rows, D], [rows, D], [D, KEYS], [rows, KEYS]
     std::vector<float> most, total;               // of each row, so far
+    std::vector<int> tokens, positions;           // of each query
 };
+
+struct Sharing {
+    struct Group {
+        int first, count, keys;  // of `seqs`; the first keys, which all of these have
+    };
+    std::vector<int> seqs;
+    std::vector<Group> groups;
+};
+
+// Sequences of one query that begin with the same blocks for at least `SHARED` keys, in groups of at most `most`.
+Sharing find_shared(const Attention& a, int most) {
+    Sharing found;
+    if (a.window || !a.is_causal || a.seqs < 2 || most < 2) return found;
+    std::vector<int64_t> long_ones;  // the first block of each, and its number
+    for (int seq = 0; seq < a.seqs; ++seq)
+        if (a.lens[seq] > SHARED && (!a.starts || a.starts[seq + 1] - a.starts[seq] == 1))
+            long_ones.push_back((int64_t)a.tables[a.rows[seq] * a.table_stride] << 32 | seq);
+    if (long_ones.size() < 2) return found;
+    std::sort(long_ones.begin(), long_ones.end());
+    const auto common = [&](int one, int other) {  // keys before the queries, in whole tiles
+        const int32_t *x = a.tables + a.rows[one] * a.table_stride, *y = a.tables + a.rows[other] * a.table_stride;
+        const int keys = std::min(a.lens[one], a.lens[other]) - 1;
+        int block = 0;
+        while ((block + 1) * a.block_size <= keys && x[block] == y[block]) ++block;
+        return block * a.block_size / KEYS * KEYS;
+    };
+    for (size_t i = 0; i + 1 < long_ones.size();) {
+        const int first = (int32_t)long_ones[i];
+        int count = 1, keys = 0;
+        for (; i + count < long_ones.size() && count < most && long_ones[i + count] >> 32 == long_ones[i] >> 32; ++count) {
+            const int with_it = common(first, (int32_t)long_ones[i + count]);
+            if (with_it < SHARED || with_it < keys / 2) break;
+            keys = count > 1 ? std::min(keys, with_it) : with_it;
+        }
+        if (count > 1) {
+            found.groups.push_back({(int)found.seqs.size(), count, keys});
+            for (int n = 0; n < count; ++n) found.seqs.push_back((int32_t)long_ones[i + n]);
+        }
+        i += count;
+    }
+    return found;
+}
+
+// As many as fit in a tile, if each thread still gets two.
+int most_members(const Attention& a, int threads) {
+    return std::min(ROWS / (a.heads / a.kv_heads), a.seqs * a.kv_heads / (2 * threads));
+}
 
 // T: of queries and outputs; C: of keys and values.
 template <class T, class C> struct Worker {
@@ -62,41 +116,58 @@ template <class T, class C> struct Worker {
     std::vector<float>&most = buffers.most, &total = buffers.total;
 
     void run(const Tile& tile) {
-        const int group = a.heads / a.kv_heads, rows = tile.count * group, d = a.head_dim;
-        const int start = a.starts ? a.starts[tile.seq] : tile.seq, end = a.starts ? a.starts[tile.seq + 1] : start + 1;
-        const int position = a.lens[tile.seq] - (end - start) + tile.first;  // of the first query
-        const int length = a.lens[tile.seq], last = position + tile.count;
-        const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
+        const int group = a.heads / a.kv_heads, queries = tile.members * tile.count, rows = queries * group, d = a.head_dim;
+        std::vector<int>&tokens = buffers.tokens, &positions = buffers.positions;  // of each query
+        tokens.resize(queries), positions.resize(queries);
+        for (int n = 0; n < queries; ++n) {
+            const int seq = tile.seqs ? tile.seqs[n] : tile.seq, index = tile.seqs ? 0 : tile.first + n;
+            const int start = a.starts ? a.starts[seq] : seq, end = a.starts ? a.starts[seq + 1] : start + 1;
+            tokens[n] = start + index, positions[n] = a.lens[seq] - (end - start) + index;
+        }
         query.resize(rows * d), scores.resize(rows * KEYS), keys.resize(d * KEYS);
         out.assign(rows * d, 0), most.assign(rows, -INFINITY), total.assign(rows, 0);
         const float key_scale = a.kv_scale ? a.kv_scale[tile.kv_head] : 1;
         const float value_scale = a.kv_scale ? a.kv_scale[a.kv_heads + tile.kv_head] : 1;
         for (int r = 0; r < rows; ++r) {
             const int head = tile.kv_head * group + r % group;
-            const T* q = (const T*)a.query + (start + tile.first + r / group) * a.query_stride + head * d;
+            const T* q = (const T*)a.query + tokens[r / group] * a.query_stride + head * d;
             for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * (a.scale * key_scale));
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
         }
-        for (int key = a.window && position + 1 > a.window ? position + 1 - a.window : 0; key < past; key += KEYS) {
-            const int count = past - key < KEYS ? past - key : KEYS;
-            int64_t at[KEYS];
-            const int32_t* table = a.tables + a.rows[tile.seq] * a.table_stride;
-            for (int j = 0, block = key / a.block_size, within = key % a.block_size; j < count; ++block, within = 0)
-                for (; within < a.block_size && j < count; ++within, ++j)
-                    at[j] = table[block] * a.block_stride + tile.kv_head * a.head_stride + within * d;
-            read_keys(at, count);
-            by_rows<TALL>(0, rows, [&](auto m, int r) { score<m>(r, count); });
-            const bool all_plain = count == KEYS && !a.slopes && !a.soft_cap && !a.window;
-            for (int r = 0; r < rows; ++r) {
-                const int own = position + r / group;
-                if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
-                else soften<false>(r, tile.kv_head * group + r % group, own, key, count);
-            }
-            by_rows<TALL>(0, rows, [&](auto m, int r) { add_values<m>(r, at, count); });
+        if (tile.seqs) {
+            read(tile.seqs[0], tile.kv_head, 0, tile.shared, 0, rows);
+            for (int n = 0; n < queries; ++n)
+                read(tile.seqs[n], tile.kv_head, tile.shared, positions[n] + 1, n * group, (n + 1) * group);
+        } else {
+            const int position = positions[0], length = a.lens[tile.seq], last = position + tile.count;
+            const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
+            read(tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past, 0, rows);
         }
         for (int r = 0; r < rows; ++r) {
-            T* to = (T*)a.out + (start + tile.first + r / group) * a.out_stride + (tile.kv_head * group + r % group) * d;
+            T* to = (T*)a.out + tokens[r / group] * a.out_stride + (tile.kv_head * group + r % group) * d;
             for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r] * value_scale);
+        }
+    }
+
+    // Rows from `top` to `bottom` attend to the keys from `first` to `past` of a sequence.
+    void read(int seq, int kv_head, int first, int past, int top, int bottom) {
+        const int group = a.heads / a.kv_heads;
+        const int32_t* table = a.tables + a.rows[seq] * a.table_stride;
+        for (int key = first; key < past; key += KEYS) {
+            const int count = past - key < KEYS ? past - key : KEYS;
+            int64_t at[KEYS];
+            for (int j = 0, block = key / a.block_size, within = key % a.block_size; j < count; ++block, within = 0)
+                for (; within < a.block_size && j < count; ++within, ++j)
+                    at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
+            read_keys(at, count);
+            by_rows<TALL>(top, bottom, [&](auto m, int r) { score<m>(r, count); });
+            const bool all_plain = count == KEYS && !a.slopes && !a.soft_cap && !a.window;
+            for (int r = top; r < bottom; ++r) {
+                const int own = buffers.positions[r / group];
+                if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
+                else soften<false>(r, kv_head * group + r % group, own, key, count);
+            }
+            by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, at, count); });
         }
     }
 
@@ -194,9 +265,17 @@ template <class T, class C> struct Worker {
 
 template <class T, class C> void attend(const Attention& a) {
     const int group = a.heads / a.kv_heads, most = ROWS / group > 0 ? ROWS / group : 1;
+    const Sharing sharing = find_shared(a, most_members(a, pool.threads));
+    std::vector<char> has_tile(sharing.seqs.empty() ? 0 : a.seqs);
     std::vector<Tile> tiles;
+    for (const Sharing::Group& each : sharing.groups) {
+        const int* seqs = &sharing.seqs[each.first];
+        for (int n = 0; n < each.count; ++n) has_tile[seqs[n]] = 1;
+        for (int head = 0; head < a.kv_heads; ++head) tiles.push_back({seqs[0], 0, 1, head, each.count, each.keys, seqs});
+    }
     for (int seq = a.seqs - 1; seq >= 0; --seq) {  // the last queries, with the most keys, first
         const int start = a.starts ? a.starts[seq] : seq, count = a.starts ? a.starts[seq + 1] - start : 1;
+        if (!has_tile.empty() && has_tile[seq]) continue;
         if (a.lens[seq] == 0) {
             for (int t = start; t < start + count; ++t) std::memset((T*)a.out + t * a.out_stride, 0, a.heads * a.head_dim * sizeof(T));
             continue;
@@ -212,6 +291,13 @@ template <class T, class C> void attend(const Attention& a) {
 }
 
 }  // namespace
+
+// How often a key of a sequence is not read again, with at most `most` sequences in a group.
+extern "C" int64_t quire_shared_keys(const Attention* a, int64_t most) {
+    int64_t keys = 0;
+    for (const auto& each : find_shared(*a, (int)most).groups) keys += (int64_t)(each.count - 1) * each.keys;
+    return keys;
+}
 
 extern "C" void quire_attention(const Attention* a) {
     if (a->is_bf16)
