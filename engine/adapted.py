@@ -35,6 +35,16 @@ class _Slot:
     is_leaving: bool = False  # another adapter waits for it: it gets no further requests until it is empty
 
 
+@dataclass(slots=True)
+class _Placing:
+    """The adapter that is being copied to a slot, which is empty until it is complete."""
+
+    adapter: Adapter
+    slot: _Slot
+    num_parts: int
+    next_part: int = 0
+
+
 class AdaptedRequests:
     """Holds requests until their adapters are in slots, and decides which adapters are in slots and in host memory.
 
@@ -54,6 +64,7 @@ class AdaptedRequests:
         self._used: OrderedDict[str, None] = OrderedDict()  # versions of adapters in slots, least recently used first
         # In host memory, or being read; the least recently used first.
         self._loaded: OrderedDict[str, tuple[Adapter, Future[Any]]] = OrderedDict()
+        self._placing: _Placing | None = None
         self._held: dict[str, _Held] = {}  # by version, in order of the oldest request
         self._adapter_of: dict[str, str] = {}  # request id → version, of all unfinished requests
 
@@ -145,6 +156,8 @@ class AdaptedRequests:
         was_held = held is not None and held.requests.pop(request_id, None) is not None
         if held is not None and not held.requests:
             del self._held[version]
+            if self._placing is not None and self._placing.adapter.version == version:
+                self._placing = None  # its slot is empty
         return was_held
 
     def remove_finished(self, outputs: Iterable[EngineOutput]) -> None:
@@ -177,14 +190,12 @@ class AdaptedRequests:
                 if (failed := ready.exception()) is not None:
                     outputs += self._refuse(held, failed)
                     continue
-                slot = self._free_slot()
-                if slot is None:
-                    self._let_one_leave()
-                    continue
                 try:
-                    self._place(held.adapter, slot)
+                    slot = self._place(held.adapter, idle)
                 except Exception as error:
                     outputs += self._refuse(held, error)
+                    continue
+                if slot is None:
                     continue
             elif slot.is_leaving and self._is_waited_for():
                 continue
@@ -215,18 +226,40 @@ class AdaptedRequests:
 
     def _let_one_leave(self) -> None:
         """Let one slot leave for each adapter that waits for one."""
-        num_waiting = sum(self._slot_of(version) is None for version in self._held)
+        num_waiting = sum(self._slot_of(version) is None for version in self._held)  # none is being copied
         staying = [slot for slot in self._slots if not slot.is_leaving]
         if len(self._slots) - len(staying) < num_waiting and staying:
             min(staying, key=lambda slot: len(slot.users)).is_leaving = True
 
-    def _place(self, adapter: Adapter, slot: _Slot) -> None:
-        if slot.adapter is not None:
-            del self._used[slot.adapter.version]
-        slot.adapter, slot.is_leaving = None, False
-        self._runner().place_adapter(adapter, self._slots.index(slot))
-        slot.adapter = adapter
+    def _place(self, adapter: Adapter, idle: bool) -> _Slot | None:
+        """Copy the next part of an adapter to a slot, all parts if there is no other work. Returns the slot once it is
+        complete; None: it is not, or no slot is free, or another adapter is being copied.
+        """
+        placing = self._placing
+        if placing is None:
+            slot = self._free_slot()
+            if slot is None:
+                self._let_one_leave()
+                return None
+            if slot.adapter is not None:
+                del self._used[slot.adapter.version]
+            slot.adapter, slot.is_leaving = None, False
+            placing = self._placing = _Placing(adapter, slot, self._runner().num_adapter_parts)
+        if placing.adapter.version != adapter.version:
+            return None
+        try:
+            for part in range(placing.next_part, placing.num_parts if idle else placing.next_part + 1):
+                self._runner().place_adapter(adapter, self._slots.index(placing.slot), part, placing.num_parts)
+                placing.next_part = part + 1
+        except BaseException:
+            self._placing = None
+            raise
+        if placing.next_part < placing.num_parts:
+            return None
+        self._placing = None
+        placing.slot.adapter = adapter
         self._used[adapter.version] = None
+        return placing.slot
 
     def _queue_all(self, held: _Held, slot: _Slot) -> list[EngineOutput]:
         version = held.adapter.version

@@ -254,12 +254,15 @@ class AdapterLayout:
             elif layer.adds_shift:
                 shift[rows] += own.float() * scale
 
-    def place(self, adapter: LoadedAdapter, slot: int, values: Tensor, floats: Tensor) -> None:
-        """Copy an adapter into a slot of values [S, V] and floats [S, F]. All ranks of a model do so together."""
-        values[slot].copy_(adapter.values, non_blocking=True)
+    def place(self, adapter: LoadedAdapter, slot: int, floats: Tensor) -> None:
+        """Copy the rest of an adapter whose values are in their slot already: to floats [S, F], and what DoRA changes.
+
+        All ranks of a model do so together.
+        """
+        device = floats.device
         floats[slot].copy_(adapter.floats, non_blocking=True)
         for index, magnitude in adapter.magnitudes.items():
-            self._apply_dora(index, slot, magnitude.to(values.device))
+            self._apply_dora(index, slot, magnitude.to(device))
         for index, layer in enumerate(self.layers):
             if index not in adapter.magnitudes and index not in adapter.biases:
                 continue
@@ -268,7 +271,7 @@ class AdapterLayout:
             factor, shift = weights.factor[slot], weights.shift[slot]
             old = torch.zeros_like(factor) if bias is None else bias.float()
             new = adapter.biases.get(index)
-            new = old if new is None else torch.where(torch.isnan(new), old.cpu(), new).to(values.device)
+            new = old if new is None else torch.where(torch.isnan(new), old.cpu(), new).to(device)
             if layer.adds_shift:
                 shift += new - factor * old
 

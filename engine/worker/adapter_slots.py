@@ -24,6 +24,7 @@ from kernels.data.layout import ADAPTER, RowState
 
 # Pinned at start: allocating it while steps run would delay them by a tenth of a second.
 PINNED_BYTES = 4 << 30
+PART_BYTES = 32 << 20  # less than a millisecond's copy
 DUMMY = Adapter("", "", "")  # that dummy requests have
 
 
@@ -68,6 +69,11 @@ class AdapterSlots:
     @property
     def slot_bytes(self) -> int:
         return self.layout.slot_bytes
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts adapters are copied to their slots, one before each step, so that no step waits long."""
+        return max(-(-self.slot_bytes // PART_BYTES), 1)
 
     def slot_of(self, adapter: Adapter | None) -> int:
         """Return the slot of a request's adapter, which is in one; -1: it has none. Dummy runs use any slot."""
@@ -120,14 +126,21 @@ class AdapterSlots:
                 self._spare.append(held.memory)
 
     @torch.inference_mode()
-    def place(self, adapter: Adapter, slot: int) -> None:
-        """Queue the copy of an adapter in host memory to a slot that no unfinished request uses."""
+    def place(self, adapter: Adapter, slot: int, part: int, num_parts: int) -> None:
+        """Queue the copy of a part of an adapter in host memory to a slot that no unfinished request uses.
+
+        After the last part, steps can use it. The parts are copied in order; no other adapter comes between them.
+        """
         held = self._held[adapter.version]
         held.ready.result()
         self._slots = {version: at for version, at in self._slots.items() if at != slot}
-        self.layout.place(held.memory.content, slot, self._values, self._floats)
+        content = held.memory.content
+        first, stop = (len(content.values) * each // num_parts for each in (part, part + 1))
+        self._values[slot, first:stop].copy_(content.values[first:stop], non_blocking=True)
+        if part == num_parts - 1:
+            self.layout.place(content, slot, self._floats)
+            self._slots[adapter.version] = slot
         held.memory.copied = self._device.record_event()
-        self._slots[adapter.version] = slot
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

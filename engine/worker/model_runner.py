@@ -197,9 +197,14 @@ class ModelRunner:
         """See `AdapterSlots.drop`."""
         self._slots.drop(adapter)
 
-    def place_adapter(self, adapter: Adapter, slot: int) -> None:
+    @property
+    def num_adapter_parts(self) -> int:
+        """See `AdapterSlots.num_parts`."""
+        return self._slots.num_parts
+
+    def place_adapter(self, adapter: Adapter, slot: int, part: int, num_parts: int) -> None:
         """See `AdapterSlots.place`."""
-        self._slots.place(adapter, slot)
+        self._slots.place(adapter, slot, part, num_parts)
 
     @property
     def _slots(self) -> AdapterSlots:

@@ -25,6 +25,8 @@ class Books:
         self.reading: dict[str, Future[None]] = {}
         self.loaded: set[str] = set()
         self.running: dict[str, str] = {}  # request → version of its adapter
+        self.placed = [("", -1)] * num_slots  # the adapter being copied, and its newest part
+        self.num_adapter_parts = 1
         self.num_placed, self.max_loaded, self.most_loaded = 0, max_loaded, 0
         self.adapted = AdaptedRequests(lambda: self, num_slots, max_loaded, self.queue)  # type: ignore[arg-type, return-value]
 
@@ -45,12 +47,16 @@ class Books:
     def drop_adapter(self, adapter: Adapter) -> None:
         self.loaded.remove(adapter.version)
 
-    def place_adapter(self, adapter: Adapter, slot: int) -> None:
+    def place_adapter(self, adapter: Adapter, slot: int, part: int, num_parts: int) -> None:
         assert adapter.version in self.loaded
         assert adapter.version not in self.slots
+        assert num_parts == self.num_adapter_parts
         assert self.slots[slot] not in self.running.values(), "an adapter in use was overwritten"
-        self.slots[slot] = adapter.version
-        self.num_placed += 1
+        assert part == 0 or self.placed[slot] == (adapter.version, part - 1)
+        self.slots[slot], self.placed[slot] = None, (adapter.version, part)
+        if part == num_parts - 1:
+            self.slots[slot], self.placed[slot] = adapter.version, ("", -1)
+            self.num_placed += 1
 
     def queue(self, request: Request) -> None:
         adapter = request.engine_request.adapter
@@ -77,6 +83,7 @@ def test_every_request_runs_with_its_adapter_in_a_slot(seed: int) -> None:
     draw = random.Random(seed)
     num_slots = draw.randint(1, 4)
     books = Books(num_slots, draw.randint(num_slots, 8))
+    books.num_adapter_parts = draw.randint(1, 3)
     versions = [f"good {i}" for i in range(draw.randint(1, 12))] + ["bad"]
     waiting: set[str] = set()
     for number in range(400):
@@ -127,6 +134,20 @@ def test_no_adapter_waits_for_ever_behind_a_busy_one() -> None:
     books.finish("other")
     books.step()
     assert set(books.running.values()) == {"busy"}
+
+
+def test_an_adapter_is_copied_in_parts_between_steps_and_at_once_without_other_work() -> None:
+    books = Books(2, 2)
+    books.num_adapter_parts = 3
+    for version, idle, steps in (("a", False, 3), ("b", True, 1)):
+        books.add(version, version)
+        books.step()
+        books.read(version)
+        for step in range(steps):
+            assert version not in books.running
+            books.adapted.queue_ready(idle)
+            books.adapted.check()
+            assert (version in books.running) == (step == steps - 1)
 
 
 def test_a_busy_adapter_goes_on_while_another_one_is_read() -> None:

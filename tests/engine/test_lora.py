@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, LoRARequest, SamplingParams
+from engine.worker import adapter_slots
 from tests.oracles.peft_adapters import PROMPTS, answers, base_model, make_adapter
 
 NUM_TOKENS = 64
@@ -155,9 +156,10 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARe
     ],
 )
 def test_adapters_and_the_base_share_a_batch(
-    several: tuple[Path, list[LoRARequest], list[Any]], settings: dict[str, Any]
+    several: tuple[Path, list[LoRARequest], list[Any]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, requests, expected = several
+    monkeypatch.setattr(adapter_slots, "PART_BYTES", 20_000)  # an adapter is copied in several parts, on all ranks
     with started(model, **settings) as llm:
         for _ in range(2):  # then partly from the prefix cache
             for got, want in zip(run(llm, [None, *requests]), expected, strict=True):

@@ -422,10 +422,15 @@ class RankedRunner:
         self._tell(AdapterCall("drop_adapter", (adapter,)))
         self._runner.drop_adapter(adapter)
 
-    def place_adapter(self, adapter: Adapter, slot: int) -> None:
+    @property
+    def num_adapter_parts(self) -> int:
+        """See `AdapterSlots.num_parts`. This rank decides for all."""
+        return self._runner.num_adapter_parts
+
+    def place_adapter(self, adapter: Adapter, slot: int, part: int, num_parts: int) -> None:
         """See `AdapterSlots.place`. A follower that could not read its part, though this rank could, ends."""
-        self._tell(AdapterCall("place_adapter", (adapter, slot)))
-        self._runner.place_adapter(adapter, slot)
+        self._tell(AdapterCall("place_adapter", (adapter, slot, part, num_parts)))
+        self._runner.place_adapter(adapter, slot, part, num_parts)
 
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
         """Open rank 0's file, which calls the followers' files. Returns None if a rank's file cannot be used."""
