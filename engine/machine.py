@@ -16,6 +16,7 @@ import torch
 import engine
 from engine.flags import command_line
 from engine.worker.device import CpuDevice, CudaDevice
+from engine.worker.parallel.cores import num_cores
 
 ROOT = Path(engine.__file__).resolve().parents[1]
 
@@ -53,7 +54,7 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # parts of names: values of su
 def report() -> dict[str, str]:
     """Return the facts for a bug report about this machine and installation, by title. Contains no secrets."""
     known, cpu = environment(), CpuDevice()
-    memory, cores = cpu.memory(), len(os.sched_getaffinity(0))
+    memory, cores = cpu.memory(), num_cores()
     found = {
         "quire": f"{engine.__version__} ({known['commit'] or 'no checkout'})",
         "python": f"{platform.python_version()} in {sys.prefix}",

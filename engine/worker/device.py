@@ -11,6 +11,8 @@ import math
 import mmap
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,13 +169,29 @@ def _available() -> int:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, ValueError, LookupError):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = _available_on_macos() if sys.platform == "darwin" else _pages("SC_AVPHYS_PAGES")
     try:
         limit, held = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         of_kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return max(min(free, limit - held + int(of_kinds["inactive_file"])), 0)
     except (OSError, ValueError, LookupError):  # there is no limit
         return free
+
+
+def _pages(name: str) -> int:
+    """Return the bytes of `sysconf`'s number of pages."""
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _available_on_macos() -> int:
+    """Return the bytes that are free or can be freed at once; half of the memory if the system does not tell."""
+    kinds = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    try:
+        shown = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=10, check=True).stdout
+        pages = dict(line.split(":", 1) for line in shown.splitlines()[1:])
+        return sum(int(pages[kind].strip().rstrip(".")) for kind in kinds) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError):
+        return _pages("SC_PHYS_PAGES") // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +227,8 @@ class CpuDevice:
         return cls()
 
     def memory(self) -> Memory:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        total = _pages("SC_PHYS_PAGES")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
         # The peak is cheap to read; the memory used now is only in /proc.
         return Memory(total, _available(), used=peak, peak=peak)
 

@@ -1,6 +1,6 @@
 """Compiling the C++ kernels in `native/`: once for each instruction set, by one process for all.
 
-`python -m kernels.cpu.build` compiles them beforehand for the instruction sets of most CPUs, for an image.
+`python -m kernels.cpu.build` compiles them beforehand for the instruction sets of most CPUs, for images and wheels.
 """
 
 from __future__ import annotations
@@ -123,13 +123,17 @@ def build(compiler: Sequence[str], sources: Sequence[Path], made: Path, name: st
 
     objects = [str(made.with_name(f"{source.stem}.o")) for source in sources]
     compiling(0, len(sources))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(_num_cores()) as pool:
         tasks = [pool.submit(run, "-c", "-o", to, str(source)) for source, to in zip(sources, objects, strict=True)]
         for done, task in enumerate(as_completed(tasks), 1):
             task.result()
             compiling(done, len(sources))
     run("-shared", "-o", str(made), *objects)
     logger.info("compiled kernels for %s in %.1f s", name, time.monotonic() - start)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_own(path: Path) -> bool:
@@ -163,12 +167,16 @@ def _fingerprint(sources: Sequence[Path], name: str) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Compile for some instruction sets into PREBUILT, by default for the common ones of this machine's kind."""
+    """Compile for some instruction sets into PREBUILT, by default for the common ones of this machine's kind.
+
+    A kind of COMMON stands for its sets: with `CXX`, a cross compiler compiles them.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise SystemExit("no C++ compiler is installed")
     PREBUILT.mkdir(exist_ok=True)
-    for name in names or COMMON.get(platform.machine(), ()):
+    kinds = names or [kind for kind in COMMON if kind == platform.machine()]
+    for name in (each for kind in kinds for each in COMMON.get(kind, (kind,))):
         with tempfile.TemporaryDirectory(dir=PREBUILT) as scratch:
             made = Path(scratch) / path(PREBUILT, name).name
             build(compiler, sorted(SOURCES.glob("*.cpp")), made, name)

@@ -5,8 +5,10 @@ A name is a level, then what the kernels know to use beside it. `QUIRE_CPU_ISA` 
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -26,6 +28,8 @@ ADDITIONS = {
     "aarch64": {"dotprod": "asimddp", "bf16": "bf16", "i8mm": "i8mm"},
 }
 
+# macOS's names of features → Linux's.
+MACOS = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm"}
 UNCHECKED = {"amx"}  # additions that have not run on a CPU yet: only `QUIRE_CPU_ISA` chooses them
 # Addition → options of GCC and Clang, where not its name alone.
 OPTIONS = {"amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16")}
@@ -50,7 +54,7 @@ def instruction_set() -> str:
 
 def detect() -> str:
     """Return the highest level of this CPU, with all additions to it that the CPU has."""
-    level = next((name for name in ADDITIONS if not missing_features(name)), platform.machine())
+    level = next((name for name in ADDITIONS if not missing_features(name)), _machine())
     own = [name for name in ADDITIONS.get(level, {}) if not missing_features(f"{level}+{name}")]
     return "+".join([level, *(name for name in own if name not in UNCHECKED)])
 
@@ -58,8 +62,7 @@ def detect() -> str:
 def missing_features(name: str) -> set[str]:
     """Return what this CPU lacks of an instruction set, by Linux's names."""
     level, *additions = name.split("+")
-    machine = "x86-64" if platform.machine() in ("x86_64", "AMD64") else platform.machine()
-    if not level.startswith(machine):
+    if not level.startswith(_machine()):
         return {level}
     levels = list(LEVELS)[list(LEVELS).index(level) :] if level in LEVELS else []
     needed = [flag for at in levels for flag in LEVELS[at].split()]
@@ -78,8 +81,27 @@ def compiler_options(name: str) -> list[str]:
     return [f"-march={level}", *(option for name in additions for option in OPTIONS.get(name, (f"-m{name}",)))]
 
 
+def _machine() -> str:
+    """Return the kind of CPU, as the levels begin."""
+    machine = platform.machine()
+    return {"AMD64": "x86-64", "x86_64": "x86-64", "arm64": "aarch64"}.get(machine, machine)
+
+
+@functools.cache
+def _macos_features() -> set[str]:
+    try:
+        command = ["sysctl", "hw.optional.arm"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    values = dict(line.rsplit(".", 1)[-1].split(": ") for line in shown.splitlines() if ": " in line)
+    return {name for feature, name in MACOS.items() if values.get(feature) == "1"}
+
+
 def _cpu_flags() -> set[str]:
     """Return the CPU's features by Linux's names."""
+    if platform.system() == "Darwin":
+        return _macos_features()
     try:
         lines = CPUINFO.read_text("utf-8").splitlines()
     except OSError:

@@ -81,7 +81,7 @@ class LargePages:
 
     def _map(self, size: int) -> Tensor:
         memory = mmap.mmap(-1, size + self.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # the system has none
+        with contextlib.suppress(OSError, AttributeError):  # the system has none
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         start = -whole.data_ptr() % self.PAGE
@@ -123,8 +123,8 @@ def library() -> Native | None:
     if mode() == "pytorch":
         return None
     functions = build.load_prebuilt(name)
-    if functions is None and (compiler is None or platform.system() != "Linux"):
-        missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux"
+    if functions is None and (compiler is None or platform.system() not in ("Linux", "Darwin")):
+        missing = "no C++ compiler is installed" if compiler is None else "the kernels in C++ need Linux or macOS"
         logger.warning("%s: PyTorch computes on the CPU, which is slower", missing)
         return None
     try:

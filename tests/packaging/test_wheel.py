@@ -25,7 +25,10 @@ def test_the_wheel_holds_what_serving_needs(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in (*PACKAGES, "configs/demo"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    prebuilt = tmp_path / "kernels" / "cpu" / "prebuilt" / "cpu-x86-64-v3-0123.so"
+    prebuilt.parent.mkdir()
+    prebuilt.write_text("a library\n")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "."]
     subprocess.run([*command, "."], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -37,6 +40,7 @@ def test_the_wheel_holds_what_serving_needs(tmp_path: Path) -> None:
     needed_files = {path.relative_to(ROOT).as_posix() for path in files if path.is_file()}
     assert {f"{package}/py.typed" for package in PACKAGES if package != "benchmarks"} <= needed_files
     assert sorted(needed_files - set(names)) == []
+    assert prebuilt.relative_to(tmp_path).as_posix() in names
     demo = {name.rpartition("share/quire/demo/")[2] for name in names if "share/quire/demo/" in name}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= demo
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.worker import device
 from engine.worker.device import CpuDevice, CudaDevice, DeviceNotFoundError, Memory, find_device
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -72,6 +75,22 @@ def test_fp8_caches_need_ada(monkeypatch: pytest.MonkeyPatch, capability: tuple[
     assert CudaDevice(0).capability == capability
     assert CudaDevice(0).supports_fp8_cache is supported
     assert CpuDevice().supports_fp8_cache
+
+
+def test_memory_of_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shown = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n" + "".join(
+        f"Pages {kind}: {count}.\n"
+        for kind, count in (("free", 5), ("active", 90), ("inactive", 3), ("speculative", 2))
+    )
+    answers = {"whole": shown + "Pages purgeable: 1.\n", "in part": shown}
+    monkeypatch.setattr(device, "MEMINFO", tmp_path / "absent")
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    monkeypatch.setattr("sys.platform", "darwin")
+    page = os.sysconf("SC_PAGE_SIZE")
+    for kind, want in (("whole", 11 * page), ("in part", os.sysconf("SC_PHYS_PAGES") * page // 2)):
+        done = subprocess.CompletedProcess([], 0, answers[kind])
+        monkeypatch.setattr("subprocess.run", lambda *_, done=done, **options: done)
+        assert CpuDevice().memory().free == want
 
 
 @pytest.mark.parametrize(("avx512", "amx"), [(True, False), (False, True), (False, False)])

@@ -1,10 +1,15 @@
 // Threads that share out the pieces of one piece of work at a time.
 #pragma once
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__linux__) && !defined(QUIRE_NO_FUTEX)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#define QUIRE_FUTEX
+#else
+#include <condition_variable>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -12,6 +17,35 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+
+// A counter that threads wait for.
+class Ticket {
+  public:
+    uint32_t load() const { return value_.load(); }
+    uint32_t glance() const { return value_.load(std::memory_order_relaxed); }
+    void draw() { value_.fetch_add(1); }
+
+#if defined(QUIRE_FUTEX)
+    void wait(uint32_t seen) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0); }  // may end too early
+    void wake(int threads) { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0); }
+#else  // macOS
+    void wait(uint32_t seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return load() != seen; });
+    }
+    void wake(int) {
+        { std::lock_guard<std::mutex> after_its_look(mutex_); }
+        changed_.notify_all();
+    }
+
+  private:
+    std::mutex& mutex_ = *new std::mutex;  // these two stay: at the process's end helpers still wait
+    std::condition_variable& changed_ = *new std::condition_variable;
+#endif
+
+  private:
+    std::atomic<uint32_t> value_{0};
+};
 
 // The caller works, too, and waits only for helpers that are at work: a helper that the system keeps from running delays
 // nothing but the piece that it holds. So helpers offer their core to others now and then, between two pieces: else a busy
@@ -33,8 +67,8 @@ class Pool {
         next_.store(0, std::memory_order_relaxed);
         start(helpers_);
         door_.fetch_and(~CLOSED);
-        ticket_.fetch_add(1);
-        if (sleeping_.load()) syscall(SYS_futex, &ticket_, FUTEX_WAKE_PRIVATE, helpers_, nullptr, nullptr, 0);
+        ticket_.draw();
+        if (sleeping_.load()) ticket_.wake(helpers_);
         while (take_piece()) {}
         door_.fetch_or(CLOSED);
         for (int spins = 0; door_.load(std::memory_order_acquire) != CLOSED; ++spins)
@@ -50,6 +84,8 @@ class Pool {
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
 #endif
     }
 
@@ -85,12 +121,12 @@ class Pool {
         const auto end = Clock::now() + SPIN;
         do
             for (int i = 0; i < 32; ++i) {
-                if (ticket_.load(std::memory_order_relaxed) != seen) return;
+                if (ticket_.glance() != seen) return;
                 pause();
             }
         while (Clock::now() < end);
         sleeping_.fetch_add(1);
-        while (ticket_.load() == seen) syscall(SYS_futex, &ticket_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        while (ticket_.load() == seen) ticket_.wait(seen);
         sleeping_.fetch_sub(1);
     }
 
@@ -102,7 +138,7 @@ class Pool {
     pid_t process_ = 0;
     std::atomic<int64_t> next_{0};
     std::atomic<uint32_t> door_{CLOSED};  // helpers at work, and whether more may begin
-    std::atomic<uint32_t> ticket_{0};     // counts pieces of work
+    Ticket ticket_;                       // counts pieces of work
     std::atomic<int> sleeping_{0};
 };
 

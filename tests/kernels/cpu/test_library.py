@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,9 @@ def test_libraries_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.M
     assert str(build.load_prebuilt(NAME)) == "made\n"
     assert build.is_built(NAME)
     assert not build.is_built("aarch64")
+    build.main(["aarch64", "x86-64-v2"])
+    added = (*build.COMMON["aarch64"], "x86-64-v2")
+    assert {build.path(prebuilt, name) for name in (*build.COMMON["x86_64"], *added)} == set(prebuilt.iterdir())
     prebuilt.chmod(0o777)
     assert build.load_prebuilt(NAME) is None
 
@@ -224,6 +228,18 @@ def test_the_cpus_own_instruction_set(
     monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
     assert instruction_set.instruction_set() == name
     assert instruction_set.compiler_options(name) == options
+
+
+def test_the_instruction_set_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "".join(f"hw.optional.arm.FEAT_{name}: {has}\n" for name, has in (("DotProd", 1), ("BF16", 0), ("I8MM", 1)))
+    done = subprocess.CompletedProcess([], 0, shown)
+    monkeypatch.setattr("subprocess.run", lambda *_, **options: done)
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    instruction_set._macos_features.cache_clear()
+    assert instruction_set.instruction_set() == "aarch64+dotprod+i8mm"
+    instruction_set._macos_features.cache_clear()
 
 
 @pytest.mark.parametrize(
