@@ -9,6 +9,7 @@ import pytest
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.kv import block_pool, prefix_history
+from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -633,3 +634,29 @@ def test_a_request_whose_first_token_is_nan_leaves_nothing_that_may_be_the_cause
     add(s, request("b", [*prompt, 60]))
     _fail_with_nan(s, "b")
     assert _num_cached(s, "c", [*prompt, 61]) == 0
+
+
+# Whole prompts, of encoders
+
+
+def embedding(request_id: str, length: int) -> Request:
+    prompt = [1000 * ord(request_id[0]) + i for i in range(length)]
+    return Request(EngineRequest(request_id, prompt, UNSAMPLED, PoolingParams()), frozenset({EOS}), seed=1)
+
+
+def test_a_whole_prompt_waits_for_a_step_with_room() -> None:
+    s = Scheduler(100, 4, 8, 64, 200, False, whole_prompts=True)
+    add(s, embedding("a", 40), embedding("b", 30), embedding("c", 20), embedding("d", 44))
+    assert scheduled(plan(s)) == {"a": 40}
+    assert scheduled(plan(s)) == {"b": 30, "c": 20}  # in order: d does not fit any more
+
+
+def test_a_prompt_has_room_in_a_step_of_its_own() -> None:
+    """However short the step is to be, as after a lack of memory."""
+    s = Scheduler(100, 4, 8, 64, 200, False, whole_prompts=True)
+    s.max_num_batched_tokens = 8
+    add(s, embedding("a", 64), embedding("b", 5), embedding("c", 3))
+    first = plan(s)
+    assert scheduled(first) == {"a": 64}
+    assert scheduled(plan(s)) == {"b": 5, "c": 3}
+    assert not first.batch.partial
