@@ -9,6 +9,7 @@ length and padded. Models have random weights. CPU seconds are of all threads, s
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -96,9 +97,8 @@ def _compare(shape: str, folder: str, texts: list[str], flags: Flags) -> None:
 def _other(folder: str, dtype: str) -> tuple[str, Callable[[list[str]], torch.Tensor]]:
     """Return sentence-transformers, or what it does, with its name."""
     if importlib.util.find_spec("sentence_transformers") is not None:
-        from sentence_transformers import SentenceTransformer
-
-        model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
+        library = importlib.import_module("sentence_transformers")
+        model = library.SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
         return "sentence-transformers", lambda texts: model.encode(texts, convert_to_tensor=True)
     import transformers
 
