@@ -49,6 +49,7 @@ from kernels.data.quantized_weight import by_groups as by_groups
 from kernels.data.sampling import NOT_FINITE as NOT_FINITE
 from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.data.sampling import Part as Part
+from kernels.data.sampling import SamplingRows as SamplingRows
 from kernels.data.state import DeltaStates as DeltaStates
 from kernels.data.state import StateContext as StateContext
 from kernels.reference import pack_e2m1 as pack_e2m1

@@ -76,15 +76,16 @@ def measure(logits: Tensor, filters: tuple[float, int, float, float]) -> dict[st
         torch.full((batch,), x, dtype=dtype, device=device) for x, dtype in zip(filters, dtypes, strict=True)
     )
     numbers = torch.arange(batch, device=device)
+    rows = kernels.SamplingRows(temperature, top_k, top_p, min_p, numbers, numbers)
     unmasked = torch.full((batch,), -1, dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def plain() -> None:
-        kernels.sample(logits, temperature, top_k, top_p, min_p, numbers, numbers, Part.PLAIN, out=tokens)
+        kernels.sample(logits, rows, Part.PLAIN, out=tokens)
 
     def both() -> None:
         plain()
-        kernels.sample(logits, temperature, top_k, top_p, min_p, numbers, numbers, Part.REST, unmasked, tokens)
+        kernels.sample(logits, rows, Part.REST, unmasked, tokens)
 
     first = microseconds(plain, device)
     return {"us": first if filters[1:] == (0, 1.0, 0.0) else microseconds(both, device), "plain_us": first}

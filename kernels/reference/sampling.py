@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED, Part
+from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED, Part, SamplingRows
 from kernels.reference.precision import to_wide
 
 MIX_A, MIX_B = 0x7FEB352D, 0x846CA68B  # odd multipliers of a 32-bit finaliser
@@ -103,52 +103,44 @@ def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    rows: SamplingRows,
     part: Part = Part.ALL,
     mask_of: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token per row of logits [B, V] -> token ids [B] int64, in `out` where that is given.
 
-    temperature [B] float32 (0: the likeliest token, lowest id on ties), top_k [B] int32 (<= 0: all), top_p, min_p [B]
-    float32, seeds [B] int64, positions [B] int32 or int64. The order is temperature, min_p, top_k, top_p; tokens that
-    tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position, token id)).
-    A row with a NaN or an inf gets NOT_FINITE, a row of nothing but -inf NOTHING_ALLOWED.
+    Tokens that tie at a threshold all stay. The choice is argmax(logit / temperature + Gumbel noise of (seed, position,
+    token id)). A row with a NaN or an inf gets NOT_FINITE, a row of nothing but -inf NOTHING_ALLOWED.
 
     With `Part.PLAIN` the other rows get token 0. With `Part.REST` the other rows of `out` stay as they are; mask_of [B]
     int32 is not -1 for rows with a mask, which `mask_logits` has applied.
     """
-    filtered = _is_filtered(temperature, top_k, top_p, min_p, logits.shape[1])
-    rows = torch.ones_like(filtered)
+    filtered = _is_filtered(rows, logits.shape[1])
+    chosen = torch.ones_like(filtered)
     if part is Part.PLAIN:
-        rows = ~filtered
+        chosen = ~filtered
     elif part is Part.REST:
         assert mask_of is not None
         assert out is not None
-        rows = filtered | (mask_of >= 0)
+        chosen = filtered | (mask_of >= 0)
     if out is None:
         out = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     elif part is Part.PLAIN:
         out.zero_()
-    arguments = temperature, top_k, top_p, min_p, seeds, positions
-    if rows.all():
-        return out.copy_(_sample(logits, *arguments))
-    out[rows] = _sample(logits[rows], *(x[rows] for x in arguments))
+    if chosen.all():
+        return out.copy_(_sample(logits, rows))
+    out[chosen] = _sample(logits[chosen], SamplingRows(*(x[chosen] for x in rows)))
     return out
 
 
-def _is_filtered(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+def _is_filtered(rows: SamplingRows, vocab_size: int) -> Tensor:
+    temperature, top_k, top_p, min_p, _, _ = rows
     return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
 
 
-def _sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
-) -> Tensor:
+def _sample(logits: Tensor, params: SamplingRows) -> Tensor:
+    temperature, top_k, top_p, min_p, seeds, positions = params
     wide = to_wide(logits)
     filtered = ((top_k > 0) & (top_k < wide.shape[1])) | (top_p < 1) | (min_p > 0)
     chosen = mark_faults(torch.zeros(len(wide), dtype=torch.int64, device=wide.device), wide.amax(-1))
@@ -176,17 +168,7 @@ def _ordered(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def best_keys(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    first_id: int,
-    vocab_size: int,
-) -> Tensor:
+def best_keys(logits: Tensor, rows: SamplingRows, first_id: int, vocab_size: int) -> Tensor:
     """The first half of `sample` with `Part.PLAIN`, on a rank with a part of the logits: [B, n] -> keys [B, K] int64.
 
     The columns are the tokens from `first_id` on. Those at or beyond `vocab_size`, the size of the whole vocabulary,
@@ -200,14 +182,14 @@ def best_keys(
     """
     token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     wide = to_wide(logits).masked_fill(token_ids >= vocab_size, -math.inf)
-    noise = gumbel(random_bits(seeds.unsqueeze(1), positions.unsqueeze(1), token_ids))
+    noise = gumbel(random_bits(rows.seeds.unsqueeze(1), rows.positions.unsqueeze(1), token_ids))
     limits = torch.finfo(wide.dtype)
-    noisy = (wide / temperature.unsqueeze(1)).add_(noise).clamp_(limits.min, limits.max)
-    values = torch.where((temperature > 0).unsqueeze(1) & wide.isfinite(), noisy, wide)
+    noisy = (wide / rows.temperature.unsqueeze(1)).add_(noise).clamp_(limits.min, limits.max)
+    values = torch.where((rows.temperature > 0).unsqueeze(1) & wide.isfinite(), noisy, wide)
     best, column = values.masked_fill_(values.isnan(), math.inf).float().max(-1)
     order = _ordered(best.masked_fill_(best == 0, 0.0).view(torch.int32))  # -0.0 equals 0.0
     keys = (order.long() << 32) - token_ids[column]
-    return keys.masked_fill_(_is_filtered(temperature, top_k, top_p, min_p, vocab_size), 0).unsqueeze(1)
+    return keys.masked_fill_(_is_filtered(rows, vocab_size), 0).unsqueeze(1)
 
 
 def best_tokens(keys: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from kernels.data import sampling as data
-from kernels.data.sampling import Part
+from kernels.data.sampling import Part, SamplingRows
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.thresholds import is_filtered, sampling_thresholds, to_key
 
@@ -180,12 +180,7 @@ def mask_logits(logits: Tensor, masks: Tensor, mask_of: Tensor) -> None:
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
+    rows: SamplingRows,
     part: Part = Part.ALL,
     mask_of: Tensor | None = None,
     out: Tensor | None = None,
@@ -198,13 +193,13 @@ def sample(
     token_ids = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
     if batch == 0:
         return token_ids
-    filters = temperature, top_k, top_p, min_p
-    thresholds = temperature if part == Part.PLAIN else sampling_thresholds(logits, *filters)
+    filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    thresholds = rows.temperature if part == Part.PLAIN else sampling_thresholds(logits, *filters)
     keys = torch.empty(batch, num_pieces, dtype=torch.int64, device=logits.device)
-    masks = top_k if mask_of is None else mask_of
+    masks = rows.top_k if mask_of is None else mask_of
     _pick_kernel[batch, num_pieces](
-        logits, *filters, masks, thresholds, seeds, positions, keys, logits.stride(0), vocab_size, 0, vocab_size,
-        PIECE=PIECE, PART=part.value, FAST=logits.device.type != "cpu", num_warps=4, **pdl,
+        logits, *filters, masks, thresholds, rows.seeds, rows.positions, keys, logits.stride(0), vocab_size, 0,
+        vocab_size, PIECE=PIECE, PART=part.value, FAST=logits.device.type != "cpu", num_warps=4, **pdl,
     )  # fmt: skip
     _reduce_kernel[(batch,)](
         *filters, masks, keys, token_ids, vocab_size,
@@ -213,17 +208,7 @@ def sample(
     return token_ids
 
 
-def best_keys(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    first_id: int,
-    vocab_size: int,
-) -> Tensor:
+def best_keys(logits: Tensor, rows: SamplingRows, first_id: int, vocab_size: int) -> Tensor:
     """See `kernels.reference.best_keys`. Rows of logits must be contiguous, the row stride is free."""
     batch, n = logits.shape
     assert logits.stride(1) == 1
@@ -231,7 +216,7 @@ def best_keys(
     keys = torch.empty(batch, num_pieces, dtype=torch.int64, device=logits.device)
     if batch:
         _pick_kernel[batch, num_pieces](
-            logits, temperature, top_k, top_p, min_p, top_k, temperature, seeds, positions, keys,
+            logits, *rows[:4], rows.top_k, rows.temperature, rows.seeds, rows.positions, keys,
             logits.stride(0), num_columns, first_id, vocab_size,
             PIECE=PIECE, PART=Part.PLAIN.value, FAST=logits.device.type != "cpu", num_warps=4,
             **pdl_options(logits.device),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.micro.sampling import FILTERS as TIMED_FILTERS
-from kernels import Part, reference
+from kernels import Part, SamplingRows, reference
 from tests.gpu.checks import BF16, F16, F32, Checks
 
 FILTERS = {"greedy": (0.0, 0, 1.0, 0.0), "top_k 50000": (1.0, 50_000, 1.0, 0.0), **TIMED_FILTERS}
@@ -32,13 +32,14 @@ def check_sampling(checks: Checks) -> None:
                 torch.full((batch,), top_p, device=checks.device),
                 torch.full((batch,), min_p, device=checks.device),
             )
-            call = partial(kernels.sample, logits, *filters, seeds, positions)
-            error = float((call() != reference.sample(logits, *filters, seeds, positions)).float().mean())
+            rows = SamplingRows(*filters, seeds, positions)
+            call = partial(kernels.sample, logits, rows)
+            error = float((call() != reference.sample(logits, rows)).float().mean())
             checks.add(
                 f"sample {batch} x {vocab_size} {dtype} spread {spread} {name}", error, 0.02, call, logits.nbytes
             )
             if name in ("greedy", "none"):
-                check_parts(checks, name, logits, *filters, seeds, positions)
+                check_parts(checks, name, logits, rows)
             else:
                 got = kernels.sampling_thresholds(logits, *filters)
                 want = reference.sampling_thresholds(logits.float(), *filters)
@@ -47,22 +48,14 @@ def check_sampling(checks: Checks) -> None:
                 checks.add(f"  its thresholds leave {int(left.min())} to {int(left.max())} tokens", error, 1e-3)
 
 
-def check_parts(
-    checks: Checks, name: str, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    seeds: Tensor, positions: Tensor,
-) -> None:  # fmt: skip
+def check_parts(checks: Checks, name: str, logits: Tensor, rows: SamplingRows) -> None:
     """Tokens that ranks with parts of the logits choose together, beside one that has them all."""
     vocab_size = logits.shape[1]
-    want = kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, positions, Part.PLAIN)
+    want = kernels.sample(logits, rows, Part.PLAIN)
     for size in (2, 8):
         n = -(-vocab_size // size)
         parts = [part.contiguous() for part in logits.split(n, 1)]
-        calls = [
-            partial(
-                kernels.best_keys, part, temperature, top_k, top_p, min_p, seeds, positions, rank * n, vocab_size
-            )
-            for rank, part in enumerate(parts)
-        ]  # fmt: skip
+        calls = [partial(kernels.best_keys, part, rows, rank * n, vocab_size) for rank, part in enumerate(parts)]
         keys = torch.cat([call() for call in calls], 1)
         error = float((kernels.best_tokens(keys) != want).float().mean())
         checks.add(f"  {name}: keys of one of {size} ranks", error, 0.0, calls[-1], parts[-1].nbytes)
@@ -92,8 +85,9 @@ def check_masks(checks: Checks, logits: Tensor, seeds: Tensor, positions: Tensor
             torch.zeros(batch, device=checks.device),
         )
         out = torch.full((batch,), -7, device=checks.device)
-        call = partial(kernels.sample, logits, *filters, seeds, positions, Part.REST, mask_of, out)
-        expected = reference.sample(logits, *filters, seeds, positions, Part.REST, mask_of, out.clone())
+        rows = SamplingRows(*filters, seeds, positions)
+        call = partial(kernels.sample, logits, rows, Part.REST, mask_of, out)
+        expected = reference.sample(logits, rows, Part.REST, mask_of, out.clone())
         error = float((call() != expected).float().mean())
         checks.add(f"sample the rest, {name} top_k {top_k}", error, 0.02, call, size)
 
@@ -121,7 +115,7 @@ def check_faults(checks: Checks) -> None:
             torch.full((batch,), min_p, device=checks.device),
         )
         seeds = positions = torch.arange(batch, device=checks.device)
-        found = kernels.sample(logits, *filters, seeds, positions).clamp(max=0)
+        found = kernels.sample(logits, SamplingRows(*filters, seeds, positions)).clamp(max=0)
         checks.add(f"faults in {batch} x {vocab_size} {dtype} {name}", float((found != expected).float().mean()), 0.0)
 
 
@@ -137,10 +131,11 @@ def check_distribution(checks: Checks) -> None:
         torch.arange(draws, device=checks.device),
         torch.zeros(draws, dtype=torch.int64, device=checks.device),
     )
-    kernels.sample(rows, *arguments, seeds, positions)
+    params = SamplingRows(*arguments, seeds, positions)
+    kernels.sample(rows, params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chosen = kernels.sample(rows, *arguments, seeds, positions)
+        chosen = kernels.sample(rows, params)
     expected = draws * logits.softmax(0)
     for position in range(3):
         positions.fill_(position)

@@ -160,7 +160,8 @@ def test_a_vocabulary_that_ranks_cannot_divide(size: int) -> None:
         own, buffer, row = modules[1].own_logits(SublayerInput(hidden, modules[2])), torch.empty(5, 9), torch.zeros(5)
         assert modules[1].gather(own, buffer) is buffer
         assert torch.equal(modules[1].gather(own), buffer)
-        keys = kernels.best_keys(own, row, row.int(), row + 1, row, row.long(), row.int(), modules[1].first_id, 9)
+        params = kernels.SamplingRows(row, row.int(), row + 1, row, row.long(), row.int())
+        keys = kernels.best_keys(own, params, modules[1].first_id, 9)
         return modules[0](ids), buffer, kernels.best_tokens(modules[1].gather_keys(keys))
 
     want = torch.nn.functional.rms_norm(hidden, (8,), norm, 1e-6) @ head.T

@@ -91,16 +91,17 @@ def kv_cache(kv_dtype: torch.dtype) -> None:
 
 
 def sampling(dtype: torch.dtype) -> None:
-    from kernels.data.sampling import Part
+    from kernels.data.sampling import Part, SamplingRows
     from kernels.triton.sampling import best_keys, best_tokens, mask_logits, sample
 
     row, logits = tensor(3, dtype=F32), tensor(3, 151936, dtype=dtype)
     mask_logits(logits, tensor(3, 4748, dtype=I32), row.int())
-    sample(logits, row, row.int(), row, row, row.long(), row.long())
-    sample(logits, row, row.int(), row, row, row.long(), row.long(), Part.PLAIN)
-    sample(logits, row, row.int(), row, row, row.long(), row.long(), Part.REST, row.int(), row.long())
+    rows = SamplingRows(row, row.int(), row, row, row.long(), row.long())
+    sample(logits, rows)
+    sample(logits, rows, Part.PLAIN)
+    sample(logits, rows, Part.REST, row.int(), row.long())
     for first in (0, 100_000):  # a rank's columns that are all tokens, and some
-        best_tokens(best_keys(logits, row, row.int(), row, row, row.long(), row.long(), first, 200_000))
+        best_tokens(best_keys(logits, rows, first, 200_000))
 
 
 def attention(

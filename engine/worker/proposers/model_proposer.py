@@ -160,13 +160,15 @@ class ModelProposer(ABC):
         if rows.greedy:
             return kernels.greedy_sample(logits)
         state, at = self._state, rows.rows
-        params = (
+        params = kernels.SamplingRows(
             state.floats(TEMPERATURE)[at],
             state.records[at, TOP_K].int(),
             state.floats(TOP_P)[at],
             state.floats(MIN_P)[at],
+            state.seed[at],
+            rows.newest + ahead,
         )
-        return kernels.sample(logits, *params, state.seed[at], rows.newest + ahead)
+        return kernels.sample(logits, params)
 
 
 def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> GroupAttention:

@@ -166,7 +166,7 @@ class Sampler:
 
         `gather`: returns the columns of all ranks, given this one's.
         """
-        keys = kernels.best_keys(own_logits, *self._params(len(own_logits)), first_id, self._vocab_size)
+        keys = kernels.best_keys(own_logits, self._params(len(own_logits)), first_id, self._vocab_size)
         tokens = kernels.best_tokens(gather(keys))
         self._store(tokens, self._step.samples.rows[: len(tokens)])
         return tokens
@@ -187,13 +187,13 @@ class Sampler:
     def _sample(
         self, logits: Tensor, part: kernels.Part, mask_of: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        return kernels.sample(logits, *self._params(len(logits)), part, mask_of, out)
+        return kernels.sample(logits, self._params(len(logits)), part, mask_of, out)
 
-    def _params(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the parameters of the first n samples, in the order of `kernels.sample`."""
+    def _params(self, n: int) -> kernels.SamplingRows:
+        """Return the parameters of the first n samples."""
         samples = self._step.samples
         params = samples.temperature[:n], samples.top_k[:n], samples.top_p[:n], samples.min_p[:n]
-        return *params, samples.seed[:n], samples.next_position[:n]
+        return kernels.SamplingRows(*params, samples.seed[:n], samples.next_position[:n])
 
     def _store(self, tokens: Tensor, rows: Tensor) -> None:
         """Store the tokens in their rows, where the next step reads them: tokens, rows [n] int64.
@@ -209,9 +209,8 @@ class Sampler:
         is_finite = own.amax(-1) < math.inf
         for processor in group.processors:
             processor.apply(own, context)
-        sampled = kernels.sample(
-            own, params.temperature, params.top_k, params.top_p, params.min_p, group.seeds, lengths
-        )  # fmt: skip
+        filters = params.temperature, params.top_k, params.top_p, params.min_p
+        sampled = kernels.sample(own, kernels.SamplingRows(*filters, group.seeds, lengths))
         # Processors give undefined results for NaN. If logits are finite, an empty set of tokens is the request's
         # fault.
         sampled.masked_fill_(sampled < 0, kernels.NOTHING_ALLOWED).masked_fill_(~is_finite, kernels.NOT_FINITE)

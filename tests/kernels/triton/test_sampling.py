@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import Part, reference
+from kernels import Part, SamplingRows, reference
 from kernels.triton import sampling, thresholds
 
 INF = float("inf")
@@ -47,7 +47,7 @@ def options(
     def column(value: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=dtype)
 
-    return (
+    return SamplingRows(
         column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
         column(min_p, torch.float32), torch.arange(batch) if seeds is None else seeds,
         torch.zeros(batch, dtype=torch.int64) if positions is None else positions,
@@ -142,7 +142,7 @@ def test_samples_follow_the_softmax(
     logits = torch.tensor([1.5, -0.5, 2.0, 0.0, 1.0, -2.0, 1.9, 0.3])
     # A seed's low bits, its high bits, or the position alone must be enough to make draws independent.
     varied = {vary: torch.arange(draws) << (33 if vary == "seeds" else 0)}
-    chosen = module.sample(logits.expand(draws, -1).contiguous(), *options(draws, **filters, **varied))
+    chosen = module.sample(logits.expand(draws, -1).contiguous(), options(draws, **filters, **varied))
     every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     keep = sorted(allowed(logits.tolist(), **every)[0])
     expected = torch.zeros(8).index_copy(0, torch.tensor(keep), (logits[keep] / every["temperature"]).softmax(0))
@@ -210,13 +210,14 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(module: Any)
     filters = {"temperature": [1.0, 0.7, 0.0, 1.0, 1.2, 1.0, 0.9], "top_k": [0, 20, 0, 0, 40, 0, 0]}
     filters |= {"top_p": [1, 0.9, 1, 0.95, 1, 1, 0.9], "min_p": [0, 0, 0.1, 0, 0, 0.05, 0]}
     arguments = options(7, **filters, seeds=seeds, positions=positions)
-    together = module.sample(logits, *arguments)
+    together = module.sample(logits, arguments)
     assert together.dtype == torch.int64
     for order in (torch.randperm(7), torch.tensor([4, 4, 1])):
-        assert module.sample(logits[order], *(x[order] for x in arguments)).equal(together[order])
+        assert module.sample(logits[order], SamplingRows(*(x[order] for x in arguments))).equal(together[order])
     for i in range(7):
-        assert int(module.sample(logits[i : i + 1], *(x[i : i + 1] for x in arguments))) == int(together[i])
-    assert not module.sample(logits, *options(7, **filters, seeds=seeds, positions=positions + 1)).equal(together)
+        alone = SamplingRows(*(x[i : i + 1] for x in arguments))
+        assert int(module.sample(logits[i : i + 1], alone)) == int(together[i])
+    assert not module.sample(logits, options(7, **filters, seeds=seeds, positions=positions + 1)).equal(together)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -233,7 +234,7 @@ def test_kernel_and_twin_choose_the_same_tokens(dtype: torch.dtype) -> None:
         positions=torch.randint(0, 2**20, (16,)).int(),
     )
     # Noise differs in its last bits, and sums near top_p do: one row may.
-    assert int((sampling.sample(logits, *arguments) != reference.sample(logits, *arguments)).sum()) <= 1
+    assert int((sampling.sample(logits, arguments) != reference.sample(logits, arguments)).sum()) <= 1
 
 
 @BOTH
@@ -243,7 +244,7 @@ def test_greedy_takes_the_lowest_of_equals(module: Any, dtype: torch.dtype) -> N
     logits[1, 77], logits[1, 8000] = 3, 3
     logits[2, 8999] = 1
     arguments = options(3, temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
-    assert module.sample(logits, *arguments).tolist() == [0, 77, 8999]
+    assert module.sample(logits, arguments).tolist() == [0, 77, 8999]
 
 
 @BOTH
@@ -258,7 +259,7 @@ def test_infinities_and_nans(module: Any, filters: dict[str, Any]) -> None:
     logits[7, 0], logits[7, 8000] = INF, float("nan")
     logits[8:] = -INF
     logits[9, 5000] = float("nan")
-    chosen = module.sample(logits, *options(10, **filters)).tolist()
+    chosen = module.sample(logits, options(10, **filters)).tolist()
     assert set(chosen[:4]) <= {41, 42}
     assert chosen[4:] == [kernels.NOT_FINITE] * 4 + [kernels.NOTHING_ALLOWED, kernels.NOT_FINITE]
 
@@ -267,7 +268,7 @@ def test_infinities_and_nans(module: Any, filters: dict[str, Any]) -> None:
 def test_a_temperature_that_overflows_is_no_fault(module: Any) -> None:
     logits = torch.randn(3, 300)
     logits[1] *= -1e30
-    chosen = module.sample(logits, *options(3, temperature=[1e-40, 1e-40, 1e-30]))
+    chosen = module.sample(logits, options(3, temperature=[1e-40, 1e-40, 1e-30]))
     assert ((chosen >= 0) & (chosen < 300)).all()
 
 
@@ -275,17 +276,17 @@ def test_a_temperature_that_overflows_is_no_fault(module: Any) -> None:
 def test_rows_may_have_a_stride(module: Any) -> None:
     logits = torch.randn(4, 300)[:, 10:210]
     arguments = options(4, top_k=20, top_p=0.9)
-    assert module.sample(logits, *arguments).equal(module.sample(logits.contiguous(), *arguments))
+    assert module.sample(logits, arguments).equal(module.sample(logits.contiguous(), arguments))
 
 
 @BOTH
 def test_an_empty_batch(module: Any) -> None:
-    assert module.sample(torch.empty(0, 50), *options(0)).shape == (0,)
+    assert module.sample(torch.empty(0, 50), options(0)).shape == (0,)
 
 
 def test_the_package_picks_the_twin_on_a_cpu() -> None:
     logits = torch.randn(3, 50)
-    assert kernels.sample(logits, *options(3)).equal(reference.sample(logits, *options(3)))
+    assert kernels.sample(logits, options(3)).equal(reference.sample(logits, options(3)))
 
 
 @BOTH
@@ -313,14 +314,14 @@ def test_parts(module: Any, small_blocks: Any) -> None:
     arguments = options(7, temperature=[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], top_k=[0, 5, 300, 0, 5, 0, 0],
                         top_p=[1.0, 1.0, 1.0, 0.9, 0.9, 1.0, 1.0],
                         min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0])  # fmt: skip
-    everywhere = module.sample(logits, *arguments).tolist()
+    everywhere = module.sample(logits, arguments).tolist()
     out = torch.arange(-1, -8, -1)
-    assert module.sample(logits, *arguments, out=out.clone()).tolist() == everywhere
+    assert module.sample(logits, arguments, out=out.clone()).tolist() == everywhere
     filtered = {1, 3, 5}
-    plain = module.sample(logits, *arguments, part=Part.PLAIN)
+    plain = module.sample(logits, arguments, part=Part.PLAIN)
     assert plain.tolist() == [0 if i in filtered else token for i, token in enumerate(everywhere)]
     mask_of = torch.tensor([-1, -1, 4, -1, -1, 0, 2], dtype=torch.int32)
-    rest = module.sample(logits, *arguments, part=Part.REST, mask_of=mask_of, out=out)
+    rest = module.sample(logits, arguments, part=Part.REST, mask_of=mask_of, out=out)
     assert rest is out
     assert rest.tolist() == [token if i in filtered | {2, 6} else -1 - i for i, token in enumerate(everywhere)]
 
@@ -333,7 +334,7 @@ def sample_on_ranks(module: Any, logits: Tensor, arguments: Any, size: int) -> T
     padded[:, :vocab_size] = logits
     firsts = [min(rank * n, vocab_size) for rank in range(size)]
     parts = zip(padded.split(n, 1), firsts, strict=True)
-    keys = [module.best_keys(own.contiguous(), *arguments, first, vocab_size) for own, first in parts]
+    keys = [module.best_keys(own.contiguous(), arguments, first, vocab_size) for own, first in parts]
     assert all(each.dtype == torch.int64 for each in keys)
     return torch.as_tensor(module.best_tokens(torch.cat(keys, 1)))
 
@@ -365,7 +366,7 @@ def test_ranks_with_parts_of_the_logits(module: Any, size: int, dtype: torch.dty
     """Parts of several pieces or one, uneven ones, and ranks without any token: they choose what one rank does."""
     for vocab_size in (1, 2, 9, 129, 333):
         logits, arguments = mixed(32, vocab_size, dtype)
-        expected = module.sample(logits, *arguments, part=Part.PLAIN)
+        expected = module.sample(logits, arguments, part=Part.PLAIN)
         assert sample_on_ranks(module, logits, arguments, size).equal(expected), vocab_size
         assert vocab_size == 1 or expected.any()
 
@@ -383,7 +384,7 @@ def test_ranks_see_each_others_infinities_and_nans(module: Any, temperature: flo
     arguments = options(9, temperature=temperature, top_k=[0] * 7 + [5 if temperature else 0] * 2)
     faults = [kernels.NOT_FINITE] * 5 + [kernels.NOTHING_ALLOWED]
     expected = [41, *faults, *([0, 0] if temperature else [kernels.NOT_FINITE] * 2)]
-    assert module.sample(logits, *arguments, part=Part.PLAIN).tolist() == expected
+    assert module.sample(logits, arguments, part=Part.PLAIN).tolist() == expected
     for size in (1, 2, 3, 4):
         assert sample_on_ranks(module, logits, arguments, size).tolist() == expected
 
@@ -395,7 +396,7 @@ def test_a_rank_whose_best_value_overflows(module: Any) -> None:
     logits[0, :70] = -1.0
     arguments = options(2, temperature=1e-30)
     expected = [70, 0]
-    assert module.sample(logits, *arguments, part=Part.PLAIN).tolist() == expected
+    assert module.sample(logits, arguments, part=Part.PLAIN).tolist() == expected
     assert sample_on_ranks(module, logits, arguments, 4).tolist() == expected
 
 
@@ -411,10 +412,10 @@ def test_kernel_and_reference_choose_the_same_tokens_from_parts() -> None:
 def test_keys_order_tokens_by_value_then_id(module: Any) -> None:
     values = torch.tensor([[-INF, -1e30, -1.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 3.4e38, INF]])
     keys = torch.stack(
-        [module.best_keys(values[:, i : i + 1], *options(1, temperature=0.0), i, 10)[0, 0] for i in range(10)]
+        [module.best_keys(values[:, i : i + 1], options(1, temperature=0.0), i, 10)[0, 0] for i in range(10)]
     )
     assert keys.diff().gt(0).tolist() == [True, True, True, True, False, True, True, True, True]
-    last = module.best_keys(values[:, 8:9], *options(1, temperature=0.0), 2**31 - 2, 2**31 - 1)
+    last = module.best_keys(values[:, 8:9], options(1, temperature=0.0), 2**31 - 2, 2**31 - 1)
     assert module.best_tokens(torch.stack([keys[7:8], last[0]], 1)).tolist() == [2**31 - 2]
 
 
