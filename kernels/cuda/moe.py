@@ -198,10 +198,10 @@ def _compressed(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, out: Te
         compressed_small_batch.launch(inner, down, ids, weights, parts, first=first)
         return parts
     height = tile_height(ids.numel() / len(stack), 8 if num_tokens <= 8 else 16)
-    order, entries, block_m, _ = sort_pairs(ids, len(stack), first, height)
-    in_order = compressed.gather(x, order, chosen)
-    compressed.launch(in_order, gate_up, weights, order, entries, inner, block_m, activation)
-    compressed.launch(inner, down, weights, order, entries, parts, block_m)
+    tiles = sort_pairs(ids, len(stack), first, height)
+    in_order = compressed.gather(x, tiles.order, chosen)
+    compressed.launch(in_order, gate_up, weights, tiles, inner, activation)
+    compressed.launch(inner, down, weights, tiles, parts)
     return parts
 
 
@@ -215,12 +215,10 @@ def _weight_only(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, parts:
     assert isinstance(gate_up, QuantizedWeight)
     assert isinstance(down, QuantizedWeight)
     height = tile_height(ids.numel() / len(stack), 8 if len(x) <= 8 else 16)
-    order, entries, block_m, _ = sort_pairs(ids, len(stack), stack.first, height)
-    in_order, inner = weight_only.gather(x, order, ids.shape[1], gate_up, down)
-    weight_only.launch(
-        in_order, gate_up, stack.gate_up_bias, weights, order, entries, inner, block_m, stack.activation, down
-    )
-    weight_only.launch(inner, down, stack.down_bias, weights, order, entries, parts, block_m)
+    tiles = sort_pairs(ids, len(stack), stack.first, height)
+    in_order, inner = weight_only.gather(x, tiles.order, ids.shape[1], gate_up, down)
+    weight_only.launch(in_order, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, down)
+    weight_only.launch(inner, down, stack.down_bias, weights, tiles, parts)
 
 
 def _scaled(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, parts: Tensor) -> None:
@@ -230,10 +228,9 @@ def _scaled(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, parts: Tens
     assert isinstance(down, QuantizedWeight)
     assert x.dtype == torch.bfloat16
     tiles = sort_pairs(ids, len(stack), stack.first, scaled.block_m(ids.numel() / len(stack)), with_positions=True)
-    order, entries, block_m, positions = tiles
-    assert positions is not None
-    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, positions, stack.first, len(stack))
-    inner = torch.empty(len(order), down.num_channels, dtype=codes.dtype, device=x.device)
-    inner_scale = torch.empty(len(order), down.num_channels // down.group, dtype=torch.float32, device=x.device)
-    scaled.launch(codes, scale, gate_up, weights, order, entries, inner, inner_scale, block_m, stack.activation)
-    scaled.launch(inner, inner_scale, down, weights, order, entries, parts, None, block_m)
+    assert tiles.positions is not None
+    codes, scale = quantize_pairs(x, gate_up.codes.dtype, gate_up.group, ids, tiles.positions, stack.first, len(stack))
+    inner = torch.empty(len(tiles.order), down.num_channels, dtype=codes.dtype, device=x.device)
+    inner_scale = torch.empty(len(codes), down.num_channels // down.group, dtype=torch.float32, device=x.device)
+    scaled.launch(codes, scale, gate_up, weights, tiles, inner, inner_scale, stack.activation)
+    scaled.launch(inner, inner_scale, down, weights, tiles, parts, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -42,3 +42,13 @@ class Experts:
 
     def __len__(self) -> int:
         return len(self.gate_up)
+
+
+class Tiles(NamedTuple):
+    """Routed tokens in the order of their experts; see `kernels.triton.pairs`."""
+
+    order: Tensor  # [pairs] int32
+    entries: Tensor  # [tiles, 3] int32
+    block_m: int
+    # ids' shape, int32: where a routed token is in `order`; unwritten for those that are not local
+    positions: Tensor | None = None

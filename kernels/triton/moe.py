@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import UNGATED
+from kernels.data.moe import Tiles
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gpu.codes import decode
@@ -31,7 +32,6 @@ from kernels.gpu.launch import (
 )
 from kernels.gpu.rounding import norm_arguments, store_norm
 from kernels.triton.activation import activate_gated
-from kernels.triton.pairs import Tiles
 from kernels.triton.weight_only import FOUR_BITS, _bytes, _or, _scales, _words
 
 NUM_PROGRAMS = 264  # that keep an H200 busy: two on each multiprocessor

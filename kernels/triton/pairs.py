@@ -9,13 +9,12 @@ so the order is always the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.moe import Tiles
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
 MANY = 16384  # routed tokens, from which on chunks are faster
@@ -160,16 +159,6 @@ def _sort_chunk_kernel(
     for at in range(local_pairs + chunk * PART, num_pairs, num_chunks * PART):
         rest = at + tl.arange(0, PART)
         tl.store(order + rest, 0, mask=rest < num_pairs)
-
-
-class Tiles(NamedTuple):
-    """Routed tokens in the order of their experts; see `_sort_kernel`."""
-
-    order: Tensor  # [pairs] int32
-    entries: Tensor  # [tiles, 3] int32
-    block_m: int
-    # ids' shape, int32: where a routed token is in `order`; unwritten for those that are not local
-    positions: Tensor | None = None
 
 
 def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, with_positions: bool = False) -> Tiles:

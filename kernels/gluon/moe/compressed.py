@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.moe import Tiles
 from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.compressed_bits import (
     DOWN,
@@ -292,15 +293,13 @@ def launch(
     x: Tensor,
     weight: CompressedWeight,
     weights: Tensor,
-    order: Tensor,
-    entries: Tensor,
+    tiles: Tiles,
     out: Tensor,
-    block_m: int,
     activation: str = "",
 ) -> None:
     """x: routed tokens in order [routed tokens, K], times 2^64; see `_compressed_experts_kernel`."""
     _, n, k = weight.shape
-    n = n // 2 if activation else n
+    n, block_m = n // 2 if activation else n, tiles.block_m
     small_m = block_m // 2 if block_m >= MIN_DIVIDED else 0
     room = weight.small.shape[2]
     stage, others = 96 * 128 + block_m * 128, 4 * block_m * room
@@ -309,10 +308,10 @@ def launch(
     assert stages >= 2, "while one is multiplied, the next one is decoded"
     assert x.is_contiguous()
     assert weight.gated == bool(activation)
-    tiles = n // 64 if activation else n // 128
-    _compressed_experts_kernel[(len(entries) * tiles,)](
+    columns = n // 64 if activation else n // 128
+    _compressed_experts_kernel[(len(tiles.entries) * columns,)](
         box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64),
-        box_descriptor(weight.codes.view(-1, 32), 32, 32), x, weight.scale, weight.small, weights, order, entries, out,
+        box_descriptor(weight.codes.view(-1, 32), 32, 32), x, weight.scale, weight.small, weights, *tiles[:2], out,
         N=n, K=k, ROOM=room, ACTIVATION=activation, BLOCK_M=block_m, SMALL_M=small_m, STAGES=stages,
         REGISTERS=registers, num_warps=4, maxnreg=at_start, **pdl_options(x.device),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.data.moe import Tiles
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.layouts import box_descriptor, side_by_side
@@ -410,25 +411,23 @@ def launch(
     x_scale: Tensor,
     weight: QuantizedWeight,
     weights: Tensor,
-    order: Tensor,
-    entries: Tensor,
+    tiles: Tiles,
     out: Tensor,
     out_scale: Tensor | None,
-    block_m: int,
     activation: str = "",
 ) -> None:
     """See `_scaled_experts_kernel`."""
     pieces = 2 if activation else 1
     n, k = weight.codes.shape[1] // pieces, weight.num_channels
-    codes = weight.codes.view(-1, GROUP)
+    block_m, codes = tiles.block_m, weight.codes.view(-1, GROUP)
     assert weight.panel == GROUP
     assert x.is_contiguous()
     assert x_scale.is_contiguous()
     assert weight.scale.is_contiguous()
     programs = 1 if block_m == 128 else 2  # on a multiprocessor
     stages = 3 if block_m == 32 else min(SHARED_BYTES // programs // ((256 + block_m) * 128), 8)
-    _scaled_experts_kernel[(len(entries) * (n * pieces // 256),)](
-        box_descriptor(x, 32, 128), box_descriptor(codes, 128 // pieces, 128), weight.scale, x_scale, weights, order,
-        entries, out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
+    _scaled_experts_kernel[(len(tiles.entries) * (n * pieces // 256),)](
+        box_descriptor(x, 32, 128), box_descriptor(codes, 128 // pieces, 128), weight.scale, x_scale, weights,
+        *tiles[:2], out, x_scale if out_scale is None else out_scale, N=n, K=k, ACTIVATION=activation, BLOCK_M=block_m,
         STAGES=stages, num_warps=4, maxnreg={32: 112, 64: 128}.get(block_m), **pdl_options(x.device),
     )  # fmt: skip

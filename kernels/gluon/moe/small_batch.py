@@ -426,17 +426,28 @@ class Config(NamedTuple):
     staged: bool = False  # scales by way of shared memory, where each row has several
 
 
+class _Call(NamedTuple):
+    """A GEMM with a weight of `rows` rows, each of `row` bytes of codes or `row` floats."""
+
+    kind: str
+    rows: int
+    row: int
+    halves: int  # codes of a byte
+    group: int
+    streams: int  # 2: gate and up
+    experts: int
+    num_tokens: int
+    in_panels: bool = False
+
+
 @functools.cache
-def _choose(
-    kind: str, rows: int, row: int, halves: int, group: int, streams: int, experts: int, num_tokens: int,
-    in_panels: bool = False,
-) -> Config | None:  # fmt: skip
-    """For a weight of `rows` rows, each of `row` bytes of codes or `row` floats. Loads in flight fill some 100
-    registers of each thread; a step lies within one group.
+def _choose(call: _Call) -> Config | None:
+    """Choose for a GEMM. Loads in flight fill some 100 registers of each thread; a step lies within one group.
 
     For several tokens, gate and up in bfloat16 are faster with more warps, each with fewer loads in flight, and down
     with fewer programs of more rows, unless warps read chunks of 128 codes.
     """
+    kind, rows, row, halves, group, streams, experts, num_tokens, in_panels = call
     blocks = kind == "e4m3" and group < row
     if blocks and num_tokens == 1 and row % 128 == 0:  # there is little to read: many threads at once
         if experts > 1:
@@ -482,8 +493,8 @@ def config(x: Tensor, weight: Weight, num_tokens: int, gated: bool, experts: int
         if weight.order is not None or (n // streams) % weight.rows != 0:
             return None
         shape = n, row, x.shape[1] // row, weight.group, streams, experts, num_tokens
-        return _choose(weight.kind, *shape, weight.panel > 0)
-    return _choose("float", n, row, 1, row, streams, experts, num_tokens)
+        return _choose(_Call(weight.kind, *shape, in_panels=weight.panel > 0))
+    return _choose(_Call("float", n, row, 1, row, streams, experts, num_tokens))
 
 
 def launch(

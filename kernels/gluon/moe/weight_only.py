@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.data.moe import Tiles
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gluon.common.activation import activate_gated
 from kernels.gluon.common.code_bits import decode_half_scaled, decode_words_in_order, packed_scale, packed_zero
@@ -475,17 +476,15 @@ def launch(
     weight: QuantizedWeight,
     bias: Tensor | None,
     weights: Tensor,
-    order: Tensor,
-    entries: Tensor,
+    tiles: Tiles,
     out: Tensor,
-    block_m: int,
     activation: str = "",
     following: QuantizedWeight | None = None,
 ) -> None:
     """x: routed tokens in order [routed tokens, width]; out: with an activation, likewise, for the weight `following`;
     see `_quantized_experts_kernel`.
     """
-    n = weight.codes.shape[1] // (2 if activation else 1)
+    n, block_m = weight.codes.shape[1] // (2 if activation else 1), tiles.block_m
     row, k = weight.codes.shape[2], weight.num_channels
     pieces = 2 if activation else 1
     config = _config(block_m, k // row)
@@ -495,10 +494,10 @@ def launch(
     assert x.is_contiguous()
     assert codes.is_contiguous()
     assert weight.lies_by_groups()
-    _quantized_experts_kernel[(len(entries) * cdiv(n, 128 // pieces),)](
+    _quantized_experts_kernel[(len(tiles.entries) * cdiv(n, 128 // pieces),)](
         box_descriptor(x, block_m, 64), box_descriptor(x, small_m or block_m, 64),
         box_descriptor(codes, 64 // pieces, 16), scale, scale if weight.zero is None else weight.zero,
-        scale if weight.factor is None else weight.factor, out if bias is None else bias, weights, order, entries, out,
+        scale if weight.factor is None else weight.factor, out if bias is None else bias, weights, *tiles[:2], out,
         N=n, K=k, KIND=weight.kind, GROUP=weight.group, ROWS=weight.rows, HALVES=k // row, ZERO=weight.zero is not None,
         FACTOR=weight.factor is not None, BIAS=bias is not None, ACTIVATION=activation,
         NEXT_BYTES=n if following is None else following.codes.shape[2], BLOCK_M=block_m, SMALL_M=small_m,
