@@ -122,14 +122,15 @@ CHECKPOINTS = {
             "qk_rope_head_dim": 16, "v_head_dim": 32,
         },
     ),
-    "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"intermediate_size": 256}),
+    "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"hidden_size": 256, "intermediate_size": 256}),
     "qwen3_5_moe": Checkpoint(
         frozenset({"recurrent layers", "experts"}),
         {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
         stacks_experts=True,
     ),
     "lfm2_moe": Checkpoint(
-        frozenset({"recurrent layers", "experts"}), {"moe_intermediate_size": 128, "intermediate_size": 256}
+        frozenset({"recurrent layers", "experts"}),
+        {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256},
     ),
 }  # fmt: skip
 
