@@ -228,6 +228,8 @@ class KVCacheLayout:
         """Return the memory of each slot that this stage uses, as bytes [num_parts, num_blocks, bytes]."""
         slot_of = [self.slot_of[layer] for layer in self.own_layers]
         first = [cast(Tensor, kv_cache[slot_of.index(slot)]) for slot in self._own_slots]
+        if not first:  # a stage of recurrent layers alone
+            return []
         shape = self.num_parts, first[0].shape[1], self._slot_size
         return [kv.as_strided(shape, (shape[1] * shape[2], shape[2], 1), 0).view(torch.uint8) for kv in first]
 

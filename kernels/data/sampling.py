@@ -19,7 +19,7 @@ class Part(enum.Enum):
 
 
 class SamplingRows(NamedTuple):
-    """How each of B rows of logits is sampled. The order is temperature, min_p, top_k, top_p."""
+    """Parameters of the sampling of B rows of logits. The order is temperature, min_p, top_k, top_p."""
 
     temperature: Tensor  # [B] float32; 0: the likeliest token, lowest id on ties
     top_k: Tensor  # [B] int32; <= 0: all tokens
