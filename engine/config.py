@@ -160,6 +160,12 @@ class EngineConfig:
         choices=("auto", "fp8", "fp8_e4m3"),
         common=True,
     )
+    mamba_ssm_cache_dtype: str = flag(
+        "auto",
+        "data type of the states of recurrent layers (delta nets, Mamba-2): 16 bits need half of the memory, and round "
+        "each state that is kept; auto: float32",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
     calculate_kv_scales: bool = flag(
         False,
         "compute the scales of an fp8 KV cache, per head, from random tokens at start-up (default: the checkpoint's "

@@ -77,6 +77,9 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
             "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
             "without its state"
         )
+    state_dtype = config.mamba_ssm_cache_dtype
+    if state_dtype != "auto" and not spec.has_states:
+        raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
     drafts = speculative_config(config.speculative_config, device.is_accelerator)
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
@@ -92,6 +95,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         device=device,
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if fp8 else dtype,
+        state_dtype=DTYPES["float32" if state_dtype == "auto" else state_dtype],
         calculate_kv_scales=config.calculate_kv_scales,
         max_model_len=context_length(config, spec),
         shortens_context=config.max_model_len is None,

@@ -13,7 +13,7 @@ class StateTensor:
     """A part of a layer's block of states, see `kernels.data.state`."""
 
     shape: tuple[int, ...]
-    dtype: Literal["model", "float32"] = "model"
+    dtype: Literal["model", "float32", "state"] = "model"  # state: see `RunnerOptions.state_dtype`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DeltaNetSpec(RecurrentSpec):
         heads, size = self.num_value_heads, self.value_dim
         return (
             StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
-            StateTensor((heads, self.key_dim, size), "float32"),
+            StateTensor((heads, self.key_dim, size), "state"),
             StateTensor((block_size, self.num_key_heads, self.key_dim)),
             StateTensor((block_size, heads, size), "float32"),
             StateTensor((block_size, heads), "float32"),
@@ -131,7 +131,7 @@ class Mamba2Spec(RecurrentSpec):
         heads, size = self.num_heads, self.head_dim
         return (
             StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
-            StateTensor((heads, self.state_dim, size), "float32"),
+            StateTensor((heads, self.state_dim, size), "state"),
             StateTensor((block_size, self.num_groups, self.state_dim)),
             StateTensor((block_size, heads, size), "float32"),
             StateTensor((block_size, heads), "float32"),
@@ -166,7 +166,7 @@ class KdaSpec(RecurrentSpec):
         heads, size = self.num_heads, self.head_dim
         return (
             StateTensor((num_inputs(self.kernel_size + max_drafts), self.conv_channels)),
-            StateTensor((heads, size, size), "float32"),
+            StateTensor((heads, size, size), "state"),
             StateTensor((block_size, heads, size)),
             StateTensor((block_size, heads, size), "float32"),
             StateTensor((block_size, heads, size), "float32"),

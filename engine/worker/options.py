@@ -30,6 +30,7 @@ class RunnerOptions:
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # `dtype` or torch.float8_e4m3fn
+    state_dtype: torch.dtype = torch.float32  # of recurrent layers' states of float32
     max_model_len: int
     shortens_context: bool = False  # reduce `max_model_len` if the KV cache is too small for it
     max_num_seqs: int

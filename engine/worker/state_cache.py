@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ class StateLayout:
 
     parts: tuple[tuple[StateTensor, ...], ...]  # of each layer of the model; (): it attends
     own_layers: range  # the layers of this stage
-    dtype: torch.dtype  # of the model
+    dtypes: Mapping[str, torch.dtype]  # of parts, by `StateTensor.dtype`
 
     @classmethod
     def of_model(cls, spec: ModelSpec, options: RunnerOptions, own_layers: range) -> StateLayout | None:
@@ -35,13 +35,14 @@ class StateLayout:
         mixers = [layer.mixer for layer in spec.layers]
         sizes = options.block_size, options.max_request_drafts
         parts = (m.state(*sizes) if isinstance(m, RecurrentSpec) else () for m in mixers)
-        return cls(tuple(parts), own_layers, options.dtype)
+        dtypes = {"model": options.dtype, "float32": torch.float32, "state": options.state_dtype}
+        return cls(tuple(parts), own_layers, dtypes)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in this stage."""
         own = (part for layer in self.own_layers for part in self.parts[layer])
-        return sum(math.prod(part.shape) * self._dtype(part).itemsize for part in own)
+        return sum(math.prod(part.shape) * self.dtypes[part.dtype].itemsize for part in own)
 
     def wanted(self, options: RunnerOptions) -> int:
         """Return the number of blocks for as many requests as may run at once, and for checkpoints."""
@@ -54,7 +55,4 @@ class StateLayout:
 
     def allocate(self, num_states: int, layer: int, device: Device) -> Sequence[Tensor]:
         """Allocate the parts of a layer's blocks, [num_states, ...] each."""
-        return [device.zeros(num_states, *part.shape, dtype=self._dtype(part)) for part in self.parts[layer]]
-
-    def _dtype(self, part: StateTensor) -> torch.dtype:
-        return self.dtype if part.dtype == "model" else torch.float32
+        return [device.zeros(num_states, *part.shape, dtype=self.dtypes[part.dtype]) for part in self.parts[layer]]

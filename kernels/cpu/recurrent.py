@@ -155,7 +155,7 @@ class Net:
             index = (first - 1) // size
             block, count = table[index], first - index * size
             if index:
-                state = s.before[block]
+                state = s.before[block].float()
             keys = self._keys(s.keys[block, :count], num_heads)
             old = keys, s.updates[block, :count].transpose(0, 1), s.decays[block, :count].transpose(0, 1)
             if count == size:  # the block is full: the step begins with the next one

@@ -57,7 +57,7 @@ class DeltaStates:
     token's and all earlier g of the block, and the sum is over these tokens' keys k, updates δ and sums c'.
     """
 
-    before: Tensor  # [num_blocks, Hv, Dk, Dv] float32: S
+    before: Tensor  # [num_blocks, Hv, Dk, Dv] float32, or rounded to 16 bits: S
     keys: Tensor  # [num_blocks, block_size, Hk, Dk], in the dtype of activations: k times any length
     updates: Tensor  # [num_blocks, block_size, Hv, Dv] float32: δ
     decays: Tensor  # [num_blocks, block_size, Hv] float32: c; or of channels [num_blocks, block_size, Hv, Dk]

@@ -150,7 +150,9 @@ def of_sequence(new: Tokens, first: int, table: list[int], states: DeltaStates, 
         start, block = index * size, table[index]
         num_old = min(max(first - start, 0), size)
         if state is None:
-            state = to_wide(states.before[block]) if num_old and start else torch.zeros_like(states.before[block])
+            state = (
+                to_wide(states.before[block]) if num_old and start else to_wide(torch.zeros_like(states.before[block]))
+            )
         elif block >= 0:
             states.before[block] = state
         if not num_old and not start and block >= 0:

@@ -92,6 +92,7 @@ def _delta_decode_kernel(
     is_state = is_k[:, None] & is_v[None, :]
     is_there = (position > 0) & (source_index > 0)
     state = tl.load(before + source * (NUM_VALUES * DK * DV) + at_state, mask=is_state & is_there, other=0.0)
+    state = state.to(tl.float32)
     is_old = t < num_old
     slot = source * SIZE + t
     old_keys = tl.load(
@@ -172,6 +173,7 @@ def _delta_rule_kernel(
     is_state = tl.trans(is_k) & is_v
     is_there = is_real & (end > start) & (first > 0) & (first_index > 0)
     state = tl.load(before + block * (NUM_VALUES * DK * DV) + at_state, mask=is_state & is_there, other=0.0)
+    state = state.to(tl.float32)
 
     for index in range(first_index, last_index + 1):
         block = tl.load(table + index).to(tl.int64)

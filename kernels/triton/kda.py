@@ -51,7 +51,7 @@ def _kda_kernel(
     is_state = is_k[:, None] & is_v[None, :]
     state = tl.load(
         before + source * (HEADS * DK * DV) + at_state, mask=is_state & (num_old > 0) & (source_index > 0), other=0.0
-    )
+    ).to(tl.float32)
     since = tl.load(
         decays + ((source * SIZE + num_old - 1) * HEADS + head) * DK + k_at, mask=is_k & (num_old > 0), other=0.0
     )

@@ -186,7 +186,7 @@ def scan_kernel(
         before + source * (NUM_VALUES * DK * DV) + at_state,
         mask=is_state & (num_old > 0) & (source_index > 0),
         other=0.0,
-    )
+    ).to(tl.float32)
     carry = 0.0  # decay since the block's first token, of a block that began before the chunk
     if num_old > 0:
         o = tl.arange(0, BLOCK_T)

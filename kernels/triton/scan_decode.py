@@ -71,6 +71,7 @@ def decode_kernel(
     at_state = head.to(tl.int64) * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
     is_state = is_k[:, None] & is_v[None, :]
     state = tl.load(before + source * (NUM_VALUES * DK * DV) + at_state, mask=is_state & (source_index > 0), other=0.0)
+    state = state.to(tl.float32)
 
     # Tokens of this block before; none, if it is the first.
     is_old, slot = (t < num_old) & is_real & (not is_first), source * SIZE + t

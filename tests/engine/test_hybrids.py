@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import LLM
 from engine.config import EngineConfig
@@ -191,6 +192,27 @@ def test_a_plan_counts_states(model: Any) -> None:
     assert (stats.num_states, stats.num_free_states, stats.state_usage) == (plan.num_states, plan.num_states, 0)
     assert f"{plan.num_states:,} states" in engine.summary()
     engine.close()
+
+
+def test_states_of_16_bits_need_half_of_the_memory(model: Any) -> None:
+    folder, prompts, answers = model
+    plain, half = (start(folder, mamba_ssm_cache_dtype=dtype) for dtype in ("auto", "bfloat16"))
+    parts = [[part.dtype for part in cache] for cache in half.runner.forward.kv_cache if not isinstance(cache, Tensor)]
+    has_states = any(len(each) > 1 for each in parts)  # beside inputs of convolutions
+    assert all(each[1] == torch.bfloat16 for each in parts if len(each) > 1)
+    sizes = [engine.runner.kv_layout.state_bytes for engine in (plain, half)]
+    assert (sizes[0] > sizes[1]) == has_states
+    found = greedy_answers(half, prompts, NUM_TOKENS)
+    same = sum(a == b for one, other in zip(found, answers, strict=True) for a, b in zip(one[:16], other, strict=False))
+    assert same >= 0.8 * 16 * len(answers)
+    for engine in (plain, half):
+        engine.close()
+
+
+def test_a_state_dtype_needs_states(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    with pytest.raises(ConfigError, match="mamba_ssm_cache_dtype 'float16' needs a model with recurrent layers"):
+        start(tmp_path, mamba_ssm_cache_dtype="float16")
 
 
 def test_a_prefix_cache_file_is_refused(model: Any, tmp_path: Path) -> None:

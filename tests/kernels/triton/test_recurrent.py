@@ -108,6 +108,28 @@ def test_delta_rule_in_chunks_is_that_token_by_token(
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
+@pytest.mark.parametrize("only_decodes", [False, True])
+def test_states_of_16_bits_are_rounded_and_no_more(module: Any, only_decodes: bool) -> None:
+    torch.manual_seed(0)
+    lengths, heads = [3, 40, 90], (1, 2, 16, 16)
+    steps = StateSteps(1, lengths, 16, only_decodes=only_decodes)
+    qkv, gates = torch.randn(sum(lengths), 64), torch.randn(sum(lengths), 4)
+    rate, bias = torch.rand(2) / 4, torch.randn(2)
+    expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
+    states = DeltaStates(
+        torch.full((steps.num_blocks, 2, 16, 16), torch.nan, dtype=torch.float16),
+        *(torch.full((steps.num_blocks, 16, *shape), torch.nan) for shape in ((1, 16), (2, 16), (2,))),
+    )
+    errors = []
+    for indices, context in steps.steps():
+        real = indices >= 0
+        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, gates))
+        out = module.delta_rule(part, own, rate, bias, states, context)
+        errors.append((out[real].double() - expected[indices[real]]).abs().max().item())
+    assert 1e-6 < max(errors) < 3e-3
+
+
 def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
     """Each update corrects the one before it: the block's equations are as ill as they get."""
     torch.manual_seed(0)
