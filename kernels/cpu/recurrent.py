@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.library import library
 from kernels.cpu.rotary import rms_norm
 from kernels.data.state import DeltaStates, StateContext
 
 CHUNK = 64  # tokens whose updates are solved for at once
+MOST_INPUTS = 128  # of a convolution in a block, for the kernel in C++
 
 
 class Sequence(NamedTuple):
@@ -34,15 +37,59 @@ def sequences(context: StateContext, num_tokens: int) -> Iterator[Sequence]:
             yield Sequence(part, end - (part.stop - part.start), end, table)
 
 
+class _Convolution(ctypes.Structure):
+    """`Convolution` in recurrent.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "inputs", "out")),
+        *((name, ctypes.c_void_p) for name in ("tables", "rows", "query_start", "context_lens")),
+        *((name, ctypes.c_int64) for name in ("seqs", "tokens", "stride", "channels")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "max_blocks", "block_size")),
+        *((name, ctypes.c_int32) for name in ("length", "ring", "gated", "is_bf16")),
+    )
+
+
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     """See `kernels.reference.short_conv`."""
+    if (out := _native_conv(x, weight, bias, inputs, context, gated=True)) is not None:
+        return out
     before, after, values = x.chunk(3, 1)
     return after * _causal_conv(before * values, weight, bias, inputs, context)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:
     """See `kernels.reference.causal_conv`."""
+    if (out := _native_conv(x, weight, bias, inputs, context, gated=False)) is not None:
+        return out
     return F.silu(_causal_conv(x, weight, bias, inputs, context), inplace=True)
+
+
+def _native_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext, *, gated: bool
+) -> Tensor | None:
+    """Compute `short_conv` (gated) or `causal_conv` in C++; None: there is no kernel for these tensors."""
+    native, c = library(), context
+    parts = (weight, inputs) if bias is None else (weight, bias, inputs)
+    sequences = c.block_tables, c.rows, c.query_start, c.context_lens
+    if (
+        native is None
+        or x.dtype not in (torch.float32, torch.bfloat16)
+        or x.stride(1) != 1
+        or inputs.shape[1] > MOST_INPUTS
+        or any(part.dtype != x.dtype or not part.is_contiguous() for part in parts)
+        or any(each.dtype != torch.int32 or not each.is_contiguous() for each in sequences)
+    ):
+        return None
+    (num_tokens, _), (channels, length) = x.shape, weight.shape
+    out = x.new_empty(num_tokens, channels)
+    tensors = (x, weight, bias, inputs, out, *sequences)
+    struct = _Convolution(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        len(c.rows), num_tokens, x.stride(0), channels, *c.block_tables.shape, c.block_size,
+        length, inputs.shape[1], gated, x.dtype == torch.bfloat16,
+    )  # fmt: skip
+    native.call("quire_causal_conv", struct, tensors)
+    return out
 
 
 def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, context: StateContext) -> Tensor:

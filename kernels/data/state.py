@@ -22,7 +22,7 @@ class StateContext:
     rows: Tensor  # [B] int32
     query_start: Tensor  # [B + 1] int32: sequence i has the tokens [query_start[i], query_start[i + 1])
     context_lens: Tensor  # [B] int32: number of tokens including the step's; arbitrary in padding rows
-    sequence_of: Tensor  # [T] int32: the sequence of each token, the last one where none has it
+    sequence_of: Tensor | None  # [T] int32: the sequence of each token, the last one where none has it; None on CPUs
     block_size: int
     only_decodes: bool = False  # each sequence has exactly one token
     num_decodes: int = 0  # each of these first sequences has exactly one token: that of its index
@@ -39,8 +39,14 @@ class StateContext:
         *,
         only_decodes: bool = False,
         num_decodes: int = 0,
+        finds_sequences: bool = True,
     ) -> StateContext:
-        """Create the context of a step with T = `num_tokens`, on the device of its tensors, without waiting for it."""
+        """Create the context of a step with T = `num_tokens`, on the device of its tensors, without waiting for it.
+
+        finds_sequences: find `sequence_of`, which kernels of CPUs do not read.
+        """
+        if not finds_sequences:
+            return cls(block_tables, rows, query_start, context_lens, None, block_size, only_decodes, num_decodes)
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
         sequence_of = tokens
         if not only_decodes:

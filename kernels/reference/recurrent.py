@@ -37,6 +37,7 @@ class _Past:
 
     def __init__(self, x: Tensor, inputs: Tensor, length: int, context: StateContext) -> None:
         """`length`: inputs that a token sees, including its own."""
+        assert context.sequence_of is not None
         c, seq = context, context.sequence_of.long()
         self._x, self._inputs, self._length = x, inputs, length
         self._tokens = torch.arange(len(x), device=x.device)

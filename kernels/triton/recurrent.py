@@ -118,6 +118,7 @@ def _causal_conv(
     assert weight.is_contiguous()
     assert inputs.is_contiguous()
     assert inputs.dtype == x.dtype
+    assert c.sequence_of is not None
     out = x.new_empty(num_tokens, num_channels)
     # Decodes store with what they have loaded. Where a sequence has several programs, all read before one writes.
     modes = [(True, True)] if c.only_decodes else [(True, False), (False, True)]

@@ -77,6 +77,7 @@ class _Layer:
         c, s, sizes, x = context, self.states, self.sizes, self.inputs
         num_heads, size, num_chunks = sizes["NUM_VALUES"], c.block_size, cdiv(len(x), CHUNK)
         precision, exact = PRECISIONS[x.dtype]
+        assert c.sequence_of is not None
         operand = torch.bfloat16 if precision == "bf16" else torch.float32
         scalars = x.new_empty(4, num_heads, num_chunks * CHUNK, dtype=torch.float32)
         seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=operand)

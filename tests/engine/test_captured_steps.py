@@ -63,9 +63,10 @@ def test_pytorch_has_threads_where_it_computes_steps(
         library.library.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "qwen3", "gemma", "gemma2", "gemma3", "granite"])
+@pytest.mark.parametrize("family", ["llama-biases", "qwen3", "gemma", "gemma2", "gemma3", "granite", "lfm2"])
 def test_families_whose_steps_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """PyTorch computes no part of them: not GELUs, norms after a sublayer, multipliers, or caps."""
+    """PyTorch computes no part of them: not GELUs, norms after a sublayer, multipliers, caps, or
+    convolutions."""
     if library.library() is None:
         pytest.skip("no compiler is installed")
     make_checkpoint(family, tmp_path)

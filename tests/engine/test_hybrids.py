@@ -197,10 +197,11 @@ def test_a_plan_counts_states(model: Any) -> None:
 def test_states_of_16_bits_need_half_of_the_memory(model: Any) -> None:
     folder, prompts, answers = model
     plain, half = (start(folder, mamba_ssm_cache_dtype=dtype) for dtype in ("auto", "bfloat16"))
-    parts = [[part.dtype for part in cache] for cache in half.runner.forward.kv_cache if not isinstance(cache, Tensor)]
+    runners: list[Any] = [plain.runner, half.runner]
+    parts = [[part.dtype for part in cache] for cache in runners[1].forward.kv_cache if not isinstance(cache, Tensor)]
     has_states = any(len(each) > 1 for each in parts)  # beside inputs of convolutions
     assert all(each[1] == torch.bfloat16 for each in parts if len(each) > 1)
-    sizes = [engine.runner.kv_layout.state_bytes for engine in (plain, half)]
+    sizes = [runner.kv_layout.state_bytes for runner in runners]
     assert (sizes[0] > sizes[1]) == has_states
     found = greedy_answers(half, prompts, NUM_TOKENS)
     same = sum(a == b for one, other in zip(found, answers, strict=True) for a, b in zip(one[:16], other, strict=False))

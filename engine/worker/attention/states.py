@@ -25,7 +25,13 @@ class StateSteps(GroupAttention):
         only_decodes = step.num_decodes == len(step.rows) and step.decode_lens is None
         num_decodes = step.num_decodes if step.decode_lens is None else 0
         states = StateContext.of_step(
-            tables, *sequences, len(slots), self._block_size, only_decodes=only_decodes, num_decodes=num_decodes
+            tables,
+            *sequences,
+            len(slots),
+            self._block_size,
+            only_decodes=only_decodes,
+            num_decodes=num_decodes,
+            finds_sequences=not tables.is_cpu,
         )
         return StateMetadata(
             num_decodes=step.num_decodes,

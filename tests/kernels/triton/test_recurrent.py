@@ -65,6 +65,28 @@ def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_convolutions_of_bfloat16_on_a_cpu_are_those_of_pytorch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    channels = 100  # more than a piece of work
+    x, weight = torch.randn(sum(LENGTHS), 3 * channels).bfloat16(), torch.randn(channels, 4).bfloat16()
+    bias, found = torch.randn(channels).bfloat16(), []
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(cpu, "library", lambda: None)
+        steps, inputs = StateSteps(0, LENGTHS, 16), torch.full((25, 4, channels), torch.nan, dtype=torch.bfloat16)
+        for indices, context in steps.steps():
+            part = x[indices.clamp(min=0)]
+            if gated:
+                out = cpu.short_conv(part, weight, bias, inputs, context)
+            else:
+                out = cpu.causal_conv(part[:, :channels], weight, bias, inputs, context)
+            found.append(out[indices >= 0])
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
 @pytest.mark.parametrize(
     ("block_size", "only_decodes", "heads", "dtype"),
@@ -190,6 +212,7 @@ def test_steps_whose_sequences_have_no_tokens_change_no_state() -> None:
     """Graphs are captured with such a step, all zeros."""
     zeros = torch.zeros(9, dtype=torch.int32)
     context = StateContext.of_step(zeros[:8].view(4, 2), zeros[:4], zeros[:5], zeros[:4], 40, 16)
+    assert context.sequence_of is not None
     assert context.sequence_of.max() < 4
     x, inputs = torch.randn(40, 72), torch.full((2, 4, 24), 7.0)
     recurrent.short_conv(x, torch.randn(24, 3), None, inputs, context)
@@ -214,6 +237,7 @@ def test_sequences_without_tokens_read_and_write_nothing(only_decodes: bool) -> 
     num_tokens = 3 if only_decodes else 8
     sequences = table, zeros[:3], zeros, zeros[:3] + 40
     context = StateContext.of_step(*sequences, num_tokens, 16, only_decodes=only_decodes)
+    assert context.sequence_of is not None
     assert context.sequence_of.max() < 3
     x, weight, inputs = torch.randn(num_tokens, 48), torch.randn(16, 3), torch.full((1, 4, 16), torch.nan)
     assert recurrent.short_conv(x, weight, None, inputs, context).count_nonzero() == 0
