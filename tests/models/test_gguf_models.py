@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {},
     "granitemoe": {},
     "granitemoeshared": {"shared_intermediate_size": 96},
+    "lfm2": {},
+    "lfm2_moe": WIDE,
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
 }
 TYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "F16", "BF16", "MXFP4")

@@ -15,7 +15,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "phi3": "phi3", "gpt_oss": "gpt-oss", "glm4": "glm4", "granite": "granite", "granitemoe": "granitemoe",
-    "granitemoeshared": "granitemoe", "smollm3": "smollm3",
+    "granitemoeshared": "granitemoe", "smollm3": "smollm3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_end|>")
@@ -34,7 +34,7 @@ def write_gguf(model: Any, path: Path, kind: Kind = lambda name: "F32", tokenize
         write_tokenizer(writer, config.vocab_size)
     with torch.no_grad():
         for name, tensor, into in _tensors(model, architecture):
-            stored = kind(name) if tensor.dim() > 1 and "norm" not in name and "_inp" not in name else "F32"
+            stored = kind(name) if _is_matrix(name, tensor) else "F32"
             of = gguf.GGMLQuantizationType[stored]
             data = gguf.quantize(tensor.float().numpy(), of)
             writer.add_tensor(name, data, raw_dtype=of)
@@ -48,17 +48,27 @@ def write_gguf(model: Any, path: Path, kind: Kind = lambda name: "F32", tokenize
     return path
 
 
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Return whether the converter may quantise a tensor."""
+    return tensor.dim() > 1 and not any(part in name for part in ("norm", "_inp", "conv.conv", "conv1d"))
+
+
 def write_settings(writer: Any, config: Any, architecture: str) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if architecture.startswith("lfm2"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_leading_dense_block_count(getattr(config, "num_dense_layers", config.num_hidden_layers))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kinds = getattr(config, "layer_types", None) or []
+    counts = [config.num_key_value_heads if kind != "conv" else 0 for kind in kinds]
+    writer.add_head_count_kv(counts if "conv" in kinds else config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     rope = config.rope_parameters
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
@@ -148,6 +158,10 @@ def _parts(name: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor]]:
     """Return views of a tensor as llama.cpp's converter splits it, by names that its map knows."""
     if name.endswith("sinks"):
         return [(name + ".weight", tensor)]
+    if name.endswith("expert_bias"):
+        return [(name + ".bias", tensor)]
+    if name.endswith("conv.conv.weight"):
+        return [(name, tensor.squeeze(1))]
     name = name.replace("block_sparse_moe.", "mlp.")
     block, _, what = name.rpartition(".experts.")
     if block:

@@ -12,7 +12,12 @@ from typing import Any
 from engine.models.errors import ModelError
 
 LAYER = "model.layers.{}."
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # of LFM2's outputs
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -37,6 +42,14 @@ MIXTRAL = {
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
 }
 GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
@@ -135,7 +148,7 @@ def config_json(settings: Settings) -> Config:
         "intermediate_size": settings.integer("feed_forward_length", 0) or hidden,  # 0 or absent: experts alone
         "num_hidden_layers": settings.integer("block_count") - drafts,
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": _num_kv_heads(settings, heads),
         "head_dim": head_dim,
         "vocab_size": settings.size("token_embd.weight", 0),
         "max_position_embeddings": settings.integer("context_length"),
@@ -149,6 +162,14 @@ def config_json(settings: Settings) -> Config:
     if rotary != head_dim and head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
     return config | of.config(settings)
+
+
+def _num_kv_heads(settings: Settings, heads: int) -> int:
+    """Return the number of KV heads of layers that attend; recurrent layers have 0."""
+    counts = settings.get("attention.head_count_kv")
+    if isinstance(counts, list) and len(attending := {count for count in counts if count != 0}) == 1:
+        return int(attending.pop())
+    return settings.integer("attention.head_count_kv", heads)
 
 
 def _rope_scaling(settings: Settings) -> Config | None:
@@ -292,6 +313,23 @@ def _smollm3(settings: Settings) -> Config:
     return {**_llama(settings), "no_rope_layer_interval": 4}
 
 
+def _lfm2(settings: Settings) -> Config:
+    counts = settings.get("attention.head_count_kv")
+    return {
+        "norm_eps": settings.get("attention.layer_norm_rms_epsilon", 1e-5),
+        "conv_L_cache": settings.integer("shortconv.l_cache"),
+        "conv_bias": settings.has("shortconv.in_proj.bias"),
+        "block_ff_dim": settings.integer("feed_forward_length"),
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": "output.weight" not in settings.shapes,
+        "full_attn_idxs": [i for i, count in enumerate(counts) if count] if isinstance(counts, list) else None,
+    }
+
+
+def _lfm2_moe(settings: Settings) -> Config:
+    return {**_moe(settings), **_lfm2(settings), "num_dense_layers": settings.integer("leading_dense_block_count")}
+
+
 _FUSED = {"ffn_up": "mlp.gate_up_proj"}
 _LLAMA = Architecture("LlamaForCausalLM", _llama, permutes=True)
 _GEMMA2 = Architecture("Gemma2ForCausalLM", _gemma2, GEMMA, norm_offset=1.0)
@@ -322,5 +360,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granite": replace(_LLAMA, name="GraniteForCausalLM", config=_granite),
     "granitemoe": replace(_LLAMA, name="GraniteMoeSharedForCausalLM", config=_granite_moe),
+    "lfm2": Architecture("Lfm2ForCausalLM", _lfm2, LFM2),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", _lfm2_moe, LFM2),
     "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", config=_smollm3),
 }

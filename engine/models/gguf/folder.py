@@ -48,6 +48,8 @@ FUSED = (
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )
 ALONE = ("attn_qkv", "attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
+ALONE += ("shortconv.in_proj", "shortconv.out_proj")
+WHOLE = ("attn_sinks", "exp_probs_b")  # names of these are not followed by the kind of tensor
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SETTINGS |= {"penalty_repeat": "repetition_penalty"}
 
@@ -200,6 +202,6 @@ def _tensors(
         if "{}" in ours and tensor.shape[0] != num_experts:
             raise ModelError(f"{name!r} has {tensor.shape[0]} experts of {num_experts}; download it again")
         is_kept = name in kept
-        named = ours if is_kept or part == "attn_sinks" else f"{ours}.{what}"
+        named = ours if is_kept or part in WHOLE else f"{ours}.{what}"
         offset = of.norm_offset if part.endswith("norm") else 0.0
         yield prefix + named, {**tensor._asdict(), "heads": heads, "offset": offset, "blocks": is_kept}
