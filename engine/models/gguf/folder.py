@@ -47,8 +47,10 @@ FUSED = (
     ("ffn_gate_exps", "ffn_up_exps"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )
-ALONE = ("attn_qkv", "attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
-ALONE += ("shortconv.in_proj", "shortconv.out_proj")
+ALONE = (
+    *("attn_qkv", "attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"),
+    *("shortconv.in_proj", "shortconv.out_proj"),
+)
 WHOLE = ("attn_sinks", "exp_probs_b")  # names of these are not followed by the kind of tensor
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SETTINGS |= {"penalty_repeat": "repetition_penalty"}
