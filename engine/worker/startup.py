@@ -238,6 +238,8 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
             for has_adapters in _kinds(runner)
         ]
     runner.executors = executors
+    if runner.proposer is not None:
+        runner.proposer.capture()
     if splits_drafts:
         runner.step_seconds = _measured(runner, decodes[0], [size for size in sizes if size <= MOST_MEASURED])
 

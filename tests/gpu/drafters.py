@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import tempfile
@@ -10,9 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
+from engine.worker.proposers import model_proposer
 from tests.gpu.checks import Checks
 from tests.oracles.drafters import make_eagle3, make_mtp_checkpoint
 from tests.oracles.families import VOCAB, make_checkpoint
@@ -55,13 +58,14 @@ def check_drafter_texts(checks: Checks) -> None:
             **{f"mtp of {name}": ("mtp", layer(name)) for name in MTP_FAMILIES},
         }
         for case, (method, make) in cases.items():
-            for eager in (True, False):
-                name = f"drafter {case}, {'eager' if eager else 'graphs'}"
+            for kind in ("eager", "graphs", "captured guesses"):
+                name = f"drafter {case}, {kind}"
                 if checks.wants(name):
-                    _check_texts(checks, name, method, *make(), eager)
+                    with mock.patch.object(model_proposer, "CAPTURES", kind == "captured guesses"):
+                        _check_texts(checks, name, method, *make(), eager=kind == "eager")
 
 
-def _check_texts(checks: Checks, name: str, method: str, model: Path, draft: Path | None, eager: bool) -> None:
+def _check_texts(checks: Checks, name: str, method: str, model: Path, draft: Path | None, *, eager: bool) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(2, 60))] for _ in range(8)]
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
@@ -100,11 +104,11 @@ def check_drafter_speed(checks: Checks) -> None:
     if checks.device == "cpu":
         print("left out: time of drafters (there is no GPU)")
         return
-    for method in ("draft_model", "eagle3"):
-        name = f"drafter's time, {method}"
+    for method, captures in itertools.product(("draft_model", "eagle3"), (True, False)):
+        name = f"drafter's time, {method}, {'captured' if captures else 'not captured'}"
         if not checks.wants(name):
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(model_proposer, "CAPTURES", captures):
             target = model_folder(SHAPE, Path(folder))
             draft = model_folder(DRAFT_SHAPE, Path(folder)) if method == "draft_model" else _head(target, Path(folder))
             _check_time(checks, name, method, target, draft)

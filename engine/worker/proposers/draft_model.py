@@ -35,9 +35,20 @@ class DraftModelProposer(ModelProposer):
         self._max_tokens = options.max_num_batched_tokens + options.max_num_seqs  # of a pass
         size = options.max_num_seqs + 1, options.max_model_len + 1
         self._tokens = torch.zeros(size, dtype=torch.int32, device=options.device.torch_device)
+        self._no_states = torch.zeros(self.max_split, 0, dtype=options.dtype, device=options.device.torch_device)
         # Row index → the request in it, and the first position that the draft model has not computed; -1: it has
         # computed all before the step.
         self._missing: dict[int, tuple[Row, int]] = {}
+
+    @property
+    def input_width(self) -> int:
+        """See `ModelProposer.input_width`."""
+        return 0
+
+    @property
+    def output_width(self) -> int:
+        """See `ModelProposer.output_width`."""
+        return self._model.spec.hidden_size
 
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
         """See `ModelProposer.forward`. It reads no hidden states."""
@@ -50,51 +61,56 @@ class DraftModelProposer(ModelProposer):
 
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
         """See `ModelProposer.first_pass`."""
-        packed, batch = step.packed, step.packed.members.batch
         self._record(step)
-        starts, lens = self._plan(packed, only_prompts=not step.num_proposals)
+        starts, lens = self._plan(step.packed, only_prompts=not step.num_proposals)
         if not lens.any():
             return None
         rows = self.rows_of(step)
+        hidden = self._compute(rows, starts, lens)
+        if not step.num_proposals:
+            return None
+        first, ends = self.upload(np.stack((starts, starts + lens)))
+        is_complete = (first <= rows.newest) & (rows.newest < ends) & (rows.newest < rows.num_slots)
+        newest = torch.where(is_complete, rows.newest, -1)
+        return FirstPass(hidden, newest), DraftRows(rows.rows, newest, rows.num_slots, rows.greedy)
+
+    def _compute(self, rows: DraftRows, starts: np.ndarray, lens: np.ndarray) -> Tensor:
+        """Compute `lens` [n] tokens of each request from the positions `starts` [n] on.
+
+        Returns the result for each one's newest token, [n, hidden]; if that is not among them, for any.
+        """
         at = lens.nonzero()[0]
         query_start = np.zeros(len(at) + 1, dtype=np.int64)
         np.cumsum(lens[at], out=query_start[1:])
         num_tokens = int(query_start[-1])
-        chosen, first, begins = self.upload(np.stack((at, starts[at], query_start[:-1])))
-        of_seq = rows.rows[chosen]
-        seq = torch.repeat_interleave(
-            torch.arange(len(at), device=chosen.device), self.upload(lens[at]), output_size=num_tokens
-        )
-        offsets = torch.arange(num_tokens, device=chosen.device) - begins[seq]
-        positions = first[seq] + offsets
-        slots = self.slots(of_seq[seq], positions, positions < rows.num_slots[chosen][seq])
-        decodes = int((lens[at] == 1).sum()) if (lens[at] == 1).all() else 0
-        ends = (starts[at] + lens[at]).tolist()
-        attention = AttentionStep(
-            num_decodes=decodes,
-            rows=of_seq.int(),
-            query_start=self.upload(query_start.astype(np.int32)),
-            context_lens=self.upload(np.array(ends, dtype=np.int32)),
-            decode_lens=None,
-            block_tables=self.block_tables,
-            slot_mapping=slots.unsqueeze(0),
-        )
-        prefills = None if decodes else Prefills(lens[at].tolist(), ends, self.device.upload)
-        ids = self._tokens[of_seq[seq], positions].long()
-        last = begins + (rows.newest[chosen] - first).clamp(min=0)
-        last = torch.minimum(last, begins + self.upload(lens[at]) - 1)
-        clamped = positions.clamp(max=self._max_len - 1).int()
-        hidden = self.forward(ids, ids, clamped, self.metadata(attention, prefills, last))
-        if not step.num_proposals:
-            return None
-        whole = hidden.new_zeros(len(batch), hidden.shape[1])
-        whole[chosen] = hidden
-        is_complete = torch.zeros(len(batch), dtype=torch.bool, device=chosen.device)
-        is_complete[chosen] = rows.newest[chosen] < first + self.upload(lens[at])
-        is_complete &= rows.newest < rows.num_slots
-        newest = torch.where(is_complete, rows.newest, -1)
-        rows = DraftRows(rows.rows, newest, rows.num_slots, rows.greedy)
-        return FirstPass(whole, newest), rows
+        of_tokens = np.repeat(at, lens[at])
+        positions_of = np.arange(num_tokens) - np.repeat(query_start[:-1] - starts[at], lens[at])
+        index, positions = self.upload(np.stack((of_tokens, positions_of)))
+        chosen, first, begins, ends = self.upload(np.stack((at, starts[at], query_start[:-1], query_start[1:])))
+        row, is_kept = rows.rows[index], positions < rows.num_slots[index]
+        ids = self._tokens[row, positions].long()
+        last = torch.minimum(begins + (rows.newest[chosen] - first).clamp(min=0), ends - 1)
+        if num_tokens <= self.max_split:
+            found = self.split_pass(ids, self._no_states[:num_tokens], row, positions, is_kept)[last]
+        else:
+            context_lens = (starts[at] + lens[at]).tolist()
+            attention = AttentionStep(
+                num_decodes=0,
+                rows=rows.rows[chosen].int(),
+                query_start=self.upload(query_start.astype(np.int32)),
+                context_lens=self.upload(np.array(context_lens, dtype=np.int32)),
+                decode_lens=None,
+                block_tables=self.block_tables,
+                slot_mapping=self.slots(row, positions, is_kept).unsqueeze(0),
+            )
+            prefills = Prefills(lens[at].tolist(), context_lens, self.device.upload)
+            clamped = positions.clamp(max=self._max_len - 1).int()
+            found = self.forward(ids, ids, clamped, self.metadata(attention, prefills, last))
+        if len(at) == len(lens):
+            return found
+        whole = found.new_zeros(len(lens), found.shape[1])
+        whole[chosen] = found
+        return whole
 
     def _record(self, step: SampledStep) -> None:
         """Record the step's tokens, and those that it sampled."""

@@ -35,6 +35,16 @@ class Eagle3Proposer(FollowingProposer):
         self.layers = [before - 1 for before in head.spec.target_layers]
         self._vocab_size = target.spec.vocab_size
 
+    @property
+    def input_width(self) -> int:
+        """See `ModelProposer.input_width`."""
+        return self._target.spec.hidden_size
+
+    @property
+    def output_width(self) -> int:
+        """See `ModelProposer.output_width`."""
+        return self._target.spec.hidden_size
+
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
         """See `FollowingProposer.states`."""
         return self._head.combine([hidden.layers[layer][:num_tokens] for layer in self.layers or ()])

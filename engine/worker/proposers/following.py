@@ -25,35 +25,45 @@ class FollowingProposer(ModelProposer):
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
         """See `ModelProposer.first_pass`. It runs after each step: hidden states are not kept."""
         assert step.hidden is not None
-        packed, rows = step.packed, self.rows_of(step)
-        members, batch = packed.members, packed.members.batch
-        n, num_tokens, num_decodes = len(batch), batch.total_num_tokens, batch.num_decodes
+        packed, rows, num_tokens = step.packed, self.rows_of(step), step.packed.members.batch.total_num_tokens
+        ids, states = self._following_ids(step), self.states(step.hidden, num_tokens)
+        members = packed.members
         starts = packed.context_lens - members.query_lens
-        columns = np.stack((members.row_indices, members.query_start[:-1], starts)).astype(np.int64)
-        _, query_start, first = self.upload(columns)
+        query_start, first = self.upload(np.stack((members.query_start[:-1], starts)).astype(np.int64))
         # Of a request that gets no token, any will do.
         last = query_start + (rows.newest - 1 - first).clamp(min=0)
-        whole = self.upload(members.query_start.astype(np.int32))
-        prefills = None
-        if num_decodes < n:
-            lens = batch.num_tokens[num_decodes:], packed.context_lens[num_decodes:].tolist()
-            prefills = Prefills(*lens, self.device.upload)
+        only_decodes = num_tokens == len(members.batch) + sum(members.batch.num_drafts)
+        if only_decodes and num_tokens <= self.max_split:
+            hidden = self._decoded(step, rows, ids, states)[last]
+        else:
+            hidden = self._prefilled(step, rows, ids, states, last)
+        return (FirstPass(hidden, rows.newest - 1), rows) if step.num_proposals else None
+
+    def _decoded(self, step: SampledStep, rows: DraftRows, ids: Tensor, states: Tensor) -> Tensor:
+        """Run the drafter for the tokens of requests that decode: [T, hidden]."""
+        of_tokens, num_tokens = rows.rows, len(ids)
+        if num_tokens > len(of_tokens):
+            counts = self.upload(step.packed.members.query_lens.astype(np.int64))
+            of_tokens = torch.repeat_interleave(of_tokens, counts, output_size=num_tokens)
+        positions = step.step.positions[:num_tokens].long()
+        return self.split_pass(ids, states, of_tokens, positions, torch.ones_like(ids, dtype=torch.bool))
+
+    def _prefilled(self, step: SampledStep, rows: DraftRows, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
+        """Run the drafter for all tokens of a step. Returns the results at `last` [n]: [n, hidden]."""
+        packed, num_tokens = step.packed, len(ids)
+        batch, n = packed.members.batch, packed.members.batch.num_decodes
+        lens = batch.num_tokens[n:], packed.context_lens[n:].tolist()
         attention = AttentionStep(
-            num_decodes=num_decodes,
+            num_decodes=n,
             rows=rows.rows.int(),
-            query_start=whole,
+            query_start=self.upload(packed.members.query_start.astype(np.int32)),
             context_lens=self.upload(packed.context_lens),
             decode_lens=None,
             block_tables=self.block_tables,
             slot_mapping=step.step.slot_mapping[self._group : self._group + 1, :num_tokens],
         )
-        hidden = self.forward(
-            self._following_ids(step),
-            self.states(step.hidden, num_tokens),
-            step.step.positions[:num_tokens],
-            self.metadata(attention, prefills, None if num_tokens == n else last),
-        )
-        return (FirstPass(hidden, rows.newest - 1), rows) if step.num_proposals else None
+        prefills = Prefills(*lens, self.device.upload) if n < len(batch) else None
+        return self.forward(ids, states, step.step.positions[:num_tokens], self.metadata(attention, prefills, last))
 
     def _following_ids(self, step: SampledStep) -> Tensor:
         """Return the token after each of the step's tokens: sampled, or the next of the prompt. [T] int64."""

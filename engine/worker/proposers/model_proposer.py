@@ -19,7 +19,8 @@ from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
 from engine.worker.attention.latent import LatentGroupAttention
 from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import RunnerOptions
+from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
+from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
 from engine.worker.proposers.proposer import SampledStep
 from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState
 
@@ -32,6 +33,10 @@ class DraftRows:
     newest: Tensor  # [n] int64: position of the newest token; below 0: the request got none
     num_slots: Tensor  # [n] int64: tokens that fit in its blocks
     greedy: bool  # all requests are
+
+
+CAPTURES = False  # run what is captured on a GPU
+SPLIT_TOKENS = SIZES[-1]  # up to so many tokens of decoding requests are computed as sequences of one token each
 
 
 class FirstPass(NamedTuple):
@@ -57,8 +62,12 @@ class ModelProposer(ABC):
         self.attentions = [_attention(mixer, options) for mixer in dict.fromkeys(spec.mixers)]
         kinds = list(dict.fromkeys(spec.mixers))
         self._of_layer = [self.attentions[kinds.index(mixer)] for mixer in spec.mixers]
-        ones = torch.arange(options.max_num_seqs + 1, dtype=torch.int32)
-        self._each = ones.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
+        self._options, self._num = options, options.max_request_drafts
+        self.max_split = min(SPLIT_TOKENS, options.max_decodes)
+        each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
+        self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
+        self._passes: DraftGraphs | None = None
+        self._guesses: DraftGraphs | None = None
 
     layers: Sequence[int] | None = None  # see `DeviceProposer.layers`
 
@@ -67,7 +76,32 @@ class ModelProposer(ABC):
         self.kv_cache = self.cache.allocate(num_blocks, self.device)
 
     def release(self) -> None:
-        self.kv_cache = []
+        self.kv_cache, self._passes, self._guesses = [], None, None
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture passes over few tokens and the guesses after them, with the KV cache as it is."""
+        if not CAPTURES:
+            return
+        options, padding_row = self._options, len(self._state.records) - 1
+        sizes = sorted({min(size, self.max_split) for size in SIZES})
+        self._passes = DraftGraphs(
+            self.device, self._split_pass, [0, padding_row, 0, 0], self.input_width, sizes, options.dtype
+        )
+        sizes = sorted({min(size, options.max_num_seqs, MAX_DRAFTED_SEQS) for size in SIZES})
+        self._guesses = DraftGraphs(
+            self.device, self._guess_sampled, [0, padding_row, -1, 0], self.output_width, sizes, options.dtype
+        )
+
+    @property
+    @abstractmethod
+    def input_width(self) -> int:
+        """Size of the hidden states that `forward` reads; 0: it reads none."""
+
+    @property
+    @abstractmethod
+    def output_width(self) -> int:
+        """Size of the results of `forward`."""
 
     def propose(self, step: SampledStep) -> Tensor:
         """See `DeviceProposer.propose`."""
@@ -75,18 +109,44 @@ class ModelProposer(ABC):
         first = self.first_pass(step)
         if first is None:
             return torch.full((n, num), -1, dtype=torch.int64, device=self.device.torch_device)
-        found, rows = first
-        hidden, positions = found
+        (hidden, positions), rows = first
+        if self._guesses is not None and num == self._num and self._guesses.fits(n):
+            integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
+            return self._guesses.run(integers, hidden)
+        return self._guess(hidden, positions, rows, num)
+
+    def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
+        """Return the guesses of requests that may sample, see `DraftGraphs`."""
+        positions, rows, newest, num_slots = integers
+        return self._guess(hidden, positions, DraftRows(rows, newest, num_slots, greedy=False), self._num)
+
+    def _guess(self, hidden: Tensor, positions: Tensor, rows: DraftRows, num: int) -> Tensor:
+        """Return `num` guesses of each request, [n, num] int64, after the first pass."""
         proposed = [self._sample(hidden, rows, 1)]
         for i in range(1, num):
             positions = positions + 1
             is_kept = (positions < rows.num_slots) & (rows.newest >= 0)
-            metadata = self._decode_metadata(rows, positions, is_kept)
-            at = positions.clamp(0, self._max_len - 1).int()
-            hidden = self.forward(proposed[-1].clamp(min=0), self.following(hidden), at, metadata)
+            hidden = self._decode(proposed[-1].clamp(min=0), self.following(hidden), rows.rows, positions, is_kept)
             sampled = self._sample(hidden, rows, i + 1)
             proposed.append(torch.where(is_kept & (proposed[-1] >= 0), sampled, -1))
         return torch.where((rows.newest >= 0).unsqueeze(1), torch.stack(proposed, 1), -1)
+
+    def split_pass(self, ids: Tensor, hidden: Tensor, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
+        """Run the drafter for at most `max_split` tokens of decoding requests, each as a sequence of its own: its
+        request's earlier tokens are stored before it attends. All [T]; hidden [T, hidden] → [T, hidden].
+        """
+        if self._passes is not None and self._passes.fits(len(ids)):
+            return self._passes.run(torch.stack((ids, rows, positions, is_kept.long())), hidden)
+        return self._decode(ids, hidden, rows, positions, is_kept)
+
+    def _split_pass(self, integers: Tensor, hidden: Tensor) -> Tensor:
+        """See `split_pass` and `DraftGraphs`."""
+        ids, rows, positions, is_kept = integers
+        return self._decode(ids, hidden, rows, positions, is_kept > 0)
+
+    def _decode(self, ids: Tensor, hidden: Tensor, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
+        metadata = self._decode_metadata(rows, positions, is_kept)
+        return self.forward(ids, hidden, positions.clamp(0, self._max_len - 1).int(), metadata)
 
     @abstractmethod
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
@@ -140,17 +200,17 @@ class ModelProposer(ABC):
         blocks = self._state.block_tables[self._group, rows, columns].long()
         return torch.where(is_kept, blocks * self._block_size + positions % self._block_size, -1)
 
-    def _decode_metadata(self, rows: DraftRows, positions: Tensor, is_kept: Tensor) -> list[AttentionMetadata]:
+    def _decode_metadata(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> list[AttentionMetadata]:
         n = len(positions)
         context_lens = torch.where(is_kept, positions + 1, 1).int()
         step = AttentionStep(
             num_decodes=n,
-            rows=rows.rows.int(),
+            rows=rows.int(),
             query_start=self._each[: n + 1],
             context_lens=context_lens,
             decode_lens=None,
             block_tables=self.block_tables,
-            slot_mapping=self.slots(rows.rows, positions, is_kept).unsqueeze(0),
+            slot_mapping=self.slots(rows, positions, is_kept).unsqueeze(0),
         )
         return self.metadata(step, None)
 

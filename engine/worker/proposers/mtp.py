@@ -34,6 +34,16 @@ class MTPProposer(FollowingProposer):
         super().__init__(spec, layout, options, state)
         self._head, self._target = head, target
 
+    @property
+    def input_width(self) -> int:
+        """See `ModelProposer.input_width`."""
+        return self._target.spec.hidden_size
+
+    @property
+    def output_width(self) -> int:
+        """See `ModelProposer.output_width`."""
+        return self._target.spec.hidden_size
+
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
         """See `FollowingProposer.states`."""
         normed: Tensor = self._target.norm(hidden.last[:num_tokens])

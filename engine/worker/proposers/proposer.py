@@ -70,6 +70,9 @@ class DeviceProposer(Protocol):
     def release(self) -> None:
         """Release what it keeps beside KV blocks."""
 
+    def capture(self) -> None:
+        """Capture what it runs in graphs, on a device that has these."""
+
     def propose(self, step: SampledStep) -> Tensor:
         """Return [n, num_proposals] int64 on the device: what may follow each request's newest kept token; -1: nothing.
 

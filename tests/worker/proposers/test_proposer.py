@@ -34,6 +34,9 @@ class Teller:
     def release(self) -> None:
         pass
 
+    def capture(self) -> None:
+        pass
+
     def propose(self, step: SampledStep) -> Tensor:
         assert step.hidden is not None
         samples, positions = step.samples, step.step.samples.next_position
