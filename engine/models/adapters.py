@@ -377,6 +377,8 @@ def _plain(linear: Linear) -> Tensor | None:
     weight = linear.weight
     if isinstance(weight, kernels.QuantizedWeight):
         return None if weight.is_cpu else kernels.dequantize(weight.codes, weight, linear.dtype)
+    if isinstance(weight, Tensor) and weight.is_mkldnn:  # packed by PyTorch
+        return weight.to_dense()
     return weight if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 else None
 
 

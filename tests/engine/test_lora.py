@@ -14,10 +14,14 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+pytest.importorskip("gguf")
 
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, LoRARequest, SamplingParams
+from engine.models.gguf import folder as gguf_folder
 from engine.worker import adapter_slots
+from tests.oracles.gguf_files import write_gguf
 from tests.oracles.peft_adapters import PROMPTS, answers, base_model, make_adapter
+from tests.oracles.quantised import make_quantised
 
 NUM_TOKENS = 64
 MAX_ERROR = 1e-4
@@ -121,6 +125,43 @@ def test_answers_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> Non
     expected.append(answers(merged, NUM_TOKENS))
     assert expected[0] != expected[1]
     with started(tmp_path / "model") as llm:
+        for got, want in zip(run(llm, [None, LoRARequest("a", 1, str(tmp_path / "adapter"))]), expected, strict=True):
+            check(got, want)
+
+
+# Of weights alone, since GEMMs of quantised activations are not exact. format → fields of PEFT's LoraConfig
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int4": {"use_dora": True},
+    "fp8-weights-only": {},
+    "int8-groups": {"bias": "lora_only"},
+    "awq": {"use_rslora": True},
+    "gptq-desc-act": {"use_dora": True},
+    "nvfp4": {},
+    "gguf": {"use_dora": True},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in QUANTISED]
+)
+def test_the_base_may_be_quantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle merges the adapter into the weights that the quantised ones stand for."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "pytorch")  # the others quantise activations
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path / "cache")
+    model = tmp_path / "model"
+    if name == "gguf":
+        base = base_model("qwen3", tmp_path / "exact")
+        model = write_gguf(base, tmp_path / "model.gguf", lambda name: "Q8_0")
+    else:
+        make_quantised(name, model, tmp_path / "exact")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32).eval()
+    config = {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", **QUANTISED[name]}
+    merged = make_adapter(copy.deepcopy(base), tmp_path / "adapter", 1, **config)
+    expected = [answers(each, NUM_TOKENS) for each in (base, merged)]
+    assert expected[0] != expected[1]
+    with started(model) as llm:
         for got, want in zip(run(llm, [None, LoRARequest("a", 1, str(tmp_path / "adapter"))]), expected, strict=True):
             check(got, want)
 
