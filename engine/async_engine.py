@@ -67,7 +67,8 @@ class AsyncEngine:
         self._deadlines = DeadlineTimers(lambda request_id: self._end_early(request_id, "timeout"))
         self._pace, self._fair = Pace(), FairTasks(UPDATES_AT_ONCE)
         self._closed = False
-        self._changes_sleep, self._refuses = asyncio.Lock(), False
+        self._changes_sleep, self._refuses, self._is_updating = asyncio.Lock(), False, False
+        self.weights_path, self.weights_version = config.model, 0  # the version counts replacements
         self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
         self._release: asyncio.TimerHandle | None = None  # the next check whether these threads are idle
         self._launched = time.perf_counter()
@@ -249,7 +250,7 @@ class AsyncEngine:
     @property
     def is_sleeping(self) -> bool:
         """Return whether the engine sleeps, goes to sleep or wakes up: it takes no requests."""
-        return self._refuses
+        return self._refuses and not self._is_updating
 
     @property
     def sleep_level(self) -> int:
@@ -279,6 +280,35 @@ class AsyncEngine:
         """End `sleep`. Raises `EngineError` if memory is too low by now; the engine is still asleep then."""
         async with self._changes_sleep:
             await self._wake_replicas()
+
+    async def update_weights(self, path: str, *, abort: bool = False) -> None:
+        """Replace the weights by those in another folder, see `Engine.update_weights`. New requests are refused.
+
+        Waits for the running requests, or ends them with `abort`. Raises `EngineError`: all weights are those of before
+        then.
+        """
+        async with self._changes_sleep:
+            self._check_alive()
+            self._refuses = self._is_updating = True
+            try:
+                if abort:
+                    self.abort_all()
+                await self._update_replicas(path)
+                self.weights_path, self.weights_version = path, self.weights_version + 1
+            finally:
+                self._refuses = self._is_updating = False
+                for replica in self._replicas:
+                    self._dispatcher.started(replica)  # with an empty cache
+
+    async def _update_replicas(self, path: str) -> None:
+        updates = (replica.update_weights(path) for replica in self._replicas)
+        results = await asyncio.gather(*updates, return_exceptions=True)
+        errors = [result for result in results if result is not None]
+        if not errors:
+            return
+        done = [replica for replica, result in zip(self._replicas, results, strict=True) if result is None]
+        await asyncio.gather(*(replica.update_weights(self.weights_path) for replica in done), return_exceptions=True)
+        raise errors[0]
 
     async def _wake_replicas(self) -> None:
         await asyncio.gather(*(replica.wake_up() for replica in self._replicas))
@@ -400,6 +430,8 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
+        if self._is_updating:
+            raise EngineAsleepError("the model's weights are being replaced")
         if self._refuses:
             raise EngineAsleepError("the model is asleep: POST /wake_up wakes it up")
 

@@ -31,6 +31,7 @@ from engine.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
 from engine.errors import EngineError
 from engine.guided import GuidedProposer, GuidedRequests
 from engine.intake import Intake
+from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model, short_name
@@ -84,9 +85,11 @@ class Engine:
         Raises `ModelError`, `ConfigError`, or `EngineError` if the device has too little memory.
         """
         folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-        builder = RunnerBuilder(build_runner, config, folder, progress, lost)
+        self._builder = builder = RunnerBuilder(build_runner, config, folder, progress, lost)
         device = device_of(config)  # after Ray, if it starts the ranks, has assigned the GPUs
-        self.spec = spec = _resolved(spec or read_spec(folder, config.hf_overrides), config, eos_token_ids, device)
+        self._hf_overrides = config.hf_overrides
+        self._resolve = partial(_resolved, config=config, eos_token_ids=tuple(eos_token_ids), device=device)
+        self.spec = spec = self._resolve(spec or read_spec(folder, config.hf_overrides))
         self.options = options = with_drafter(runner_options(config, spec, offline, device), config, spec)
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
@@ -100,8 +103,8 @@ class Engine:
         self._adapted = AdaptedRequests(lambda: self.runner, num_slots, config.num_loaded_loras, self._guided.queue)
         self._intake = Intake(self._adapted, self._guided, self._recovery, self.scheduler)
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
-        self._open_store = partial(_opened_store, config, folder, options)
-        self._store = self._open_store(self.runner, self.scheduler)
+        self._open_store = partial(_opened_store, config, options)
+        self._store = self._open_store(folder, self.runner, self.scheduler)
         self._debug_checks = config.debug_checks
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
@@ -274,7 +277,39 @@ class Engine:
         """
         if self.is_sleeping:
             self._runner.wake_up()
-            self._store = self._open_store(self.runner, self.scheduler)
+            self._store = self._open_store(self._builder.folder, self.runner, self.scheduler)
+
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those of another folder, in the same format. The prefix cache is emptied.
+
+        Raises `EngineError` while a request is unfinished or the engine sleeps, and if the folder cannot be used: the
+        weights are those of before then.
+        """
+        if self.is_sleeping:
+            raise EngineError("the engine is asleep: wake it up first")
+        folder, before = Path(path).expanduser().absolute(), self._builder.folder
+        self._check_weights(folder)
+        self.sleep(level=2)
+        self._builder.folder = folder
+        try:
+            self.wake_up()
+        except (ModelError, EngineError) as error:
+            self._builder.folder = before
+            self.wake_up()
+            raise EngineError(f"the weights in {folder} cannot be used, those of before stay: {error}") from None
+
+    def _check_weights(self, folder: Path) -> None:
+        """Raise `EngineError` unless the folder has weights of this model."""
+        if not folder.is_dir():
+            raise EngineError(f"there is no folder {folder}")
+        if self.options.drafter is not None:
+            raise EngineError("weights cannot be replaced while a model drafts: start without speculative_config")
+        try:
+            spec = self._resolve(read_spec(folder, self._hf_overrides))
+        except ModelError as error:
+            raise EngineError(str(error)) from None
+        if spec != self.spec:
+            raise EngineError(f"{folder} holds another model: its config.json differs from that of the one served")
 
     def _close_store(self) -> None:
         if self._store is not None:
@@ -309,7 +344,7 @@ def _new_scheduler(
 
 
 def _opened_store(
-    config: EngineConfig, folder: Path, options: RunnerOptions, runner: Runner, scheduler: Scheduler
+    config: EngineConfig, options: RunnerOptions, folder: Path, runner: Runner, scheduler: Scheduler
 ) -> PrefixCacheStore | None:
     if config.prefix_cache_file is None:
         return None

@@ -33,7 +33,8 @@ class RunnerBuilder:
         self, build: BuildRunner, config: EngineConfig, folder: Path, progress: Progress, lost: Lost | None
     ) -> None:
         """Ray, if it starts the ranks, assigns their GPUs now. Raises `EngineError` if it cannot."""
-        self._build, self._config, self._folder, self.progress = build, config, folder, progress
+        self._build, self._config, self.progress = build, config, progress
+        self.folder = folder  # of the weights: another one may be set between two runners
         self._lost = lost if config.num_ranks > 1 else None
         self._launcher = self._new_launcher()  # of the next runner
 
@@ -41,7 +42,7 @@ class RunnerBuilder:
         if self._config.distributed_executor_backend != "ray":
             return None
         try:
-            return RayLauncher(self._config.num_ranks, self._config.device, self._folder)
+            return RayLauncher(self._config.num_ranks, self._config.device, self.folder)
         except LaunchError as error:
             raise EngineError(str(error)) from None
 
@@ -51,7 +52,7 @@ class RunnerBuilder:
         given = {"launcher": launcher, "lost": self._lost}
         given = {name: value for name, value in given.items() if value is not None}
         try:
-            return self._build(self._folder, spec, options, progress=self.progress, **given)
+            return self._build(self.folder, spec, options, progress=self.progress, **given)
         except KVCacheTooSmallError as error:
             raise EngineError(str(error)) from None
         except torch.OutOfMemoryError:

@@ -153,6 +153,12 @@ class LLM:
         """End `sleep`. Raises `EngineError` if memory is too low by now; the model is still asleep then."""
         self._engine.wake_up()
 
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those in another folder of the same model. Raises `EngineError` if they do not fit:
+        those of before stay.
+        """
+        self._engine.update_weights(path)
+
     def is_sleeping(self) -> bool:
         """Return whether the model sleeps."""
         return self._engine.is_sleeping

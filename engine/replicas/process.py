@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 IDLE_MILLISECONDS = 500  # between heartbeats without work
 # Methods of the engine for `Call`. The loop waits for them: a result that takes time
 # beside steps is a `Future`.
-METHODS = frozenset(["reset_prefix_cache", "load_adapter", "sleep", "wake_up"])
+METHODS = frozenset(["reset_prefix_cache", "load_adapter", "sleep", "wake_up", "update_weights"])
 PROGRESS_SECONDS = 0.1  # least time between progress messages about a phase of the start
 
 
@@ -72,6 +72,7 @@ class Steppable(Protocol):
     def load_adapter(self, name: str, path: str, version: str) -> Future[str]: ...
     def sleep(self, level: int) -> None: ...
     def wake_up(self) -> None: ...
+    def update_weights(self, path: str) -> None: ...
     def stats(self) -> SchedulerStats: ...
 
 

@@ -17,7 +17,7 @@ from engine.processing.output_collector import deliver
 from engine.replicas.engine_process import EngineProcess
 from engine.replicas.messages import Abort, Add, Ready, Start, Step
 from engine.replicas.start_times import expected_seconds
-from engine.replicas.state import StateHolder
+from engine.replicas.state import STARTING, StateHolder
 from engine.replicas.streams import Stream
 from engine.replicas.supervisor import RestartPolicy, Supervisor
 from engine.stats import ExpertTokens, StepTokens
@@ -83,7 +83,7 @@ class Replica:
 
     async def run(self, start: Start) -> str:
         """Keep a process running. Returns why the last one ended. Raises `EngineError` if the first cannot start."""
-        reason = await self.supervisor.run(Start(self.config, start.eos_token_ids, self.index))
+        reason = await self.supervisor.run(lambda: Start(self.config, start.eos_token_ids, self.index))
         self.states.enter("dead", reason=reason)
         self._release(reason)
         return reason
@@ -124,8 +124,7 @@ class Replica:
         """Let the engine sleep once its requests have ended, see `Engine.sleep`. Raises `EngineError`."""
         self._is_draining = True
         try:
-            while any(not stream.output.finished for stream in self.streams.values()):
-                await asyncio.sleep(DRAIN_LOOK_SECONDS)
+            await self._drained()
             self.sleep_level = level  # even if the caller does not wait for the reply
             await self.call("sleep", level=level)
             self.states.enter("asleep")
@@ -134,6 +133,27 @@ class Replica:
             raise
         finally:
             self._is_draining = False
+
+    async def _drained(self) -> None:
+        """Wait until the requests have ended."""
+        while any(not stream.output.finished for stream in self.streams.values()):
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+
+    async def update_weights(self, path: str) -> None:
+        """Replace the weights once the requests have ended, see `Engine.update_weights`. A process that is started
+        again loads the new ones, too. Raises `EngineError`.
+        """
+        self._is_draining = True
+        try:
+            await self._drained()
+            self.states.enter("starting")
+            await self.call("update_weights", path=path)
+            config = self.config
+            self.config = replace(config, model=path, tokenizer=config.tokenizer or config.model)
+        finally:
+            self._is_draining = False
+            if self.states.state.phase in STARTING:
+                self.states.enter("ready")
 
     async def wake_up(self) -> None:
         """End `sleep`. Raises `EngineError` if memory is too low by now; the engine is still asleep then."""

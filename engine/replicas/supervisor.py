@@ -114,10 +114,13 @@ class Supervisor:
             self.process.send(command)
         return self._takes_commands
 
-    async def run(self, start: Start) -> str:
-        """Run processes until the policy gives up. Returns why the last one ended. Raises `EngineError`."""
+    async def run(self, start: Callable[[], Start]) -> str:
+        """Run processes until the policy gives up. Returns why the last one ended. Raises `EngineError`.
+
+        `start`: returns what to tell the next process.
+        """
         while True:
-            reason = await self._run_process(start)
+            reason = await self._run_process(start())
             if not self._states.has_been_ready:
                 raise EngineError(reason)
             delay: float | None = 0.0

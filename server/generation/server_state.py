@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from engine import EngineError
+from engine import EngineDeadError, EngineError
 from server.generation.caller import Caller
 from server.generation.checks import check_admin
 from server.generation.engine_client import EngineClient
@@ -124,6 +124,19 @@ class ServerState:
             await self.engine.wake_up()
         except EngineError as error:
             raise UnavailableError(str(error)) from None
+
+    async def update_weights(self, path: str, caller: Caller, *, abort: bool) -> None:
+        """Replace the model's weights by those in a folder. `abort`: end running requests instead of waiting for them.
+
+        Raises `NotPermittedError`, and `ConflictError` if the weights of before stay.
+        """
+        check_admin(caller, "replacing the model's weights")
+        try:
+            await self.engine.update_weights(path, abort=abort)
+        except EngineDeadError as error:
+            raise UnavailableError(str(error)) from None
+        except EngineError as error:
+            raise ConflictError(str(error)) from None
 
     async def abort(self, request_id: str, caller: Caller) -> None:
         """Abort a request of `caller`; its client gets the partial output. Raises `NotFoundError` for an unknown id."""

@@ -236,6 +236,16 @@ class FakeEngine:
         self.sleep_level = 0
         self.states.enter("ready")
 
+    weights_path, weights_version = "first", 0
+
+    async def update_weights(self, path: str, *, abort: bool = False) -> None:
+        if self.cannot_sleep:
+            raise EngineError(self.cannot_sleep)
+        if abort:
+            for request_id in list(self.active):
+                await self.abort(request_id)
+        self.weights_path, self.weights_version = path, self.weights_version + 1
+
     async def reset_prefix_cache(self) -> bool:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)

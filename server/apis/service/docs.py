@@ -115,6 +115,27 @@ ENDPOINTS = (
         text="",
         statuses=(403, 503),
     ),
+    Endpoint(
+        "POST",
+        "/v1/weights",
+        TAG,
+        "Replace the model's weights",
+        "`?path=FOLDER`: a folder on the server with weights of the same model, such as the next step of a training "
+        "run. `?mode=wait`, the default, waits for running requests, `?mode=abort` ends them. Until the response, new "
+        "requests get a 503. The prefix cache is emptied. 409 if the folder cannot be used; the weights of before stay "
+        "then. `version` counts the replacements. Requires a key with `admin: true`, if the server requires keys.",
+        answer={"path": "/models/step-200", "version": 1},
+        statuses=(400, 403, 409, 503),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/weights",
+        TAG,
+        "The folder of the model's weights",
+        "Requires a key with `admin: true`, if the server requires keys.",
+        answer={"path": "/models/step-200", "version": 1},
+        statuses=(403,),
+    ),
     Endpoint("GET", "/is_sleeping", TAG, "Whether the model sleeps", answer={"is_sleeping": False}),
     Endpoint("GET", "/livez", TAG, "Whether the process answers", "The body is empty.", text=""),
     Endpoint(

@@ -45,6 +45,18 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         await server.wake_up(caller_of(request))
         return Response()
 
+    @app.post("/v1/weights")
+    async def update_weights(
+        request: Request, path: str, mode: Literal["abort", "wait"] = "wait"
+    ) -> dict[str, str | int]:
+        await server.update_weights(path, caller_of(request), abort=mode == "abort")
+        return {"path": server.engine.weights_path, "version": server.engine.weights_version}
+
+    @app.get("/v1/weights")
+    async def weights(request: Request) -> dict[str, str | int]:
+        check_admin(caller_of(request), "the folder of the weights")
+        return {"path": server.engine.weights_path, "version": server.engine.weights_version}
+
     @app.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": server.engine.is_sleeping}

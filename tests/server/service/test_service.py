@@ -253,6 +253,21 @@ def test_a_model_sleeps_and_wakes_up(serve: Callable[..., Live]) -> None:
     assert live.http.post("/sleep?mode=keep").status_code == 400
 
 
+def test_weights_are_replaced(live: Live) -> None:
+    assert live.http.get("/v1/weights").json() == {"path": "first", "version": 0}
+    live.engine.active["running"] = []
+    replaced = live.http.post("/v1/weights?path=/models/step-2")
+    assert (replaced.status_code, replaced.json()) == (200, {"path": "/models/step-2", "version": 1})
+    assert not live.engine.aborted, "it waits for running requests"
+    assert live.http.post("/v1/weights?path=/models/step-3&mode=abort").json()["version"] == 2
+    assert live.engine.aborted == {"running"}
+    live.engine.cannot_sleep = "there is no folder /models/step-4"
+    failed = live.http.post("/v1/weights?path=/models/step-4")
+    assert (failed.status_code, failed.json()["error"]["message"]) == (409, live.engine.cannot_sleep)
+    assert live.http.get("/v1/weights").json() == {"path": "/models/step-3", "version": 2}
+    assert live.http.post("/v1/weights").status_code == 400
+
+
 def test_sleep_may_wait_for_running_requests(live: Live) -> None:
     live.engine.active["running"] = []
     assert live.http.post("/sleep?mode=wait").status_code == 200

@@ -1,0 +1,109 @@
+"""Weights replaced in an engine that lives on: the answers of an engine that starts with the new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine import LLM, AsyncEngine, EngineConfig, EngineError, EngineRequest, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = ["weights of the next step " * 3, "another"]
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 64}
+
+
+@pytest.fixture(scope="module")
+def other(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other weights."""
+    folder = tmp_path_factory.mktemp("other") / "step-2"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def answers(llm: LLM) -> list[Any]:
+    results = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in results]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}],
+    ids=["captured", "int8", "int4", "eager", "two ranks"],
+)
+def test_answers_are_those_of_a_new_start(tiny_model: Path, other: Path, settings: dict[str, Any]) -> None:
+    llm = LLM(model=str(other), **SETTINGS, **settings)
+    expected = answers(llm)
+    llm.close()
+    llm = LLM(model=str(tiny_model), **SETTINGS, **settings)
+    before = answers(llm)
+    assert before != expected
+    llm.update_weights(str(other))
+    assert answers(llm) == expected
+    llm.update_weights(str(tiny_model))
+    assert answers(llm) == before
+    llm.close()
+
+
+def test_folders_that_cannot_be_used(tiny_model: Path, other: Path, tmp_path: Path) -> None:
+    """The weights of before stay, and requests go on."""
+    llm = LLM(model=str(tiny_model), **SETTINGS)
+    before = answers(llm)
+    with pytest.raises(EngineError, match="there is no folder"):
+        llm.update_weights(str(tmp_path / "missing"))
+    bigger = shutil.copytree(other, tmp_path / "bigger")
+    config = json.loads((bigger / "config.json").read_text())
+    (bigger / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(EngineError, match="holds another model"):
+        llm.update_weights(str(bigger))
+    torn = shutil.copytree(other, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:-5000])
+    with pytest.raises(EngineError, match="cannot be used, those of before stay"):
+        llm.update_weights(str(torn))
+    assert answers(llm) == before
+    llm.sleep()
+    with pytest.raises(EngineError, match="asleep"):
+        llm.update_weights(str(other))
+    llm.close()
+
+
+def test_a_served_model_keeps_new_weights_when_its_process_is_lost(tiny_model: Path, other: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), **SETTINGS)
+    prompt = list(range(40))
+
+    async def ask(engine: AsyncEngine, name: str) -> list[int]:
+        request = EngineRequest(name, prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        return [token async for update in engine.generate(request) for token in update.token_ids]
+
+    async def test() -> None:
+        engine = await AsyncEngine.start(config)
+        try:
+            before = await ask(engine, "a")
+            running = asyncio.create_task(ask(engine, "b"))
+            await asyncio.sleep(0)
+            await engine.update_weights(str(other))
+            assert await running == before, "it was waited for"
+            assert (engine.weights_path, engine.weights_version) == (str(other), 1)
+            after = await ask(engine, "c")
+            assert after != before
+            with pytest.raises(EngineError, match="there is no folder"):
+                await engine.update_weights("/nowhere")
+            assert await ask(engine, "d") == after
+            num_restarts = engine.state.num_restarts
+            os.kill(engine.replicas[0].pid, signal.SIGKILL)
+            while engine.state.num_restarts == num_restarts or not engine.state.is_ready:
+                await asyncio.sleep(0.05)
+            assert await ask(engine, "e") == after
+        finally:
+            engine.close()
+
+    asyncio.run(test())
