@@ -33,7 +33,13 @@ from engine.worker.attention.fp8_prefill import scratch_bytes, upcast_layers
 from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
-from engine.worker.kv_cache import KVCacheLayout, KVCacheTooSmallError, blocks_asked_for, blocks_that_fit
+from engine.worker.kv_cache import (
+    KVCacheLayout,
+    KVCacheTooSmallError,
+    blocks_asked_for,
+    blocks_that_fit,
+    encoder_blocks,
+)
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.cores import num_cores
 from engine.worker.state_cache import STATES_PER_REQUEST
@@ -179,7 +185,8 @@ class Plan:
         return seen * self.options.kv_dtype.itemsize
 
     def tokens_per_second(self, num_requests: int, context: int) -> float:
-        """Return an upper bound of decode throughput over all requests; 0: the GPU's speed is not known.
+        """Return an upper bound of decode throughput over all requests; 0: the GPU's speed is not known. Of an encoder
+        it is that of texts.
 
         A step takes at least the time to read its bytes, or to compute its GEMMs if that is longer, and the time of its
         launches. All else is ignored.
@@ -189,7 +196,8 @@ class Plan:
         of_layer = LAYER_SECONDS + (2 * SUM_SECONDS if self.options.num_ranks_per_stage > 1 else 0)
         overhead = STEP_SECONDS + self.spec.num_layers * of_layer + num_requests * REQUEST_SECONDS
         by_bytes = self.bytes_read(num_requests, context) / self.gpu.bandwidth
-        return num_requests / (max(by_bytes, self._gemm_seconds(num_requests)) + overhead)
+        num_tokens = num_requests * (context if self.spec.is_encoder else 1)
+        return num_tokens / (max(by_bytes, self._gemm_seconds(num_tokens)) + overhead)
 
     def bytes_read(self, num_requests: int, context: int) -> float:
         """Return the bytes that a GPU reads in a decode step of such requests."""
@@ -243,6 +251,8 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         gpu = _measured(gpu, sum(weights.values()), options.dtype)
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         (num_blocks, num_states), _ = asked_for
+    elif spec.is_encoder:
+        num_blocks, num_states = encoder_blocks(options), 0
     elif gpu.is_cpu:
         num_bytes, _ = layout.cpu_cache_bytes(options, options.device.memory().free - held)
         num_blocks, num_states = layout.divided(num_bytes, options)

@@ -331,6 +331,11 @@ def _slots_of_a_block(counts: Sequence[int]) -> int:
     return min((n for n in range(1, max(counts) + 1) if cost(n)[1] <= MAX_PADDING * sum(counts)), key=cost)
 
 
+def encoder_blocks(options: RunnerOptions) -> int:
+    """Return the blocks of an encoder's two steps in flight. Each sequence's last one is filled in part, or spare."""
+    return 2 * -(-options.max_num_batched_tokens // options.block_size) + 3 * options.max_num_seqs
+
+
 def blocks_asked_for(layout: KVCacheLayout, options: RunnerOptions) -> tuple[tuple[int, int], str] | None:
     """Return the requested number of blocks, that of states, and the flag that requests them. None: as many as fit."""
     if options.num_gpu_blocks_override is not None:

@@ -35,7 +35,7 @@ from engine.worker.device import CudaDevice
 from engine.worker.executor import Executor
 from engine.worker.images import own_rows
 from engine.worker.input_batch import segment_of
-from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales
+from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales, encoder_blocks
 from engine.worker.mapped_memory import MappedMemory, mapped_memory
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
@@ -205,10 +205,8 @@ def count_blocks(runner: ModelRunner) -> tuple[tuple[int, int], str]:
     options, layout = runner.options, runner.kv_layout
     if (asked_for := blocks_asked_for(layout, options)) is not None:
         return asked_for
-    if runner.spec.is_encoder:  # two steps are in flight; the last blocks of sequences are filled in part, or spare
-        return (2 * -(-options.max_num_batched_tokens // options.block_size) + 3 * options.max_num_seqs, 0), (
-            "one layer of two steps, which all layers share"
-        )
+    if runner.spec.is_encoder:
+        return (encoder_blocks(options), 0), "one layer of two steps, which all layers share"
     if not runner.device.is_accelerator:
         num_bytes, bound = layout.cpu_cache_bytes(options, runner.device.memory().free)
         return layout.divided(num_bytes, options), bound

@@ -65,6 +65,8 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
         async with _in_time(request):
             await model.adapters.resolve(request.model, caller)
         model.check_name(request.model, caller)
+        if not model.info.generates:
+            raise InvalidRequestError(_no_generation(model), "model", lead=None)
         check_priority(request, caller)
         check_stop(request)
         sampling = given_values(model, request)
@@ -88,8 +90,6 @@ async def _generate(
     prompts = await model.encode(request)
     warn_of_changes(prompts[0], warnings)
     sampling = await completed(model, request, prompts[0], sampling, warnings)
-    if not model.info.generates:
-        raise InvalidRequestError(_no_generation(model), "model", lead=None)
     token_ids = [model.truncated(prompt, request, sampling.max_tokens or 1) for prompt in prompts]
     check_prompts(model, token_ids, 1)
     warn_of_short_outputs(model, request, token_ids, warnings)

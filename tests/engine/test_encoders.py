@@ -15,6 +15,7 @@ from torch import Tensor
 from engine import LLM, ConfigError, EngineConfig
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
+from engine.plan import cpu_here, make_plan
 from engine.processing.input_processor import InputProcessor
 
 SMALL: dict[str, Any] = {
@@ -260,3 +261,13 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_an_encoder_cannot_be(changes: dict[str, Any], message: str, bert: Path) -> None:
     with pytest.raises(ModelError, match=message):
         read_spec(bert, changes)
+
+
+def test_a_plan_counts_what_the_engine_allocates(bert: Path) -> None:
+    config = EngineConfig(model=str(bert), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    plan, llm = make_plan(config, cpu_here(), offline=True), start(bert)
+    assert plan.num_blocks == llm._engine.runner.num_blocks
+    assert plan.kv_cache_bytes == llm._engine.runner.kv_cache_bytes
+    assert plan.weights["norms"] == 4 * 64 * 2 * (1 + 2 * 2)  # of the embeddings, and two in each layer
+    assert plan.weights["tables"] == 4 * 64 * (256 + 2)  # positions and types
+    llm.close()
