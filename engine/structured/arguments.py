@@ -22,7 +22,6 @@ from engine.structured.values import pointed_to
 MAX_SCHEMAS = 5000  # with references written out
 MAX_ITEMS = 64  # repetitions of an array's items that are written out
 _LISTS = ("anyOf", "oneOf")
-_OF_TEXT = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _HARD = ("allOf", "not", "if", "then", "else")  # not enforced for strings
 _HARD_OBJECT = (*_HARD, "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", *_LISTS)  # fmt: skip

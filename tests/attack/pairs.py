@@ -149,10 +149,6 @@ async def ask(http: httpx.AsyncClient, request: dict[str, Any]) -> Answer:
         return Answer(type(error).__name__, str(error))
 
 
-def _has_failed(event: dict[str, Any]) -> bool:
-    return bool(event.get("error")) or event.get("type") == "response.failed"
-
-
 def _finished(parts: list[tuple[str | None, Any]]) -> Answer:
     ends = {end for end, _ in parts}
     return Answer("timeout" if "timeout" in ends else "unfinished" if None in ends or not parts else "finished", parts)

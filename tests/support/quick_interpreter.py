@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 MOST_BLOCKS = 1000  # of numbers, that are kept
+WAIT_SECONDS = 1e-4  # of a rank, between looks
 
 
 @functools.cache
@@ -51,12 +52,12 @@ def yield_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     add, load = builder.create_atomic_rmw, builder.create_masked_load
 
     def create_atomic_rmw(*args: Any) -> Any:
-        os.sched_yield()
+        time.sleep(WAIT_SECONDS)
         return add(*args)
 
     def create_masked_load(*args: Any) -> Any:
         if args[-1]:  # volatile
-            os.sched_yield()
+            time.sleep(WAIT_SECONDS)
         return load(*args)
 
     monkeypatch.setattr(builder, "create_atomic_rmw", create_atomic_rmw)
