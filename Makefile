@@ -6,7 +6,7 @@ MODEL  ?=
 ARGS   ?=
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Test processes. Only one if a GPU is tested too, since processes would share it.
-JOBS   ?= $(if $(filter cuda,$(TORCH)),0,2)
+JOBS   ?= $(if $(filter cuda,$(TORCH)),0,3)
 # Seconds of fuzzing in `make clients`.
 FUZZ   ?= 60
 

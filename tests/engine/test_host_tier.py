@@ -172,11 +172,13 @@ def test_a_window_and_full_attention(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_states_of_recurrent_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [{}, {"pipeline_parallel_size": 2}], ids=["one rank", "a stage without attention"])
+def test_states_of_recurrent_layers(tmp_path: Path, ranks: dict[str, int]) -> None:
     prompts, answers = make_hybrid("lfm2", tmp_path)
     few = {"num_gpu_blocks_override": 30, "num_states_override": 6, "block_size": 16}
-    engine = start(tmp_path, max_model_len=256, kv_offloading_size=8 * MIB, **few)
-    fill_unwritten(engine.runner)
+    engine = start(tmp_path, max_model_len=256, kv_offloading_size=8 * MIB, **few, **ranks)
+    if not ranks:
+        fill_unwritten(engine.runner)
     for _ in range(2):
         for prompt, answer in zip(prompts, answers, strict=True):
             assert greedy_answers(engine, [prompt], len(answer)) == [answer]
