@@ -400,7 +400,7 @@ class AsyncEngine:
         if self._ready.done():
             return
         capacity = min(ready.num_blocks for ready in said) * first.block_size
-        self._dispatcher.open(capacity)
+        self._dispatcher.open(capacity, self.max_loras)
         replicas = f"{num_replicas} replicas, each: " if num_replicas > 1 else ""
         self.summary = f"{replicas}{first.summary} · ready in {time.perf_counter() - self._launched:.1f} s"
         self._ready.set_result(None)

@@ -17,9 +17,11 @@ class Dispatcher:
         self._router: Router | None = None  # None until the replicas are ready
         self._waiting: dict[str, Stream] = {}
 
-    def open(self, capacity_tokens: int) -> None:
-        """Start routing: all replicas are ready. `capacity_tokens`: tokens that the KV cache of each holds."""
-        self._router = Router(len(self._replicas), capacity_tokens)
+    def open(self, capacity_tokens: int, max_adapters: int) -> None:
+        """Start routing: all replicas are ready. `capacity_tokens`: tokens that the KV cache of each holds.
+        `max_adapters`: LoRA adapters that each has in slots.
+        """
+        self._router = Router(len(self._replicas), capacity_tokens, max_adapters)
 
     def assign(self, stream: Stream) -> None:
         """Assign a request to a replica, or queue it."""
@@ -33,7 +35,9 @@ class Dispatcher:
             # A replica that stands still finishes nothing, so it soon has the least recent work and would get all
             # requests.
             eligible = [index for index in eligible if not self._replicas[index].stands_still] or eligible
-            chosen = self._router.choose(request.request_id, request.prompt_name_ids, request.cache_scope, eligible)
+            adapter = "" if request.adapter is None else request.adapter.version
+            prompt = request.prompt_name_ids, request.cache_scope
+            chosen = self._router.choose(request.request_id, *prompt, eligible, adapter)
             self._replicas[chosen].add(stream)
 
     def remove(self, stream: Stream) -> None:

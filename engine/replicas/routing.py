@@ -18,6 +18,7 @@ RECENT_REQUESTS = 64
 RECENT_PER_TOKEN = 10  # tokens of recent work that cost as much as computing one more prompt token
 MOST_AVOIDED = 1024  # most prompt tokens that are computed again to avoid recent work
 MOST_WEIGHT = 1e9
+ADAPTER_TOKENS = 2048  # prompt tokens that take as long as bringing a LoRA adapter into a slot
 
 
 class Router:
@@ -32,8 +33,8 @@ class Router:
     and forgets the oldest ones as the replica's cache does. A wrong guess costs time, never a wrong answer.
     """
 
-    def __init__(self, num_replicas: int, capacity_tokens: int) -> None:
-        """`capacity_tokens`: tokens that the KV cache of one replica holds."""
+    def __init__(self, num_replicas: int, capacity_tokens: int, max_adapters: int = 0) -> None:
+        """`capacity_tokens`: tokens that the KV cache of one replica holds. `max_adapters`: its LoRA adapters."""
         self._capacity = max(capacity_tokens // CHUNK_TOKENS, 1)
         self._loads = [0] * num_replicas
         # Recently assigned load of each replica. The weight of new load grows, up to `MOST_WEIGHT`, so older load
@@ -44,6 +45,9 @@ class Router:
         # replicas that have it, as a bit set.
         self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._holders: dict[int, int] = {}
+        self._max_adapters = max_adapters
+        # The versions of the adapters that each replica was sent requests for, the next to leave its slot first.
+        self._adapters: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(num_replicas)]
 
     @property
     def loads(self) -> Sequence[int]:
@@ -55,15 +59,23 @@ class Router:
         self._recent.append(sum(self._recent) / max(len(self._loads), 1))
         self._loads.append(0)
         self._cached.append(OrderedDict())
+        self._adapters.append(OrderedDict())
         return len(self._loads) - 1
 
-    def choose(self, request_id: str, name_ids: Sequence[int], salt: str, eligible: Collection[int]) -> int:
+    def choose(
+        self, request_id: str, name_ids: Sequence[int], salt: str, eligible: Collection[int], adapter: str = ""
+    ) -> int:
         """Choose one of the `eligible` replicas (at least one) and assign a new request to it until `end`. `name_ids`:
-        of its prompt, see `EngineRequest`.
+        of its prompt, see `EngineRequest`. `adapter`: the version of its LoRA adapter, if it has one.
         """
         names = chunk_names(name_ids, salt)
-        chosen = min(eligible, key=self._cost(names, eligible))
+        chosen = min(eligible, key=self._cost(names, eligible, adapter))
         self.assign(request_id, chosen, len(name_ids), names)
+        if adapter:
+            self._adapters[chosen][adapter] = None
+            self._adapters[chosen].move_to_end(adapter)
+            while len(self._adapters[chosen]) > self._max_adapters:
+                self._adapters[chosen].popitem(last=False)
         return chosen
 
     def ranked(self, names: Sequence[int], eligible: Collection[int]) -> list[int]:
@@ -81,7 +93,9 @@ class Router:
             self._recent, self._weight = [each / self._weight for each in self._recent], 1.0
         self._remember(replica, names)
 
-    def _cost(self, names: Sequence[int], eligible: Collection[int]) -> Callable[[int], tuple[bool, float, int]]:
+    def _cost(
+        self, names: Sequence[int], eligible: Collection[int], adapter: str = ""
+    ) -> Callable[[int], tuple[bool, float, int]]:
         loads, num_cached = self._loads, self._num_leading(names)
         most = MOST_LOAD * sum(map(loads.__getitem__, eligible)) / len(eligible) + SLACK
         recent, scale = self._recent, self._weight * RECENT_PER_TOKEN
@@ -90,7 +104,8 @@ class Router:
         def cost(replica: int) -> tuple[bool, float, int]:
             load = loads[replica]
             avoided = max(-MOST_AVOIDED, min((recent[replica] - mean) / scale, MOST_AVOIDED))
-            return load > most, load / LOAD_PER_TOKEN + avoided - CHUNK_TOKENS * num_cached[replica], load
+            saved = CHUNK_TOKENS * num_cached[replica] + ADAPTER_TOKENS * (adapter in self._adapters[replica])
+            return load > most, load / LOAD_PER_TOKEN + avoided - saved, load
 
         return cost
 
@@ -102,10 +117,11 @@ class Router:
             self._remember(replica, [hash((request_id, i)) for i in range(num_generated // CHUNK_TOKENS)])
 
     def forget(self, replica: int) -> None:
-        """Forget the cached chunks of a replica that has lost its cache."""
+        """Forget the cached chunks and the adapters of a replica that has lost them."""
         for name in self._cached[replica]:
             self._drop(replica, name)
         self._cached[replica].clear()
+        self._adapters[replica].clear()
 
     def _num_leading(self, names: Sequence[int]) -> list[int]:
         """Return how many of a prompt's first chunks each replica has cached."""

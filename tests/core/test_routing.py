@@ -138,3 +138,32 @@ def test_conversations_find_their_caches(num_replicas: int, num_requests: int) -
     assert routed.hit_rate >= 0.95 * joint.hit_rate
     assert routed.imbalance <= 1.15
     assert routed.hit_rate > found["round robin"].hit_rate + 0.1
+
+
+def test_an_adapter_stays_where_it_is_until_that_replica_is_busier() -> None:
+    router, short = Router(3, 100_000, 2), [1] * 8
+    first = router.choose("0", short, "", range(3), "sql")
+    router.end("0")
+    assert router.choose("1", short, "", range(3), "sql") == first
+    router.end("1")
+    chosen = [router.choose(f"more {i}", short, "", range(3), "sql") for i in range(300)]
+    assert chosen[0] == first
+    assert set(chosen) == {0, 1, 2}, "one adapter's requests do not stay on one replica"
+
+
+def test_adapters_that_have_left_their_slots_are_forgotten() -> None:
+    router, short = Router(2, 100_000, 1), [1] * 8
+
+    def chosen(adapter: str) -> int:
+        replica = router.choose(adapter, short, "", range(2), adapter)
+        router.end(adapter)
+        return replica
+
+    first = chosen("a")
+    assert chosen("a") == first
+    other = chosen("b")
+    assert chosen("a") == first
+    assert chosen("b") == other != first
+    router.forget(first)
+    assert not router._adapters[first]
+    assert [len(each) for each in router._adapters] == [0, 1]
