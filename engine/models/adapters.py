@@ -21,9 +21,11 @@ from engine.models.checkpoints.safetensors import open_safetensors
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.formats.floats import FloatFormat
+from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
 from engine.models.layers import Linear, RowsLinear
 from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
+from engine.models.mamba2 import Mamba2
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
 from engine.models.per_layer import PerLayerInput
@@ -32,7 +34,16 @@ from engine.models.recurrent import GatedDeltaNet, ShortConv
 from engine.models.shard import Span
 from engine.models.spec import ModelSpec
 
-OWNERS = (Attention, LatentAttention, GatedDeltaNet, ShortConv, MLP, PerLayerInput)  # of layers that are adapted
+OWNERS = (
+    Attention,
+    LatentAttention,
+    GatedDeltaNet,
+    Mamba2,
+    KimiDeltaAttention,
+    ShortConv,
+    MLP,
+    PerLayerInput,
+)  # of layers that are adapted
 ALIGNMENT = 64  # values: addresses of a matrix in a slot
 RANKS = 16  # a slot's ranks are padded to a multiple
 EYE_ROWS = 256  # rows of the identity that a packed matrix is multiplied by at a time

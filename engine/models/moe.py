@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from engine.models.layers import Linear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope, empty
 from engine.models.mlp import MLP
 from engine.models.norms import MakeNorm, RMSNorm
@@ -24,15 +25,21 @@ class MoE(nn.Module):
         super().__init__()
         self.spec, self.communicator, self.num_ranks = spec, scope.communicator, scope.shard.size
         experts = scope.shard.span("num_experts", spec.num_experts)
-        gate_up, down = expert_parts(spec, hidden_size, experts, scope)
+        size = spec.latent or hidden_size
+        gate_up, down = expert_parts(spec, size, experts, scope)
         self.first, bias = experts.start, spec.bias
         self.router = Router(spec, hidden_size, scope)
         self.gate_up = Matrix(
-            scope, gate_up, Span.whole(hidden_size), bias_parts=gate_up if bias else (), num_stacked=len(experts)
+            scope, gate_up, Span.whole(size), bias_parts=gate_up if bias else (), num_stacked=len(experts)
         )
         self.down = Matrix(
             scope, down, Span.whole(spec.intermediate_size), bias_parts=down if bias else (), num_stacked=len(experts)
         )
+        self.latent_in = self.latent_out = None
+        if spec.latent:
+            into, out = spec.names.latent
+            self.latent_in = Linear(scope, hidden_size, {into: size})
+            self.latent_out = Linear(scope, size, {out: hidden_size})
         # Its partial sums are added to the experts' first, then those of all ranks.
         self.shared = (
             MLP(spec.shared, hidden_size, scope / spec.names.shared, reduce_results=False) if spec.shared else None
@@ -44,16 +51,19 @@ class MoE(nn.Module):
         normed, ids, weights = self.router(x)
         # Computed before the sum overwrites x.
         inner = None if self.shared is None else self.shared.activate(x.with_normed(normed))
-        in_place = self.num_ranks == 1 and epilogue.is_sum
+        in_place = self.num_ranks == 1 and epilogue.is_sum and self.latent_in is None
         gate_up, down = self.gate_up, self.down
         stack = kernels.Experts(gate_up.weight, down.weight, gate_up.bias, down.bias, self.spec.activation, self.first)
-        chosen = normed, ids, weights, stack
+        read = normed if self.latent_in is None else self.latent_in.run(SublayerInput(normed, context=x.context))
+        chosen = read, ids, weights, stack
         if self.spec.scales_input:
-            chosen = normed * weights.to(normed.dtype), ids, torch.ones_like(weights), stack
+            chosen = read * weights.to(read.dtype), ids, torch.ones_like(weights), stack
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
             return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen))
         total = kernels.experts(*chosen, add_to=epilogue.hidden if in_place else None)
+        if self.latent_out is not None:
+            total = self.latent_out.run(SublayerInput(total, context=x.context))
         if self.shared is not None and inner is not None:
             if self.shared_gate is not None:
                 inner *= self.shared_gate(normed)

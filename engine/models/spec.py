@@ -196,6 +196,7 @@ class ExpertNames:
     transposed: bool = False  # stacked floats are [E, hidden, 2I] and [E, I, hidden]
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
+    latent: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")  # into and out of `MoESpec.latent`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,7 @@ class MoESpec:
     # The experts of two rounds: the best, weighted by a softmax over those whose logits, relative to the larger of
     # them and the best, lie within this margin below it (SparseMixer); 0: `router` chooses.
     margin: float = 0.0
+    latent: int = 0  # experts read and write projections of this size; 0: hidden states
     scales_input: bool = False  # the weight of the only chosen expert scales its input instead of its output
     parallel_norms: ParallelNorms | None = None  # norms around the dense MLP and the experts; None: no such norms
     names: ExpertNames = ExpertNames()

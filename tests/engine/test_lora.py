@@ -65,6 +65,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "transposed matrices": ("gpt2", {"r": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
     "projections by heads": ("gpt_neox", {"r": 8, "target_modules": "all-linear"}),
     "short convolutions": ("lfm2-bias", {"r": 8, "target_modules": "all-linear"}),
+    "state spaces": ("nemotron_h", {"r": 8, "target_modules": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]}),
+    "Kimi delta attention": (
+        "kimi_linear",
+        {"r": 8, "target_modules": ["v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj"]},
+    ),
     "delta nets": ("qwen3_5", {"r": 8, "target_modules": "all-linear"}),
     "DoRA of delta nets": ("qwen3_5", {"r": 8, "use_dora": True, "target_modules": "all-linear"}),
     "delta nets beside experts": ("qwen3_next", {"r": 8, "target_modules": ["in_proj_qkvz", "in_proj_ba", "q_proj"]}),

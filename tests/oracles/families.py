@@ -850,6 +850,18 @@ CASES |= {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h-latent": (
+        "NemotronH",
+        NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 32,
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {

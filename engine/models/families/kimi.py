@@ -23,6 +23,7 @@ FIELDS = {
 }
 NAMES = (
     (".block_sparse_moe.", ".mlp."),
+    (".forget_gate.", "."),  # in modules of transformers, and so in adapters
     (".w1.", ".gate_proj."),
     (".w3.", ".up_proj."),
     (".w2.", ".down_proj."),

@@ -131,8 +131,6 @@ def nemotron_h(config: Config) -> ModelSpec:
         "head_dim": 128,
         "norm_eps": number(config, "layer_norm_epsilon", 1e-5),
     } | config
-    if config.get("moe_latent_size") is not None:
-        raise ModelError("'moe_latent_size' must be null: experts of a projected hidden state are not supported")
     kinds = _nemotron_kinds(config)
     config["num_hidden_layers"] = len(kinds)
     mamba = _mamba(config, "mamba_", norm_groups=integer(config, "n_groups", 8))
@@ -173,7 +171,8 @@ def _nemotron_mlp(config: Config, kind: str) -> DenseSpec | MoESpec:
     mlp = deepseek_mlps({**config, "first_k_dense_replace": 0, "hidden_act": "silu"})[0]
     assert isinstance(mlp, MoESpec)
     size = integer(config, "moe_shared_expert_intermediate_size", 7688)
-    return replace(mlp, activation="relu2", shared=replace(plain, intermediate_size=size))
+    latent = 0 if config.get("moe_latent_size") is None else integer(config, "moe_latent_size")
+    return replace(mlp, activation="relu2", latent=latent, shared=replace(plain, intermediate_size=size))
 
 
 def _nemotron_kinds(config: Config) -> list[str]:
