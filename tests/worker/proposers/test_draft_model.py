@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine import LLM, ConfigError, SamplingParams
+from engine import LLM, ConfigError, EngineConfig, SamplingParams
+from engine.plan import cpu_here, make_plan
+from engine.worker.model_runner import ModelRunner
 from tests.support.drafters import SETTINGS, Drafted
 from tests.support.tiny_model import write_model
 
@@ -125,3 +127,14 @@ def test_models_that_cannot_draft_are_refused(tiny_model: Path, tmp_path: Path) 
     refused("must have the vocabulary of the target, of 300 tokens; it has 299")
     with pytest.raises(ConfigError, match="method mtp needs a checkpoint with prediction layers: LlamaForCausalLM"):
         LLM(str(tiny_model), **SETTINGS, speculative_config={"method": "mtp"})
+
+
+def test_a_plan_counts_the_drafter_as_the_engine_does(drafted: Drafted, tiny_model: Path, small: Path) -> None:
+    given = {"method": "draft_model", "model": str(small)}
+    config = EngineConfig(str(tiny_model), device="cpu", dtype="float32", block_size=8, speculative_config=given)
+    plan, runner = make_plan(config, cpu_here()), drafted.llm._engine.runner
+    assert isinstance(runner, ModelRunner)
+    stored = load_file(small / "model.safetensors").values()
+    assert plan.drafter == sum(4 * tensor.numel() for tensor in stored)
+    assert plan.layout.memory_of_block == runner.kv_layout.memory_of_block == 8 * 3 * 2 * 2 * 16 * 4
+    assert plan.num_blocks * plan.layout.memory_of_block == plan.kv_cache_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,18 @@ def test_the_first_guess_is_that_of_transformers(name: str, tmp_path: Path) -> N
             cache = MtpCache(config=target.config.get_mtp_config())
             guess, _, _ = drafter(ids[:, 1:], hidden, torch.ones_like(positions), positions, cache)
         assert reference.propose(ids[0].tolist(), 1) == guess[0].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
+def test_texts_stay_on_ranks_and_where_the_target_is_rounded(changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_mtp_checkpoint("glm4_moe", tmp_path)
+    drafted = Drafted(tmp_path, "mtp", **changes)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    expected = drafted.answers(params, drafts=False)
+    drafted.llm.reset_prefix_cache()
+    assert drafted.answers(params) == expected
+    if "tensor_parallel_size" in changes:
+        for known, proposed in drafted.proposed[::5]:
+            assert proposed == reference.propose(known, 3)
+    drafted.llm.close()
