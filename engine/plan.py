@@ -31,6 +31,7 @@ from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.options import quantization_in_memory, runner_options
 from engine.worker.attention.fp8_prefill import scratch_bytes, upcast_layers
 from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
+from engine.worker.block_store.host_blocks import staging_bytes
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.kv_cache import (
@@ -246,6 +247,7 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         weights["experts"] = round(weights["experts"] * COMPRESSED)
     adapters = _adapter_bytes(spec, options, folder)
     drafter = _drafter_bytes(spec, options, folder)
+    buffers += staging_bytes(layout.pool_bytes()) if options.host_cache_bytes else 0
     held = sum(weights.values()) + buffers + activations + adapters + drafter
     if gpu.is_cpu:
         gpu = _measured(gpu, sum(weights.values()), options.dtype)

@@ -61,6 +61,11 @@ def test_slots_of_adapters_are_counted_as_they_are_allocated(tiny_model: Path) -
     runner.close()
 
 
+def test_memory_for_blocks_on_their_way_to_the_host_is_counted(plan_of: Any) -> None:
+    plain, tiered = plan_of("qwen3-8b"), plan_of("qwen3-8b", kv_offloading_size=16)
+    assert tiered.kv_cache_bytes == pytest.approx(plain.kv_cache_bytes - (256 << 20), abs=plain.layout.block_bytes)
+
+
 def test_compressed_experts_are_counted(plan_of: Any) -> None:
     floats, compressed = (plan_of("qwen3-30b-a3b", compress_experts=on) for on in (False, True))
     assert compressed.weights["experts"] == pytest.approx(0.755 * floats.weights["experts"])

@@ -116,7 +116,7 @@ class HostBlocks:
 
     def _new_staging(self) -> list[Staging]:
         """Return that of spills and that of loads."""
-        stage_bytes = max(STAGING_BYTES, *self._block_bytes)
+        stage_bytes = staging_bytes(self._block_bytes) // (2 * NUM_STAGES)
         return [Staging(self._device, stage_bytes) for _ in range(2)]
 
     def allocate(self, num_slots: Sequence[int]) -> None:
@@ -224,6 +224,11 @@ class HostBlocks:
         self._threads.shutdown(cancel_futures=True)
         for chunks in self._chunks:
             chunks.close()
+
+
+def staging_bytes(block_bytes: Sequence[int]) -> int:
+    """Return the device memory for packed blocks on their way, given the bytes of a block of each pool."""
+    return 2 * NUM_STAGES * max(STAGING_BYTES, *block_bytes)
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

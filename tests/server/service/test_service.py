@@ -253,7 +253,8 @@ def test_a_model_sleeps_and_wakes_up(serve: Callable[..., Live]) -> None:
     assert live.http.post("/sleep?mode=keep").status_code == 400
 
 
-def test_weights_are_replaced(live: Live) -> None:
+def test_weights_are_replaced(serve: Callable[..., Live]) -> None:
+    live = serve(FakeEngine())
     assert live.http.get("/v1/weights").json() == {"path": "first", "version": 0}
     live.engine.active["running"] = []
     replaced = live.http.post("/v1/weights?path=/models/step-2")
