@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm, validate_repo_id
 
 from engine.models.errors import ModelError
-from engine.models.files import WEIGHT_FILES, Progress, silent
+from engine.models.files import PICKLED, WEIGHT_FILES, Progress, silent
 from engine.models.gguf.header import SPLIT
 from engine.models.lora import CONFIG, WEIGHTS
 
@@ -32,7 +32,10 @@ OTHER_FORMATS = ["[!0-9]*/*.json", "[!0-9]*/*.safetensors", "tokenizer*/*", "con
 def download(repo: str, revision: str | None, download_dir: str | None, weights: bool, progress: Progress) -> Path:
     """Return the folder of a Hub model, downloaded unless it is cached. Arguments and errors: see `resolve_model`."""
     patterns = TEXT_FILES + ([WEIGHT_FILES] if weights else [])
-    return _download(repo, revision, download_dir, patterns, OTHER_FORMATS, progress)
+    folder = _download(repo, revision, download_dir, patterns, OTHER_FORMATS, progress)
+    if weights and not any(folder.glob(WEIGHT_FILES)):
+        return _download(repo, revision, download_dir, [PICKLED], [], progress)
+    return folder
 
 
 def download_gguf(

@@ -12,6 +12,7 @@ from engine.models.errors import ModelError
 from engine.utils.folder_files import read_file
 
 WEIGHT_FILES = "*.safetensors"  # files of weights in a model's folder
+PICKLED = "pytorch_model.bin"  # the only file of weights of some older models
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand files of weights is far smaller
 QUANTIZATION, MODELOPT_CONFIG = "quantization_config", "hf_quant_config.json"
 _ROPE = ("rope_scaling", "rope_parameters")  # two names of the same field: overrides may use the other one
@@ -86,7 +87,7 @@ def fingerprint(folder: Path) -> str:
     digest = sha256(read_file(folder / "config.json", folder, MAX_JSON_BYTES))
     if (tensors := folder / "gguf.json").is_file():  # names a GGUF file and its version
         digest.update(read_file(tensors, folder, MAX_JSON_BYTES))
-    for path in sorted(folder.glob(WEIGHT_FILES)):
+    for path in sorted((*folder.glob(WEIGHT_FILES), *folder.glob(PICKLED))):
         blob, found = path.resolve(), path.stat()
         version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
         digest.update(json.dumps([path.name, found.st_size, version]).encode())

@@ -271,3 +271,40 @@ def test_a_plan_counts_what_the_engine_allocates(bert: Path) -> None:
     assert plan.weights["norms"] == 4 * 64 * 2 * (1 + 2 * 2)  # of the embeddings, and two in each layer
     assert plan.weights["tables"] == 4 * 64 * (256 + 2)  # positions and types
     llm.close()
+
+
+def test_weights_in_pytorchs_format(tmp_path: Path) -> None:
+    """bge-m3 has no others."""
+    model = reference(tmp_path, "XLMRoberta")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    llm = start(tmp_path)
+    close(embedded(llm, PROMPTS[1:2])[0], states(model, PROMPTS[1]).mean(0))
+    llm.close()
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("code ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (Harmful(), "cannot be read"),
+        ({"a": 1}, "must hold tensors by name"),
+        (torch.ones(2), "must hold tensors by name"),
+        (None, "cannot be read"),
+    ],
+    ids=["code", "numbers", "one tensor", "no archive"],
+)
+def test_files_of_pytorch_that_hold_more(
+    content: Any, message: str, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes((bert / "config.json").read_bytes())
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    if content is None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"no archive")
+    with pytest.raises(ModelError, match=message):
+        start(tmp_path)
+    assert "code ran" not in capsys.readouterr().out

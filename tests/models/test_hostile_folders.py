@@ -330,7 +330,7 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
         "cannot be read",
     ),
     "a decoder of an unknown kind": (
-        tokenizer_json(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}),
+        tokenizer_json(decoder={"type": "BPEDecoder", "suffix": "</w>"}),
         "is not supported",
     ),
     "ids of added tokens that are none": (

@@ -81,6 +81,7 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wei
     from huggingface_hub.utils import filter_repo_objects
 
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-1.safetensors").touch()
     asked: dict[str, Any] = {}
 
     def download(repo: Any, **options: Any) -> Any:
@@ -115,3 +116,17 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wei
         "1_Pooling/config.json",
     }
     assert taken == text | ({"model-1.safetensors"} if weights else set())
+
+
+def test_without_safetensors_the_file_of_pytorch_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[list[str]] = []
+
+    def download(repo: Any, *, allow_patterns: list[str], **options: Any) -> Any:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(download_module, "snapshot_download", download)
+    assert resolve_model("o/m") == tmp_path
+    assert "*.safetensors" in asked[0]
+    assert asked[1:] == [["pytorch_model.bin"]]

@@ -256,8 +256,8 @@ def test_index_lists_a_tensor_that_its_file_lacks(folder: Path, tensors: Any) ->
 
 
 def test_no_safetensors(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(b"x")
-    check_error(folder, folder, "no .safetensors weights", "pytorch_model.bin", "convert")
+    (folder / "model.pt").write_bytes(b"x")
+    check_error(folder, folder, "no .safetensors weights", "model.pt", "convert")
 
 
 def test_unknown_load_format(folder: Path) -> None:

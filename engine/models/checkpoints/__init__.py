@@ -10,9 +10,10 @@ from engine.models.checkpoints.base import StoredTensor as StoredTensor
 from engine.models.checkpoints.bitsandbytes import BitsAndBytesFolder as BitsAndBytesFolder
 from engine.models.checkpoints.gguf import GGUFCheckpoint as GGUFCheckpoint
 from engine.models.checkpoints.memory import NamedTensors as NamedTensors
+from engine.models.checkpoints.pickled import read_pickled
 from engine.models.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from engine.models.errors import ModelError
-from engine.models.files import QUANTIZATION, read_config
+from engine.models.files import PICKLED, QUANTIZATION, WEIGHT_FILES, read_config
 from engine.models.gguf.folder import is_derived
 from engine.models.quantization import NamedQuantization, Quantization
 
@@ -31,6 +32,8 @@ def open_checkpoint(
     if is_derived(folder):
         schemes = quantization.schemes if isinstance(quantization, NamedQuantization) else ()
         return GGUFCheckpoint(folder, keeps={scheme.block for _, scheme in schemes})
+    if (folder / PICKLED).is_file() and not any(folder.glob(WEIGHT_FILES)):
+        return read_pickled(folder)
     config = read_config(folder).get(QUANTIZATION)
     decodes = isinstance(config, dict) and config.get("quant_method") == "bitsandbytes"
     return (BitsAndBytesFolder if decodes else SafetensorsFolder)(folder)

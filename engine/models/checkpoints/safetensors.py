@@ -116,7 +116,7 @@ def _files(folder: Path) -> tuple[list[Path], Container[str]]:
     if not files:
         raise ModelError(
             f"{folder}: holds no .safetensors weights (it holds {listing(folder)}); "
-            "convert .bin or .pt weights with transformers' save_pretrained, or choose a model that has safetensors"
+            "convert other weights with transformers' save_pretrained, or choose a model that has safetensors"
         )
     return files, ()
 
