@@ -198,7 +198,12 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert "no C++ compiler is installed" in caplog.text
 
 
-ZEN_3 = "flags\t\t: fpu avx avx2 bmi1 bmi2 cx16 f16c fma movbe popcnt sse4_1 sse4_2 ssse3\n"
+V3 = "avx avx2 bmi1 bmi2 cx16 f16c fma movbe popcnt sse4_1 sse4_2 ssse3"
+SAPPHIRE_RAPIDS = (
+    f"flags\t\t: fpu {V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 avx512_vnni "
+    "amx_bf16 amx_int8 amx_tile\n"
+)
+ZEN_3 = f"flags\t\t: fpu {V3}\n"
 
 
 @pytest.mark.parametrize(
@@ -240,6 +245,18 @@ def test_the_instruction_set_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     instruction_set._macos_features.cache_clear()
     assert instruction_set.instruction_set() == "aarch64+dotprod+i8mm"
     instruction_set._macos_features.cache_clear()
+
+
+def test_amx_is_used_only_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not run on a CPU yet."""
+    (tmp_path / "cpuinfo").write_text(SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(instruction_set, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    assert instruction_set.instruction_set() == "x86-64-v4+avx512vnni+avx512bf16"
+    monkeypatch.setenv("QUIRE_CPU_ISA", name := "x86-64-v4+avx512vnni+avx512bf16+amx")
+    assert instruction_set.instruction_set() == name
+    assert instruction_set.compiler_options(name)[-3:] == ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 
 
 @pytest.mark.parametrize(
