@@ -145,7 +145,7 @@ class Mamba2Spec(RecurrentSpec):
 
     @property
     def width(self) -> int:
-        return 2 * self.conv_channels + 4 * self.inner
+        return 2 * self.conv_channels + 4 * self.inner + 72 * self.num_heads  # the last: of chunks, on GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ _ONE_FORMAT = "a checkpoint has one weight format"
 NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "latent attention"}): "no family has both",
     frozenset({"sliding windows", "recurrent layers"}): "no family has both",
-    frozenset({"latent attention", "recurrent layers"}): "no family has both",
+    frozenset({"latent attention", "recurrent layers"}): "Kimi Linear alone has both: tests/engine/test_hybrids.py",
     frozenset({"drafts", "draft models"}): "two values of one flag",
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
