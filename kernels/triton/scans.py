@@ -1,4 +1,8 @@
-"""The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`."""
+"""The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`.
+
+On GPUs the delta rule is still that of `kernels.triton.delta_rule`, until this one has been checked and measured there:
+`python -m tests.gpu hybrids --match "delta rule"` runs both.
+"""
 
 from __future__ import annotations
 
