@@ -247,14 +247,16 @@ class EngineConfig:
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
         if self.distributed_executor_backend == "ray":
+            if self.enable_lora:
+                raise ConfigError(
+                    "enable_lora needs distributed_executor_backend mp: all ranks read an adapter's folder"
+                )
             if self.num_ranks == 1:
                 raise ConfigError(
                     "distributed_executor_backend ray needs tensor_parallel_size or pipeline_parallel_size above 1"
                 )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
-        if self.enable_lora and self.distributed_executor_backend == "ray":
-            raise ConfigError("enable_lora needs distributed_executor_backend mp: all ranks read an adapter's folder")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras must be at least max_loras={self.max_loras}, got {self.max_cpu_loras}")
         if self.expert_load_interval and self.pipeline_parallel_size > 1:
