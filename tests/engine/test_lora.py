@@ -19,6 +19,7 @@ pytest.importorskip("gguf")
 from engine import LLM, BeamSearchParams, ConfigError, EngineConfig, LoRARequest, SamplingParams
 from engine.models.gguf import folder as gguf_folder
 from engine.worker import adapter_slots
+from kernels.cpu import library
 from tests.oracles.gguf_files import write_gguf
 from tests.oracles.peft_adapters import PROMPTS, answers, base_model, make_adapter
 from tests.oracles.quantised import make_quantised
@@ -149,11 +150,15 @@ QUANTISED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in QUANTISED]
 )
-def test_the_base_may_be_quantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_may_be_quantised(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The oracle merges the adapter into the weights that the quantised ones stand for."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "pytorch")  # the others quantise activations
+    library.library.cache_clear()
+    request.addfinalizer(library.library.cache_clear)
     monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path / "cache")
     model = tmp_path / "model"
     if name == "gguf":
