@@ -12,7 +12,7 @@ from engine.core.params.pooling import PoolingParams
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pooling": "first"}, "pooling must be last or mean, got 'first'"),
+        ({"pooling": "first"}, "pooling must be last, mean or cls, got 'first'"),
         ({"dimensions": 0}, "dimensions must be at least 1, got 0"),
     ],
 )

@@ -174,8 +174,11 @@ def test_other_decoders() -> None:
             words.decoder = decoder
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(words.to_str()), {})
         assert tokenizer.decode([0, 1, 1, 0]) == words.decode([0, 1, 1, 0])
-    words.decoder = decoders.WordPiece()
-    with pytest.raises(TokenizerError, match="WordPiece"):
+    pieces = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    assert Tokenizer(pieces, {}).decode([0, 1, 1, 0, 0, 1]) == pieces.decode([0, 1, 1, 0, 0, 1]) == "abb a ab"
+    words.decoder = decoders.BPEDecoder()
+    with pytest.raises(TokenizerError, match="BPEDecoder"):
         Tokenizer(words, {})
 
 
