@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest, ImageInput
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
+from engine.models.families.multimodal import READS_IMAGES
 from engine.worker.images import token_positions
 
 transformers = pytest.importorskip("transformers")
@@ -169,6 +170,7 @@ def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any])
             dtype="float32",
             device="cpu",
             skip_tokenizer_init=True,
+            hf_overrides={READS_IMAGES: True},
             max_model_len=256,
             num_gpu_blocks_override=96,
             **settings,

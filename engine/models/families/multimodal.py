@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.models.errors import ModelError
 from engine.models.families.common import with_names
-from engine.models.families.fields import Config
+from engine.models.families.fields import Config, flag
 from engine.models.families.vision import VISION
 from engine.models.spec import ModelSpec
 
@@ -31,6 +31,7 @@ OTHER_INPUT = (
     "vision_projection.",
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
 )
+READS_IMAGES = "reads_images"  # field among hf_overrides
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # Architecture → description, and fields that published files leave out.
 GEMMA3_SIZES = {
@@ -85,7 +86,9 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
     def read(config: Config) -> ModelSpec:
         text = text_config(config, defaults)
         spec = family_of(text)(text | {"architectures": [architecture]})
-        vision = VISION[architecture](config, text) if architecture in VISION else None
+        # No API reads images yet, so the encoder takes memory only where a caller of the engine asks for it.
+        reads_images = architecture in VISION and flag(config, READS_IMAGES)
+        vision = VISION[architecture](config, text) if reads_images else None
         other = tuple(name for name in OTHER_INPUT if vision is None or name != "visual.")
         return replace(with_names(spec, NAMES), other_input=other, vision=vision)
 
