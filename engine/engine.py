@@ -36,11 +36,11 @@ from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model, short_name
 from engine.models.spec import ModelSpec
-from engine.options import device_of, quantization_in_memory, runner_options
+from engine.options import device_of, drafts_of, quantization_in_memory, runner_options
 from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.processing.input_processor import load_tokenizer, vocabulary_of
 from engine.recovery import Recovery
-from engine.speculative import SpeculativeConfig, speculative_config
+from engine.speculative import SpeculativeConfig
 from engine.stats import ExpertTokens
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
@@ -93,7 +93,7 @@ class Engine:
         self.options = options = with_drafter(runner_options(config, spec, offline, device), config, spec)
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
-        self.scheduler = _new_scheduler(config, options, self.runner, grammars)
+        self.scheduler = _new_scheduler(config, spec, options, self.runner, grammars)
         self._tiered = TieredCache(self.scheduler, lambda: self.runner)
         self.in_flight = UnreadSteps(options.num_stages)
         self.expert_tokens = ExpertTokens()
@@ -325,9 +325,9 @@ class Engine:
 
 
 def _new_scheduler(
-    config: EngineConfig, options: RunnerOptions, runner: Runner, grammars: GrammarManager[Request]
+    config: EngineConfig, spec: ModelSpec, options: RunnerOptions, runner: Runner, grammars: GrammarManager[Request]
 ) -> Scheduler:
-    speculative = speculative_config(config.speculative_config, options.device.is_accelerator)
+    drafts = drafts_of(config, spec, options.device)
     return Scheduler(
         [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
         runner.block_size,
@@ -337,7 +337,7 @@ def _new_scheduler(
         config.enable_prefix_caching and not options.whole_prompts,
         runner.cache_groups,
         num_batches=options.num_stages,
-        drafts=_draft_policy(speculative, options, grammars, runner) if speculative else None,
+        drafts=_draft_policy(drafts, options, grammars, runner) if drafts is not None else None,
         has_host_tier=options.host_cache_bytes > 0,
         whole_prompts=options.whole_prompts,
     )

@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
-from engine.speculative import speculative_config
+from engine.speculative import SpeculativeConfig, speculative_config
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
@@ -80,7 +80,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
     state_dtype = config.mamba_ssm_cache_dtype
     if state_dtype != "auto" and not spec.has_states:
         raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
-    drafts = speculative_config(config.speculative_config, device.is_accelerator)
+    drafts = drafts_of(config, spec, device)
     if config.compress_experts and (device.capability or (0, 0))[0] != 9:
         raise ConfigError(
             f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
@@ -135,6 +135,11 @@ def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
     if not device.is_accelerator or not HOST_FRACTION:
         return 0
     return int(CpuDevice().memory().free * HOST_FRACTION) // (config.num_ranks * config.data_parallel_size)
+
+
+def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:
+    """Return the settings of drafts; None: there are none, as for a model that generates nothing."""
+    return speculative_config(config.speculative_config, device.is_accelerator) if spec.has_head else None
 
 
 def _adapters(config: EngineConfig) -> AdapterOptions | None:

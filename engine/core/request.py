@@ -64,6 +64,7 @@ class Request:
         # Scheduler:
         self.steady_until = 0  # below this many tokens, the next token changes nothing but the tokens themselves
         self.drafting: object = None  # of the draft policy; None: it has not been asked for drafts
+        self.drafts_from = 0  # known tokens from which on the draft policy is to be asked
         self.num_drafted = [0, 0]  # drafts that were accepted, and verified
         self.num_predicted = [0, 0]  # tokens of the client's prediction that were accepted as drafts, and rejected
         self.is_rewound = False  # the outcome of its drafts is known, but not yet to the worker
@@ -102,7 +103,7 @@ class Request:
         `one_ahead`: its newest token is in flight, and no other.
         """
         num_known = len(self.token_ids)
-        return (
+        return num_known >= self.drafts_from and (
             num_known + one_ahead == self.num_tokens <= self.num_computed_tokens + 1
             and num_known > self.num_prompt_tokens
             and self.num_tokens + 1 < self.max_num_tokens

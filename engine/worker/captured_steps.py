@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
     num_seqs: int
     num_tokens: int  # more with drafts
-    samples: bool  # every sequence its likeliest token; else another part of the step samples
+    samples: bool  # the likeliest token after every one; else another part of the step samples
 
 
 class CapturedSteps:
@@ -52,7 +52,8 @@ class CapturedSteps:
     def run(self, step: StepRequest, packed: PackedStep) -> Computed:
         """Compute a step. The next step of this size overwrites its logits and tokens."""
         self._buffer[: len(packed.packed)] = packed.packed
-        samples = packed.members.greedy and not packed.members.samples.has_drafts
+        members = packed.members
+        samples = members.greedy and (not members.samples.has_drafts or members.samples.all_drafted)
         logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, samples))
         return Computed(logits=WholeLogits(logits, self._sampler), tokens=tokens)
 
@@ -72,4 +73,7 @@ class CapturedSteps:
 
     def _compute(self, size: Size) -> Outcome:
         logits = self._work.logits(self._buffer, size.num_seqs, size.num_tokens)
-        return logits, self._sampler.sample_unfiltered(logits, greedy=True) if size.samples else None
+        if not size.samples:
+            return logits, None
+        stores = size.num_tokens == size.num_seqs  # rows with drafts are set once these are compared
+        return logits, self._sampler.sample_unfiltered(logits, greedy=True, stores=stores)

@@ -133,6 +133,8 @@ class InputBatch:
         self.num_rows, self.num_groups, self.device = num_rows, num_groups, device
         self.max_samples = num_rows + max_drafts
         self.state = RowState.allocate(num_rows + 1, num_groups, max_blocks, device.torch_device)
+        # The same memory on a CPU, where PyTorch would take longer for a few numbers.
+        self._records = None if device.is_accelerator else self.state.records.numpy()
         self.rows: dict[str, Row] = {}
         self.num_scored = 0  # rows with requested log-probabilities of the prompt
         self.num_pooled = 0  # rows of pooling requests
@@ -297,6 +299,10 @@ class InputBatch:
             row = self.rows[request_id].index
             self._num_computed[row] = num_computed
             values.append((row, num_computed, newest))
+        if self._records is not None:
+            for row, *outcome in values:
+                self._records[row, :2] = outcome
+            return
         on_device = self.device.upload(torch.tensor(values))
         self.state.records[on_device[:, 0], :2] = on_device[:, 1:]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.core.drafts.policy import DraftPolicy
+from engine.core.drafts.proposer import Proposal
+from engine.core.engine_request import EngineRequest
 from engine.core.params.structured import StructuredOutputs
 from tests.support.drafts import Answers
 
@@ -138,4 +142,43 @@ def test_earlier_answers_are_guessed_and_imposed_acceptance_keeps_drafts(tiny_mo
     llm.generate([{"prompt_token_ids": [i, 9]} for i in range(8)], params.clone(max_tokens=100), use_tqdm=False)
     stats = llm._engine.scheduler.stats()
     assert 1 + stats.num_accepted_tokens / stats.num_drafts == pytest.approx(3.0, abs=0.3)
+    llm.close()
+
+
+class _Always:
+    """Proposes the same token always."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def start(self, request: EngineRequest) -> _Always:
+        return self
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        return Proposal([self._token] * min(most, 2))
+
+
+def test_tokens_have_the_models_distribution_with_drafts(tiny_model: Path) -> None:
+    """χ² of three successive tokens, with other seeds than without drafts: rejection sampling loses nothing."""
+    llm = LLM(str(tiny_model), **{**SETTINGS, "max_num_seqs": 64, "debug_checks": False})
+    scheduler = llm._engine.scheduler
+    policy = scheduler._drafts
+    assert policy is not None
+    tokens, num_answers = [11, 90, 200], 1500
+    params = SamplingParams(max_tokens=5, ignore_eos=True, allowed_token_ids=tokens, detokenize=False)
+    policy._proposer = _Always(tokens[1])
+    found = list[Counter[tuple[int, ...]]]()
+    for drafts in (None, policy):
+        scheduler._drafts = scheduler._steps._drafts = drafts
+        first = len(found) * num_answers
+        each = [params.clone(seed=first + i) for i in range(num_answers)]
+        outputs = llm.generate([{"prompt_token_ids": [7, 9]}] * num_answers, each, use_tqdm=False)
+        found.append(Counter(tuple(output.outputs[0].token_ids[1:4]) for output in outputs))
+    counts, (plain, drafted) = policy.counts, found
+    assert 200 < counts.num_accepted_tokens < counts.num_draft_tokens - 200
+    cells = plain.keys() | drafted.keys()
+    statistic = sum((plain[key] - drafted[key]) ** 2 / (plain[key] + drafted[key]) for key in cells)
+    degrees = len(cells) - 1
+    assert 15 < degrees <= 26
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5, "one in some ten thousand, if the distributions are equal"
     llm.close()

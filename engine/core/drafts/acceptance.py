@@ -68,8 +68,11 @@ class Acceptance:
 
     def survival(self, basis: int, num_tokens: int) -> Sequence[float]:
         """Return for each token of a proposal the probability that it and all before it are right."""
-        found, survives = [], 1.0
+        found, survives, earlier, right = [], 1.0, -1, 0.0
         for i in range(num_tokens):
-            survives *= self.of_kind(kind_of(basis, i))
+            kind = kind_of(basis, i)
+            if kind != earlier:
+                earlier, right = kind, self.of_kind(kind)
+            survives *= right
             found.append(survives)
         return found

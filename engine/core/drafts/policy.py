@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import Acceptance, kind_of
@@ -171,12 +172,11 @@ class DraftPolicy:
         is_ahead = False
         for request in requests:
             state = self._state(request)
-            if len(request.token_ids) < state.pause_until:
-                continue
             in_flight = request.num_tokens - len(request.token_ids)
             is_ahead |= in_flight > 0
             most = min(self._limits.per_request, request.max_num_tokens - request.num_tokens - 1) + in_flight
             proposal = state.next(request.token_ids, most)
+            request.drafts_from = state.pause_until
             if len(proposal.token_ids) > in_flight:
                 offers.append((request, proposal, in_flight))
         if not offers or (beside_chunks and self._adaptive):
@@ -245,8 +245,9 @@ class DraftPolicy:
         seconds, self._last_read = now - self._last_read, now
         if has_proposals and not batch.num_drafts:
             return  # with the time of the drafter, it is no plain step
-        if batch.total_num_tokens == len(batch) + sum(batch.num_drafts):  # else it computed chunks of prompts
-            self._costs.record(batch.total_num_tokens, bool(batch.num_drafts), seconds)
+        num_tokens, num_drafts = batch.total_num_tokens, batch.num_drafts
+        if num_tokens == len(batch.request_ids) + (sum(num_drafts) if num_drafts else 0):  # no chunks of prompts
+            self._costs.record(num_tokens, bool(num_drafts), seconds)
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:
@@ -267,14 +268,14 @@ class DraftPolicy:
             assert isinstance(request.drafting, _Drafting)
             survival = request.drafting.acceptance.survival(proposal.basis, len(proposal.token_ids))
             slots += [(-survives, position, index) for position, survives in enumerate(survival[in_flight:])]
-        slots.sort()
-        numbers_to_try = frozenset(self._costs.numbers(num_seqs, min(room, len(slots))))
-        expected, best_rate, best = float(num_seqs), LEAST_GAIN * num_seqs / plain, 0
-        for number, (survives, *_) in enumerate(slots[:room], 1):
-            expected -= survives
-            if number not in numbers_to_try or expected <= best_rate * plain:  # even if the drafts took no time
-                continue
-            rate = expected / self._costs.drafted(num_seqs, num_seqs + number)
+        if len(offers) > 1:  # of one offer they are in this order
+            slots.sort()
+        expected = list(accumulate((-survives for survives, *_ in slots[:room]), initial=float(num_seqs)))
+        best_rate, best = LEAST_GAIN * num_seqs / plain, 0
+        if expected[-1] <= best_rate * plain:  # even if the drafts took no time
+            return numbers
+        for number in self._costs.numbers(num_seqs, len(expected) - 1):
+            rate = expected[number] / self._costs.drafted(num_seqs, num_seqs + number)
             if rate > best_rate:
                 best_rate, best = rate, number
         for *_, index in slots[:best]:
