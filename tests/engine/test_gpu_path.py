@@ -53,6 +53,7 @@ def test_tokens_with_drafts_that_graphs_of_decode_steps_verify(
     expected = answers(tiny_model, names)
     request.getfixturevalue("gpu")
     monkeypatch.setattr(options, "STEP_DRAFTS", 4)
+    monkeypatch.setattr(options, "SPLIT_DRAFTS", True)
     found = Answers()
     found.truth = 0.8
     for name in names:

@@ -55,7 +55,8 @@ def check_draft_texts(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(name, Path(folder))
             for eager in wanted:
-                _check_texts(checks, kinds[eager], folder, prompts, eager)
+                with mock.patch.object(options, "SPLIT_DRAFTS", True):
+                    _check_texts(checks, kinds[eager], folder, prompts, eager)
 
 
 def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]], eager: bool) -> None:
