@@ -20,7 +20,7 @@ from engine.models.families import read_spec
         ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
         ("DeciLMForCausalLM", {"block_configs": [{}], "auto_map": {"A": "x"}}, "layers that lack attention or an MLP"),
         ("ApertusForCausalLM", {}, "an activation with learnt parameters"),
-        ("BertForMaskedLM", {}, "attention in both directions"),
+        ("DebertaV2ForMaskedLM", {}, "attention by relative positions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),
         ("Llama7ForCausalLM", {}, "a function of about ten lines in engine/models/families"),
     ],
