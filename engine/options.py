@@ -140,6 +140,8 @@ def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
 
 def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:
     """Return the settings of drafts; None: there are none, as for a model that generates nothing."""
+    if config.speculative_config is None and spec.has_states:
+        return None  # with drafts, each request has more states, so fewer requests run
     return speculative_config(config.speculative_config, device.is_accelerator) if spec.has_head else None
 
 
