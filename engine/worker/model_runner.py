@@ -142,6 +142,8 @@ class ModelRunner:
             self.host.detach()
         if self.proposer is not None:
             self.proposer.release()
+        if self.images is not None:
+            self.images.clear()
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0, dtype: torch.dtype | None = None) -> None:
         """Allocate a KV cache of so many blocks and states. `dtype`: overrides the cache's dtype."""
