@@ -72,7 +72,7 @@ class NoDevice(ModelRunner):
     """A runner that does all but the forward pass."""
 
     def __init__(self, spec: ModelSpec, options: RunnerOptions) -> None:
-        super().__init__(SimpleNamespace(norm=None, spec=spec, stage=WHOLE), spec, options)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(norm=None, head=None, spec=spec, stage=WHOLE), spec, options)  # type: ignore[arg-type]
         self.num_blocks = options.max_num_seqs * options.max_model_len // options.block_size
         self.executors = [NoForwardPass(self)]
 

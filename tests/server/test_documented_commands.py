@@ -43,6 +43,7 @@ ONLY_READ = {
     "docker": "needs Docker; what it hands to `quire serve` is read as well",
     "ray": "needs a cluster; tests/worker starts Ray itself",
     "kill": "restarts replicas: tests/engine/test_replicas.py",
+    "curl -X POST http://127.0.0.1:8000/v1/weights?path=/models/step-200": "tests/engine/test_update_weights.py",
     "quire serve": "the live server stands for it; its settings are loaded",
     "quire pull": "needs the network: tests/server/commands/test_pull.py",
     "quire bench engines": "minutes, and another engine",
