@@ -3,7 +3,7 @@
     python -m benchmarks.micro.drafts                        # the bundled model and a Llama of 100M parameters
     python -m benchmarks.micro.drafts --streams 1 8 64 --models qwen3-8b
 
-Guesses are those of lookup in work that repeats itself (`copy`), or known answers of which nine in ten tokens are right
+Guesses come from lookup in work that repeats itself (`copy`), or from known answers with nine of ten tokens right
 (`right`) or none (`wrong`). The policy is on: drafts that do not pay are not verified.
 """
 

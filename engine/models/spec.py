@@ -309,7 +309,7 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """The image encoder of Qwen3-VL and Qwen3.5: a transformer over patches, of which a block makes a token."""
+    """The image encoder of Qwen3-VL and Qwen3.5: a transformer over patches. A block of patches becomes a token."""
 
     hidden_size: int
     intermediate_size: int

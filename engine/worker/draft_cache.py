@@ -32,7 +32,7 @@ class DraftCache:
 
     @classmethod
     def of(cls, spec: DraftSpec, groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> DraftCache:
-        """`spec`: of one rank's part. `groups`: of the target, one of which has no window, see `full_group`."""
+        """`spec`: of one rank's part. `groups`: of the target; at least one has no window, see `full_group`."""
         entries, sources = tuple(m.cached for m in spec.mixers), tuple(m.kv_of for m in spec.mixers)
         group = full_group(groups)
         assert group is not None

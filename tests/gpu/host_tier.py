@@ -59,7 +59,7 @@ def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]
 
 
 def check_host_speed(checks: Checks) -> None:
-    """A model's shape in bfloat16, dummy weights: the next turns of conversations of which the cache holds a part."""
+    """A model's shape in bfloat16, dummy weights: conversations that the cache holds in part go on."""
     if checks.device == "cpu" or not checks.wants("host tier: speed"):
         print("left out: speed with a host tier")
         return

@@ -83,7 +83,7 @@ class _Drafting:
         self._by_model = Proposal(token_ids, BY_MODEL), num_known
 
     def _propose(self, token_ids: list[int], most: int) -> Proposal:
-        """Return a guess by lookup or by the drafter: the one of which more tokens are expected to be right."""
+        """Return a guess by lookup or by the drafter: the one with more tokens that are expected to be right."""
         found = self._guesses.propose(token_ids, most)
         by_model, num_known = self._by_model
         if num_known != len(token_ids) or not by_model.token_ids:

@@ -76,7 +76,7 @@ def ratio(truth: Sequence[float], num_seqs: int, seconds: Callable[[int, bool], 
 
 
 def bound_by_weights(num_tokens: int, drafted: bool) -> float:
-    """A GPU: padded steps, of which each token costs little; waiting for a step costs some time."""
+    """A GPU: padded steps whose tokens cost little each; waiting for a step costs some time."""
     size = next(size for size in SIZES if size >= num_tokens)
     return 4.6 + 0.01 * size + (0.6 if drafted else 0.0)
 
