@@ -30,7 +30,7 @@ test: $(TESTS) ## run the tests; a selection in ARGS, such as ARGS="tests/core -
 
 # The fastest tests: no processes, no interpreted kernels, no fuzzing.
 QUICK := tests/core tests/text tests/structured tests/models tests/benchmarks/test_workloads.py tests/benchmarks/serving/test_metrics.py \
-  $(wildcard tests/engine/test_flags.py tests/engine/test_output_collector.py tests/engine/test_engine_loop.py tests/server/parsing) \
+  $(wildcard tests/engine/test_flags.py tests/engine/processing/test_output_collector.py tests/engine/test_engine_loop.py tests/server/parsing) \
   tests/server/test_environment.py tests/test_layering.py tests/test_words.py
 
 quick: $(TESTS) ## run the quick tests: a few seconds, for use while editing

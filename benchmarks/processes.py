@@ -107,7 +107,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, deadline: floa
 
 _MACHINE = """
 import json, sys, time, torch
-from engine.machine import environment
+from engine.setup.machine import environment
 found = environment()
 if torch.cuda.is_available():
     def seconds(run, count=20):

@@ -12,7 +12,7 @@ import msgspec
 from engine.core.kv.cache_groups import MAX_STATES
 from engine.errors import ConfigError
 from engine.flags import check, flag
-from engine.speculative import parse as parse_speculative_config
+from engine.setup.speculative import parse as parse_speculative_config
 
 QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
 CPU_LORAS = 4  # adapters in host memory for each that can run, by default

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from engine.adapted import AdaptedRequests
 from engine.config import EngineConfig
 from engine.core.batch import (
     FAULTS,
@@ -26,26 +25,27 @@ from engine.core.drafts.proposer import Proposer
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.drafter import with_drafter
-from engine.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
 from engine.errors import EngineError
-from engine.guided import GuidedProposer, GuidedRequests
-from engine.intake import Intake
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model, short_name
 from engine.models.spec import ModelSpec
-from engine.options import device_of, drafts_of, quantization_in_memory, runner_options
-from engine.prefix_cache_store import PrefixCacheStore, open_store
 from engine.processing.input_processor import load_tokenizer, vocabulary_of
-from engine.recovery import Recovery
-from engine.speculative import SpeculativeConfig
+from engine.setup.drafter import with_drafter
+from engine.setup.options import device_of, drafts_of, quantization_in_memory, runner_options
+from engine.setup.speculative import SpeculativeConfig
 from engine.stats import ExpertTokens
+from engine.stepping.adapted import AdaptedRequests
+from engine.stepping.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
+from engine.stepping.guided import GuidedProposer, GuidedRequests
+from engine.stepping.intake import Intake
+from engine.stepping.prefix_cache_store import PrefixCacheStore, open_store
+from engine.stepping.recovery import Recovery
+from engine.stepping.tiered_cache import TieredCache
+from engine.stepping.unread_steps import StepFailedError, UnreadSteps, on_device
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
-from engine.tiered_cache import TieredCache
-from engine.unread_steps import StepFailedError, UnreadSteps, on_device
 from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner

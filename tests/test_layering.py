@@ -41,7 +41,7 @@ SERVER = (
     {"server", "server.cli.main", "server.cli.bench"} | APIS | NEUTRAL | REQUESTS | {"engine.flags", "engine.utils"}
 )
 ENGINE = {f"engine{below}" for below in ("", ".core", ".worker", ".models", ".text", ".structured", ".utils")} | {
-    f"engine.{folder}" for folder in ("processing", "offline", "replicas")
+    f"engine.{folder}" for folder in ("setup", "stepping", "processing", "offline", "replicas")
 }
 ALLOWED = {
     "quire": {"engine", "server.cli.main"},
@@ -71,14 +71,22 @@ ALLOWED = {
         "engine.utils.fair_executor",
         "engine.utils.memory",
     },
+    "engine.setup": {"engine", "engine.setup", "engine.models", "engine.worker", "engine.processing"},
+    "engine.stepping": {
+        "engine",
+        "engine.stepping",
+        "engine.core",
+        "engine.worker",
+        "engine.models",
+        "engine.structured",
+    },
     "engine.processing": ENGINE,
     "engine.offline": ENGINE,
     "engine.replicas": ENGINE,
     "engine": ENGINE,
     "server": SERVER | {"server.docs", "engine.stats"},
     "server.several": SERVER | {"server.several", "engine.models.hub"},
-    "server.cli": SERVER
-    | {"server.cli", "server.several", "engine.gpu_specs", "engine.machine", "engine.models.catalog", "engine.plan"},
+    "server.cli": SERVER | {"server.cli", "server.several", "engine.models.catalog", "engine.setup"},
     "server.docs": SERVER | {"server.docs", "engine.models.catalog"},
     "server.http": FACE
     | {

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import kernels
 from benchmarks.gpu import microseconds, need_gpus
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from kernels import ExpertWeight, Kind, QuantizedWeight, Router, Weight
 
 BYTES_PER_US, FLOPS_PER_US = 4.49e6, 812e6  # measured on an H200: reading, and bfloat16 products

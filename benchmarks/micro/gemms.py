@@ -21,7 +21,7 @@ from torch import Tensor
 import kernels
 from benchmarks.gpu import need_gpus
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from kernels import Kind, QuantizedWeight, Weight
 
 FORMS: dict[str, tuple[Kind, int, int, bool]] = {  # kind, channels and rows that share a scale (0: all), zero points

@@ -27,7 +27,7 @@ from benchmarks.gpu import need_gpus
 from benchmarks.model_shapes import model_folder
 from benchmarks.result_files import save
 from benchmarks.workloads import Request, named
-from engine.machine import environment
+from engine.setup.machine import environment
 
 FIRST_KERNEL = "_prepare_kernel"  # every step begins with it
 

@@ -28,8 +28,8 @@ import kernels
 from benchmarks.gpu import need_gpus
 from benchmarks.micro import experts
 from benchmarks.result_files import save
-from engine.machine import environment
 from engine.models.wide_pages import WidePages
+from engine.setup.machine import environment
 from kernels.data.widening import can_gain, seconds_saved
 
 

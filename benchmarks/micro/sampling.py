@@ -19,7 +19,7 @@ from torch import Tensor
 import kernels
 from benchmarks.gpu import microseconds
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from kernels import Part
 
 FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top_k, top_p, min_p

@@ -26,8 +26,8 @@ from benchmarks.result_files import save
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
 from engine.flags import Parser, add_flags, check, flag, load
-from engine.machine import environment
 from engine.replicas import engine_process, process
+from engine.setup.machine import environment
 from engine.stats import ExpertTokens
 
 STEP_SECONDS = "QUIRE_BENCH_STEP_SECONDS"  # environment: between two steps of the engine without a model

@@ -34,11 +34,11 @@ from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
-from engine.machine import environment
 from engine.models.shard import WHOLE
 from engine.models.spec import ModelSpec
 from engine.offline.llm import LLM
 from engine.replicas.process import EngineLoop
+from engine.setup.machine import environment
 from engine.worker.executor import Computed, Padding, StepRequest, WholeLogits
 from engine.worker.input_batch import PackedStep
 from engine.worker.model_runner import ModelRunner

@@ -32,8 +32,8 @@ from engine.core.params.structured import StructuredOutputs, Tag, Tags
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
-from engine.machine import environment
 from engine.processing.input_processor import InputProcessor
+from engine.setup.machine import environment
 
 KINDS = ("plain", "json", "tools")  # of the other half
 EPILOG = """examples:

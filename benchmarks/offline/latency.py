@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
 def measure(flags: LatencyFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the batch again and again. A batch that does not fit the context is refused before the model is loaded."""
     from engine.core.params.sampling import SamplingParams
-    from engine.machine import environment
     from engine.offline.llm import LLM
     from engine.processing.input_processor import InputProcessor
+    from engine.setup.machine import environment
 
     input_processor = InputProcessor.load(config)
     if flags.input_len + flags.output_len > input_processor.max_model_len:

@@ -88,9 +88,9 @@ def main(argv: list[str]) -> int:
 def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     """Run the workload on a new engine and say how it went. What cannot run is refused before the model is loaded."""
     from engine.core.params.sampling import SamplingParams
-    from engine.machine import environment
     from engine.offline.llm import LLM
     from engine.processing.input_processor import InputProcessor
+    from engine.setup.machine import environment
     from engine.worker.device import DeviceNotFoundError, find_device
 
     try:

@@ -33,7 +33,7 @@ from benchmarks.serving.client import Client, Failure
 from engine.core.fairness.arrivals import AWAY_SECONDS
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, flag, load
-from engine.machine import environment
+from engine.setup.machine import environment
 
 NUM_FLOODING = 200
 FLOOD_SECONDS = 3.0  # before it is measured

@@ -354,7 +354,7 @@ class Benchmark:
         report = self.report
         if not (report.save_result or report.append_result):
             return None
-        from engine.machine import environment
+        from engine.setup.machine import environment
 
         concurrency = f"-concurrency{self.traffic.max_concurrency}" if self.traffic.max_concurrency else ""
         name = (

@@ -26,7 +26,6 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
-from engine.recovery import client_reason, failed_output, refused_output
 from engine.replicas.heartbeat import Heartbeat
 from engine.replicas.messages import (
     Abort,
@@ -44,6 +43,7 @@ from engine.replicas.messages import (
     encode,
 )
 from engine.stats import ExpertTokens
+from engine.stepping.recovery import client_reason, failed_output, refused_output
 from engine.utils.log import configure_logging, debugging
 from engine.utils.progress import TerminalProgress
 from engine.worker.parallel.cores import keep_to_one_node

@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from engine.machine import report
+    from engine.setup.machine import report
 
     rows = report()
     width = max(map(len, rows)) + 2

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine import EngineConfig
 from engine.flags import add_flags, check, flag, settings_of
-from engine.gpu_specs import GPUS, find_gpu
+from engine.setup.gpu_specs import GPUS, find_gpu
 from server.cli.common import load_with_model, model_argument
 
 if TYPE_CHECKING:
-    from engine.gpu_specs import GPU
-    from engine.plan import Plan
+    from engine.setup.gpu_specs import GPU
+    from engine.setup.plan import Plan
 
 EPILOG = """examples:
   quire plan Qwen/Qwen3-32B                          on this machine's GPU; without one, on its CPU and all known GPUs
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. The exit code is 1 when the engine would not start."""
     flags, config = load_with_model(args, PlanFlags, EngineConfig)
     known = find_gpu(flags.gpu) if flags.gpu not in (None, "cpu") else None
-    from engine.plan import cpu_here, gpu_here, make_plan, on_all_devices
+    from engine.setup.plan import cpu_here, gpu_here, make_plan, on_all_devices
 
     gpu = cpu_here() if flags.gpu == "cpu" else known or gpu_here()
     plans = list(on_all_devices(config)) if gpu is None else [make_plan(config, gpu)]
@@ -103,7 +103,7 @@ def as_dict(config: EngineConfig, plan: Plan) -> dict[str, Any]:
 
 def _report(config: EngineConfig, gpu: GPU, plan: Plan) -> str:
     """Return the memory, the upper limits of speed and a comparison with other flags."""
-    from engine.plan import alternatives
+    from engine.setup.plan import alternatives
 
     others = list(alternatives(config, gpu))
     parts = [_title(config, plan), _memory(plan)]

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from tests.attack.attacks import ATTACKS, HANGS, Attack
 from tests.attack.bystander import Waits, busy_core, watching
 from tests.attack.recovery import recovery

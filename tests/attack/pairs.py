@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from tests.attack.clients import SCHEMA, STORY, TOOL
 from tests.attack.faults import FOLDER, arm
 from tests.attack.soak import what_is_left

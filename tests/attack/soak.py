@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from tests.attack.clients import FAILED, KINDS, Client, Outcome, run_once
 from tests.attack.faults import FOLDER, arm
 from tests.attack.target import Target, serving

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine.core.fairness.arrivals import AWAY_SECONDS, EARLY, MAX_TENANTS, Arrivals
-from tests.engine.test_state import Clock
+from tests.engine.replicas.test_state import Clock
 
 
 @pytest.fixture

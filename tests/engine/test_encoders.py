@@ -15,8 +15,8 @@ from torch import Tensor
 from engine import LLM, ConfigError, EngineConfig
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
-from engine.plan import cpu_here, make_plan
 from engine.processing.input_processor import InputProcessor
+from engine.setup.plan import cpu_here, make_plan
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300,

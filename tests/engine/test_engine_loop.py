@@ -14,7 +14,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.families import read_spec
-from engine.options import runner_options
+from engine.setup.options import runner_options
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheTooSmallError
 from tests.support.fake_runner import FakeRunner, next_token

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.offline.llm import LLM
-from engine.options import runner_options
+from engine.setup.options import runner_options
 from engine.worker.kv_cache import KVCacheLayout, e4m3_scales
 from engine.worker.model_runner import ModelRunner
 from engine.worker.startup import build_runner

@@ -16,7 +16,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.families import read_spec
-from engine.plan import cpu_here, make_plan
+from engine.setup.plan import cpu_here, make_plan
 from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
 from tests.oracles.hybrids import NUM_TOKENS, fill_unwritten, make_hybrid
 from tests.oracles.paged_runner import decode

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
-from tests.engine.test_prefix_cache_store import PROMPT, ask
+from tests.engine.stepping.test_prefix_cache_store import PROMPT, ask
 from tests.engine.test_ranks import _child_of
 
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}

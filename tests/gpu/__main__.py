@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu import need_gpus
 from benchmarks.result_files import save
-from engine.machine import environment
+from engine.setup.machine import environment
 from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks

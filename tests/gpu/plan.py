@@ -12,7 +12,7 @@ import torch
 from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.plan import gpu_here, make_plan
+from engine.setup.plan import gpu_here, make_plan
 from tests.gpu.checks import Checks
 
 LIMIT = 0.05

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.flags import Parser, add_flags
-from engine.gpu_specs import GPUS
-from engine.plan import make_plan
+from engine.setup.gpu_specs import GPUS
+from engine.setup.plan import make_plan
 from server.cli.main import main
 
 Capture = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, ConfigError, EngineConfig, SamplingParams
-from engine.plan import cpu_here, make_plan
+from engine.setup.plan import cpu_here, make_plan
 from engine.worker.model_runner import ModelRunner
 from tests.support.drafters import SETTINGS, Drafted
 from tests.support.tiny_model import write_model

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from engine.adapted import AdaptedRequests
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.models.errors import ModelError
+from engine.stepping.adapted import AdaptedRequests
 
 
 class Books:

@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.drafter import with_drafter
 from engine.errors import ConfigError
-from engine.gpu_specs import GPU, GPUS, known_gpu
 from engine.models.adapters import AdapterLayout
 from engine.models.drafters.loading import drafter_bytes
 from engine.models.errors import ModelError
@@ -28,7 +26,9 @@ from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
-from engine.options import quantization_in_memory, runner_options
+from engine.setup.drafter import with_drafter
+from engine.setup.gpu_specs import GPU, GPUS, known_gpu
+from engine.setup.options import quantization_in_memory, runner_options
 from engine.worker.attention.fp8_prefill import scratch_bytes, upcast_layers
 from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_width
 from engine.worker.block_store.host_blocks import staging_bytes
@@ -46,7 +46,7 @@ from engine.worker.parallel.cores import num_cores
 from engine.worker.state_cache import STATES_PER_REQUEST
 
 CONTEXT_BYTES = 600 << 20  # memory of CUDA and loaded kernels, outside of PyTorch's
-# What a step takes at least, whatever its bytes. All measured steps take twice as much (tests/engine/test_plan.py).
+# What a step takes at least, whatever its bytes. All measured steps take twice as much (tests/engine/setup).
 STEP_SECONDS = 100e-6  # for sampling, and for the launch
 LAYER_SECONDS = 10e-6  # for about six kernels that wait for each other
 SUM_SECONDS = 2.5e-6  # for each of a layer's two sums over ranks

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from engine.replicas.heartbeat import Heartbeat
 from engine.replicas.supervisor import MAX_DELAY_SECONDS, WINDOW_SECONDS, RestartPolicy, Watchdog
-from tests.engine.test_state import Clock
+from tests.engine.replicas.test_state import Clock
 
 
 def test_the_first_restart_comes_at_once_and_later_ones_wait() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.adapted import AdaptedRequests
 from engine.core.batch import EngineOutput
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.guided import GuidedRequests
-from engine.recovery import Recovery
+from engine.stepping.adapted import AdaptedRequests
+from engine.stepping.guided import GuidedRequests
+from engine.stepping.recovery import Recovery
 
 
 class Intake:

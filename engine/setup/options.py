@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
-from engine.speculative import SpeculativeConfig, speculative_config
+from engine.setup.speculative import SpeculativeConfig, speculative_config
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 

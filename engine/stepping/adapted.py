@@ -12,7 +12,7 @@ from engine.core.batch import EngineOutput
 from engine.core.engine_request import Adapter
 from engine.core.request import Request
 from engine.models.errors import ModelError
-from engine.recovery import client_reason, failed_output, refused_output
+from engine.stepping.recovery import client_reason, failed_output, refused_output
 from engine.worker.interface import Runner
 
 IDLE_SECONDS = 0.02  # how long to wait for an adapter if there is no other work

@@ -17,7 +17,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.recovery import MAX_UNEXPLAINED
+from engine.stepping.recovery import MAX_UNEXPLAINED
 from engine.worker.forward_pass import ForwardPass
 from tests.engine import test_special_sampling as special
 from tests.engine.test_structured_outputs import ASKED, Loop, params

@@ -9,7 +9,7 @@ from engine.core.drafts.proposer import CERTAIN, NO_PROPOSAL, Guesses, Proposal,
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.recovery import Recovery, client_reason, failed_output, refused_output
+from engine.stepping.recovery import Recovery, client_reason, failed_output, refused_output
 from engine.structured.grammar_manager import GrammarManager
 from engine.worker.interface import Handle
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine import ConfigError, EngineConfig
-from engine.speculative import ON_ACCELERATORS, ON_CPUS, SpeculativeConfig, parse, speculative_config
+from engine.setup.speculative import ON_ACCELERATORS, ON_CPUS, SpeculativeConfig, parse, speculative_config
 from engine.worker.proposers.suffix import SuffixLimits
 
 

@@ -15,8 +15,8 @@ from engine.models.files import read_json
 from engine.models.hub import resolve_model
 from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.spec import ModelSpec
-from engine.options import quantization_in_memory
-from engine.speculative import SpeculativeConfig, config_error, speculative_config
+from engine.setup.options import quantization_in_memory
+from engine.setup.speculative import SpeculativeConfig, config_error, speculative_config
 from engine.worker.options import RunnerOptions
 
 TOKENIZER = "tokenizer.json"

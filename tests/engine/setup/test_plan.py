@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from benchmarks.model_shapes import model_folder
-from engine import plan as planning
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.gpu_specs import GPUS, find_gpu
 from engine.models.families import read_spec
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
-from engine.options import runner_options
-from engine.plan import Plan, alternatives, gpu_here, make_plan, on_all_devices
+from engine.setup import plan as planning
+from engine.setup.gpu_specs import GPUS, find_gpu
+from engine.setup.options import runner_options
+from engine.setup.plan import Plan, alternatives, gpu_here, make_plan, on_all_devices
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CudaDevice, Memory
 from engine.worker.startup import build_runner
 from tests.support.loaded import load as load_model
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 GIB = 1 << 30
 
 

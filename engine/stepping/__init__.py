@@ -1,0 +1,1 @@
+"""The parts that `Engine` is made of: what each does before, in and after a step."""
