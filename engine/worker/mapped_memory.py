@@ -80,8 +80,17 @@ class Driver:
         handle, bytes_ = ctypes.c_uint64(), ctypes.c_size_t(size)
         zero = ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), bytes_, ctypes.byref(self._properties), zero)
-        self._call("cuMemMap", ctypes.c_uint64(start), bytes_, ctypes.c_size_t(0), handle, zero)
-        self._call("cuMemSetAccess", ctypes.c_uint64(start), bytes_, ctypes.byref(self._access), ctypes.c_size_t(1))
+        try:
+            self._call("cuMemMap", ctypes.c_uint64(start), bytes_, ctypes.c_size_t(0), handle, zero)
+            try:
+                access, one = ctypes.byref(self._access), ctypes.c_size_t(1)
+                self._call("cuMemSetAccess", ctypes.c_uint64(start), bytes_, access, one)
+            except Exception:
+                self._call("cuMemUnmap", ctypes.c_uint64(start), bytes_)
+                raise
+        except Exception:
+            self._call("cuMemRelease", handle)
+            raise
         return handle.value
 
     def unmap(self, start: int, size: int, handle: int) -> None:
@@ -161,7 +170,7 @@ class MappedMemory:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Make tensors whose content survives, within the context."""
-        with torch.cuda.use_mem_pool(self._kept):
+        with own_workspaces(), torch.cuda.use_mem_pool(self._kept):
             yield
 
     @contextmanager
@@ -223,6 +232,20 @@ class MappedMemory:
         for host in self._host:
             self._device.release_host_memory(host)
         self._host.clear()
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let cuBLAS allocate its workspaces anew within the context, and after it.
+
+    PyTorch makes one for each stream when it is first used, and keeps it. One that was made in memory that can be given
+    back, as in the capture of a graph, would be used by the graphs of the next engine in this process.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def mapped_memory(device: CudaDevice) -> MappedMemory | None:

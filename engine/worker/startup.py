@@ -36,7 +36,7 @@ from engine.worker.executor import Executor
 from engine.worker.images import own_rows
 from engine.worker.input_batch import segment_of
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales, encoder_blocks
-from engine.worker.mapped_memory import MappedMemory, mapped_memory
+from engine.worker.mapped_memory import MappedMemory, mapped_memory, own_workspaces
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.parallel.communicator import StageLink
@@ -133,7 +133,8 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
     if runner.device.is_accelerator:
         dummy_run(runner, tokens_each=1)
         if not options.enforce_eager and not runner.spec.is_encoder:
-            capture_graphs(runner, progress)
+            with nullcontext() if mapped is None else own_workspaces():
+                capture_graphs(runner, progress)
         runner.device.synchronize()
     elif options.num_ranks_per_stage == options.num_stages == 1 and not (
         options.enforce_eager or runner.spec.is_encoder

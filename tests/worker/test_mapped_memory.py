@@ -112,3 +112,31 @@ def test_structures_are_as_the_driver_has_them() -> None:
     assert ctypes.sizeof(mapped_memory._Access) == 12
     assert mapped_memory._Properties.location.offset == 8
     assert mapped_memory._Properties.win32.offset == 16
+
+
+class Library:
+    """NVIDIA's driver, of which one call fails."""
+
+    def __init__(self, fails: str) -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return int(name == self._fails)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("fails", "undone"),
+    [("cuMemCreate", []), ("cuMemMap", ["cuMemRelease"]), ("cuMemSetAccess", ["cuMemUnmap", "cuMemRelease"])],
+)
+def test_memory_that_cannot_be_mapped_is_given_back(fails: str, undone: list[str]) -> None:
+    driver, library = mapped_memory.Driver.__new__(mapped_memory.Driver), Library(fails)
+    driver._library, driver._properties = library, mapped_memory._Properties()
+    driver._access = mapped_memory._Access()
+    with pytest.raises(RuntimeError, match=fails):
+        driver.map(1 << 40, 1 << 21)
+    assert library.calls[library.calls.index(fails) + 1 :] == undone
