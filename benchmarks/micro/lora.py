@@ -26,10 +26,10 @@ from kernels.cuda.choice import CHOICE
 NUM_LAYERS = 6  # together larger than L2
 NUM_SLOTS = 32
 FORMS = {
-    "separate": CHOICE,
+    "separate": replace(CHOICE, adapted_tokens=0, adapted_gate=False, adapters_overlap=False),
     "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
     "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
-    "in the GEMM": replace(CHOICE, adapted_tokens=16),
+    "in the GEMM": replace(CHOICE, adapted_tokens=16, adapted_rank=64),
 }
 
 

@@ -27,10 +27,12 @@ if GLUON:
 
 def fuses_adapters(x: Tensor, weight: Weight, lora: LoraWeights, gate: Gate | None = None) -> bool:
     """See `kernels.reference.fuses_adapters`."""
-    if not isinstance(weight, Tensor) or len(x) > CHOICE.adapted_tokens:
+    if not isinstance(weight, Tensor) or len(x) > CHOICE.adapted_tokens or lora.rank > CHOICE.adapted_rank:
         return False
     config = small_batch_config(x, len(weight) // (1 if gate is None else 2), gate is not None)
-    return config is not None and adapters.supports(lora, config.block_n, gate is not None)
+    if config is None or (config.tokens_first and not CHOICE.adapted_tokens_first):
+        return False
+    return adapters.supports(lora, config.block_n, gate is not None)
 
 
 def adapted_linear(

@@ -72,7 +72,7 @@ def test_adapters_in_one_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_small_batch_config", lambda *shape: config)
-    monkeypatch.setattr(fused, "CHOICE", replace(CHOICE, adapted_tokens=16))
+    monkeypatch.setattr(fused, "CHOICE", replace(CHOICE, adapted_tokens=16, adapted_rank=64, adapted_tokens_first=True))
     options = CASES[case]
     torch.manual_seed(num_tokens)
     rows = (64, 64) if "gate" in options else group_rows
