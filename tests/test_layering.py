@@ -41,7 +41,7 @@ SERVER = (
     {"server", "server.cli.main", "server.cli.bench"} | APIS | NEUTRAL | REQUESTS | {"engine.flags", "engine.utils"}
 )
 ENGINE = {f"engine{below}" for below in ("", ".core", ".worker", ".models", ".text", ".structured", ".utils")} | {
-    f"engine.{folder}" for folder in ("setup", "stepping", "processing", "offline", "replicas")
+    f"engine.{folder}" for folder in ("setup", "stepping", "processing", "offline", "replicas", "vision")
 }
 ALLOWED = {
     "quire": {"engine", "server.cli.main"},
@@ -64,6 +64,13 @@ ALLOWED = {
     | CONTRACT,
     "engine.core": {"engine.core"},
     "engine.text": {"engine.text", "engine.utils.folder_files", "engine.utils.one_line"},
+    "engine.vision": {
+        "engine.vision",
+        "engine.models.errors",
+        "engine.models.spec",
+        "engine.core.engine_request",
+        "engine.utils.folder_files",
+    },
     "engine.structured": {
         "engine.structured",
         "engine.core.fairness.tenants",
@@ -150,6 +157,7 @@ FORBIDDEN = {
     "engine": WEB | {"transformers", "triton"},
     "engine.core": {"*"},  # all but the standard library
     "engine.text": WEB | {"transformers", "triton", "torch"},
+    "engine.vision": WEB | {"transformers", "triton", "torch"},
     "server": {"transformers", "triton", "torch"},
     "server.generation": WEB | {"http", "transformers", "triton", "torch"},  # neutral: no statuses, no web framework
 }

@@ -323,6 +323,11 @@ class VisionSpec:
     rope_sections: tuple[int, int, int]
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
     activation: str = "gelu_tanh"
+    # Pixels are divided by 255; then the mean of a channel is subtracted, and the result divided by `std`.
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    min_pixels: int = 65_536  # of a resized image, where the checkpoint does not say
+    max_pixels: int = 16_777_216
 
     @property
     def head_dim(self) -> int:

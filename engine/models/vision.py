@@ -91,9 +91,14 @@ class PatchEmbedding(CheckpointModule):
         self._name, self._bias_name = scope.name("weight"), scope.name("bias")
         self.weight = scope.empty(spec.hidden_size, 3 * spec.patch_size**2)
         self.bias = scope.empty(spec.hidden_size)
+        for name, values in (("mean", spec.mean), ("std", spec.std)):
+            self.register_buffer(name, torch.tensor(values, device=scope.device).view(3, 1, 1), persistent=False)
+
+    mean: Tensor  # [3, 1, 1] float32, as `std`
+    std: Tensor
 
     def forward(self, patches: Tensor) -> Tensor:
-        x = (patches.flatten(1).float() / 255 - 0.5) / 0.5
+        x = ((patches.float() / 255 - self.mean) / self.std).flatten(1)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
