@@ -10,10 +10,10 @@ import pytest
 from torch import Tensor
 
 import kernels
-from engine import options
 from engine.engine import Engine
 from engine.models.expansion import LatentExpansion
 from engine.models.wide_pages import WidePages
+from engine.setup import options
 from engine.worker.attention import fp8_prefill, latent
 from engine.worker.attention.fp8_prefill import Fp8PrefillAttention
 from engine.worker.attention.group_attention import Prefills

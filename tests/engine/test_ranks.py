@@ -89,8 +89,8 @@ def test_a_model_that_cannot_be_divided_is_refused(demo_model: Path) -> None:
 
 
 def test_more_ranks_than_gpus_are_refused(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine import options
     from engine.models.families import read_spec
+    from engine.setup import options
     from engine.worker.device import CudaDevice
 
     monkeypatch.setattr(options, "find_device", lambda name: CudaDevice(0))

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import kernels
-from engine import options
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs
 from engine.engine import Engine
 from engine.processing.input_processor import InputProcessor
+from engine.setup import options
 from engine.worker import startup
 from engine.worker.device import CpuDevice, Graph, Memory
 from kernels import reference

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import recovery
 from engine.config import EngineConfig
 from engine.core.batch import EngineOutput, SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.stepping import recovery
 from engine.stepping.recovery import MAX_UNEXPLAINED
 from engine.worker.forward_pass import ForwardPass
 from tests.engine import test_special_sampling as special

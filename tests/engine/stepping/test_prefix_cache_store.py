@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from engine import prefix_cache_store
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.stepping import prefix_cache_store
 
 PROMPT = [(i * 37) % 250 for i in range(200)]
 
