@@ -49,7 +49,6 @@ class Scheme:
     divided: bool = False  # scales are divided by the global scale instead of multiplied
     block: str = ""  # the type of GGUF's blocks
     minima: bool = False  # groups have minima
-    only_on_cpus: bool = False  # no kernel of GPUs reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,21 +107,16 @@ def choose_quantization(
     *,
     rounds_head: bool = False,
     decodes: bool = False,
-    on_cpu: bool = True,
 ) -> Quantization | None:
     """Return the quantization of the weights in memory if `method` was requested; None: as in the checkpoint.
 
-    A GGUF file's blocks can also be decoded: by `decodes`, those that only CPUs read without `on_cpu`, or to quantise
-    them by another method.
+    A GGUF file's blocks can also be decoded: by `decodes`, or to quantise them by another method.
 
     The weights of a float checkpoint are quantised at load time, per row, or to int4 in groups of channels, except
     `FLOATS`. `rounds_head`: int8 and int4 also quantise the output head, to int8.
     """
     if isinstance(stored, NamedQuantization) and (decodes if method is None else method in ONLINE):
         stored = None
-    if isinstance(stored, NamedQuantization) and not on_cpu:
-        kept = tuple((names, scheme) for names, scheme in stored.schemes if not scheme.only_on_cpus)
-        stored = replace(stored, schemes=kept)
     if method is None or (stored is not None and stored.method == method):
         return stored
     if stored is not None:
@@ -400,10 +394,10 @@ GGUF_SCHEMES = (
     | {
         "Q4_0": Scheme(layout="gguf", kind="int4", group=32, block="Q4_0"),
         "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
-        "Q6_K": Scheme(layout="gguf", kind="int8", group=16, block="Q6_K", only_on_cpus=True),
+        "Q6_K": Scheme(layout="gguf", kind="int8", group=16, block="Q6_K"),
     }
     | {
-        name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True, only_on_cpus=True)
+        name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True)
         for name, kind in _WITH_MINIMA
     }
 )

@@ -46,11 +46,10 @@ def device_of(config: EngineConfig) -> Device:
 
 def quantization_in_memory(spec: ModelSpec, config: EngineConfig, device: Device) -> Quantization | None:
     """Return the quantization of the weights on a device. Raises `ModelError` if the configured one does not apply."""
+    # Products of quantised weights round activations on CPUs, and some types' scales on GPUs.
+    exact = DTYPES.get(config.dtype) == torch.float32
     on_cpu = not device.is_accelerator
-    exact = (
-        on_cpu and DTYPES.get(config.dtype) == torch.float32
-    )  # there, matrix products of quantised weights round activations
-    return choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact, on_cpu=on_cpu)
+    return choose_quantization(spec.quantization, config.quantization, rounds_head=on_cpu, decodes=exact)
 
 
 def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device: Device | None = None) -> RunnerOptions:

@@ -31,9 +31,9 @@ class QuantizedWeight:
     scale: Tensor  # [ceil(N / rows), ceil(K / group)] float32, float16, bfloat16 or e4m3
     group: int  # number of channels that share a scale
     rows: int = 1  # number of rows that share a scale
-    zero: Tensor | None = None  # [N, ceil(K / group)] int8
+    zero: Tensor | None = None  # [N, ceil(K / group)] int8, or on GPUs float16: fractions of codes
     factor: Tensor | None = None  # [N] float32
-    minimum: Tensor | None = None  # [N, ceil(K / group)] float32; on CPUs alone
+    minimum: Tensor | None = None  # [N, ceil(K / group)] float32; on CPUs: GPUs have fractional zero points
     order: Tensor | None = None  # [K] int64: a permutation of the channels; None: identity
     rounds_activations: bool = False  # products may quantise x to this kind, with one scale per token
     panel: int = 0  # channels of a panel; 0: rows lie one after the other

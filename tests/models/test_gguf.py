@@ -18,7 +18,7 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import fingerprint
 from engine.models.formats import weight_formats
-from engine.models.formats.gguf import GGUFBlocks
+from engine.models.formats.gguf import GGUFBlocks, rounded, with_zero_points
 from engine.models.gguf import folder as gguf_folder
 from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.gguf.blocks import TYPES
@@ -97,13 +97,19 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
 
 
-def test_types_that_only_cpus_read_are_decoded_elsewhere() -> None:
-    stored = read_quantization({"quant_method": "gguf", "types": {kind: [f"m.{kind}"] for kind in GGUF_SCHEMES}})
-    on_cpu, elsewhere = (choose_quantization(stored, None, on_cpu=on_cpu) for on_cpu in (True, False))
-    assert on_cpu == stored
-    assert elsewhere is not None
-    decoded = {kind for kind in GGUF_SCHEMES if elsewhere.scheme(f"m.{kind}") is None}
-    assert decoded == {"Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
+@pytest.mark.parametrize(("kind", "none"), [("Q4_K", 8), ("Q4_1", 8), ("Q5_K", 0), ("Q5_1", 0)])
+def test_gpus_take_minima_as_fractional_zero_points(kind: str, none: int) -> None:
+    codes, scale, minimum = (each for each in TYPES[kind].unpack(blocks_of(kind, 64, 512).flatten(0, 1)))
+    scale[0] = 0.0  # a group whose values are all alike
+    scale[1], minimum[1] = 0.0, 0.0
+    want = codes * scale.unsqueeze(2) - minimum.unsqueeze(2)
+    minimum = minimum - none * scale
+    scale = rounded(scale)
+    assert scale.dtype == torch.float16
+    codes, scale, zero = with_zero_points(codes.to(torch.uint8), scale, minimum, none)
+    got = (codes.float() - none - zero.float().unsqueeze(2)) * scale.float().unsqueeze(2)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-3 * want.abs().max().item())
+    assert torch.equal(got[:2], want[:2].half().float())
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)

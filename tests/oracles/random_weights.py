@@ -6,8 +6,8 @@ import torch
 
 from kernels import Kind, QuantizedWeight, pack_e2m1, pack_nibbles
 
-# name → kind, channels in a group (0: all), rows that share a scale, and: zero points, e4m3 scales with a factor, an
-# order
+# name → kind, channels in a group (0: all), rows that share a scale, and: zero points, those of fractions, e4m3 scales
+# with a factor, an order
 FORMS: dict[str, tuple[Kind, int, int, tuple[str, ...]]] = {
     "fp8": ("e4m3", 0, 1, ("rounds",)),
     "fp8 blocks": ("e4m3", 128, 128, ("rounds",)),
@@ -17,6 +17,9 @@ FORMS: dict[str, tuple[Kind, int, int, tuple[str, ...]]] = {
     "int4": ("int4", 128, 1, ()),
     "int4 asymmetric": ("int4", 128, 1, ("zero",)),
     "int4 groups of 32": ("int4", 32, 1, ("zero",)),
+    "int4 minima": ("int4", 32, 1, ("fractions",)),
+    "int8 minima": ("int8", 32, 1, ("fractions",)),
+    "int8 groups of 16": ("int8", 16, 1, ()),
     "int4 channels": ("int4", 0, 1, ()),
     "int4 desc_act": ("int4", 128, 1, ("order",)),
     "nvfp4": ("e2m1", 16, 1, ("e4m3",)),
@@ -48,6 +51,8 @@ def random_weight(form: str, n: int, k: int, device: str = "cpu", seed: int = 0)
     if "zero" in traits:
         top = 4 if kind == "int4" else 40
         zero = torch.randint(-top, top, (n, shape[1]), generator=generator, device=device, dtype=torch.int8)
+    if "fractions" in traits:
+        zero = (6 * torch.randn(n, shape[1], generator=generator, device=device)).half()
     if "order" in traits:
         order = torch.randperm(k, generator=generator, device=device)
     return QuantizedWeight(

@@ -17,6 +17,26 @@ DEVIATIONS = {  # of random codes, scaled; where there are minima, these are suc
     "Q5_K": 530.0, "Q6_K": 1365.0,
 }  # fmt: skip
 MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # scale of random minima
+PRODUCTS = "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"  # types whose scales are products, too long for 16 bits
+
+
+def rounded(scale: Tensor) -> Tensor:
+    """Round scales to float16 if each keeps ten bits: GPUs round weights to bfloat16, which has seven."""
+    short = scale.half()
+    return short if bool(((short.float() - scale).abs() <= scale.abs() * 2**-11).all()) else scale
+
+
+def with_zero_points(codes: Tensor, scale: Tensor, minimum: Tensor, none: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn minima into zero points, fractions of codes: code · scale − minimum = (code − zero) · scale.
+
+    codes: [n, G, values of a group]; scale, minimum: [n, G]; `none`: the code whose value is 0. Returns codes and
+    scales, in which a group without a scale has its minimum as the scale, and zero points [n, G] float16.
+    """
+    flat = scale == 0
+    codes = codes.masked_fill(flat.unsqueeze(2), none)
+    scale = torch.where(flat, minimum.to(scale.dtype), scale)
+    zero = torch.where(flat, 1.0, minimum / scale.float())
+    return codes, scale, torch.where(scale == 0, 0.0, zero).half()
 
 
 class GGUFBlocks(QuantizedFormat):
@@ -32,18 +52,23 @@ class GGUFBlocks(QuantizedFormat):
         assert unpack is not None
         codes, scale, minimum = unpack(blocks.flatten(0, 1))
         n = len(blocks)
+        on_gpu = not blocks.is_cpu
+        scale = rounded(scale) if on_gpu else scale
         if minimum is None:
             codes = (codes + 8).to(torch.uint8) if self.scheme.kind == "int4" else codes
             return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1))
-        if self.scheme.kind == "int4":  # whose values are the codes less 8
-            minimum = minimum - 8 * scale
+        offset = 8 if self.scheme.kind == "int4" else 0  # a code's value is the code less 8
+        minimum = minimum - offset * scale
         codes = codes.to(torch.int8 if self.scheme.kind == "int8" else torch.uint8)
-        return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), minimum=minimum.reshape(n, -1))
+        if not on_gpu:
+            return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), minimum=minimum.reshape(n, -1))
+        codes, scale, zero = with_zero_points(codes, scale, minimum, offset)
+        return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), zero=zero.reshape(n, -1))
 
     def growth(self, matrix: Matrix) -> int:
         of, bits = TYPES[self.scheme.block], 8 if self.scheme.kind == "int8" else 4
-        products = "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"  # whose scales are products, too long for 16 bits
-        scales = of.values // self.scheme.group * ((4 if self.scheme.block in products else 2) + 4 * self.scheme.minima)
+        scale = 4 if self.scheme.block in PRODUCTS else 2  # on GPUs half of it, and of the minima: see `unpack`
+        scales = of.values // self.scheme.group * (scale + 4 * self.scheme.minima)
         blocks = sum(tensor.numel() for tensor in matrix.stored.values()) // of.num_bytes
         return blocks * (of.values * bits // 8 + scales - of.num_bytes)
 

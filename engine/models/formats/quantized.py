@@ -56,8 +56,8 @@ class UnpackedRows(NamedTuple):
     """Rows of a matrix, their codes unpacked."""
 
     codes: Tensor  # [n, K], one element per code, also for 4-bit codes
-    scale: Tensor  # [n or number of row blocks, G] float32
-    zero: Tensor | None = None  # [n, G] int8
+    scale: Tensor  # [n or number of row blocks, G] float32 or float16
+    zero: Tensor | None = None  # [n, G] int8 or float16
     factor: Tensor | None = None  # [n] float32
     minimum: Tensor | None = None  # [n, G] float32
     order: Tensor | None = None  # [K] int64

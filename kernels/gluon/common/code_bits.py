@@ -45,7 +45,7 @@ def _shifted(body: str) -> str:
 INT4_SCALED = _scaled(_shifted(INT4), "abcd", "")
 E2M1_SCALED = _scaled(E2M1_SMALL, "abcd", "")
 INT8_SCALED, E4M3_SCALED = _scaled(INT8, "ab", ""), _scaled(E4M3, "ab", "")
-INT8_SHIFTED = _scaled(INT8, "ab", "sub")
+INT8_SHIFTED, INT4_SHIFTED = _scaled(INT8, "ab", "sub"), _scaled(INT4, "abcd", "sub")
 
 
 def _half(body: str, results: str, zero: str = "") -> gl.constexpr:
@@ -59,6 +59,7 @@ def _half(body: str, results: str, zero: str = "") -> gl.constexpr:
 
 INT4_BY_OPERAND = INT4.replace("0xc308c308", "$5")  # a zero point as in `_shifted`
 INT4_LOW, INT4_HIGH = _half(INT4_BY_OPERAND, "ab"), _half(INT4_BY_OPERAND, "cd")
+INT4_LOW_SHIFTED, INT4_HIGH_SHIFTED = _half(INT4, "ab", "sub"), _half(INT4, "cd", "sub")
 E2M1_LOW, E2M1_HIGH = _half(E2M1_SMALL, "ab"), _half(E2M1_SMALL, "cd")
 TWO = gl.constexpr((gl.bfloat16,) * 2)
 FOUR = gl.constexpr((gl.bfloat16,) * 4)
@@ -160,8 +161,10 @@ def packed_scale(scale, KIND: gl.constexpr):
 
 @gluon.jit
 def packed_zero(zero, KIND: gl.constexpr):
-    """A zero point as `decode_scaled` takes it: -(136 + zero) for int4, -8 <= zero < 120; else itself, as bfloat16."""
-    if KIND == "int4":
+    """A zero point as `decode_scaled` takes it: an integer of int4 as -(136 + zero), -8 <= zero < 120; else itself, as
+    bfloat16.
+    """
+    if KIND == "int4" and zero.dtype == gl.int8:
         bits = zero.to(gl.int32) + 0xC308
     else:
         bits = zero.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
@@ -170,9 +173,13 @@ def packed_zero(zero, KIND: gl.constexpr):
 
 @gluon.jit
 def decode_scaled(
-    words, zeros, scales, KIND: gl.constexpr, ZERO: gl.constexpr, CUT: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Dequantise as `decode_words_in_order`, minus zero points, times scales: each half [rows, 4], packed."""
+    words, zeros, scales, KIND: gl.constexpr, ZERO: gl.constexpr, FRACTIONS: gl.constexpr, CUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Dequantise as `decode_words_in_order`, minus zero points, times scales: each half [rows, 4], packed.
+
+    FRACTIONS: zero points are no integers.
+    """
     cut = gl.convert_layout(words.reshape([words.shape[0], 4, 4]), CUT)
     s = scales[0][:, :, None]
     t = scales[len(scales) - 1][:, :, None]
@@ -193,7 +200,8 @@ def decode_scaled(
         low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
         return low, low
     else:
-        TEXT: gl.constexpr = INT4_SCALED if KIND == "int4" else E2M1_SCALED
+        OF_INT4: gl.constexpr = INT4_SHIFTED if FRACTIONS else INT4_SCALED
+        TEXT: gl.constexpr = OF_INT4 if KIND == "int4" else E2M1_SCALED
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [cut, y, z, s, t], dtype=EIGHT, is_pure=True, pack=1
         )
@@ -209,6 +217,7 @@ def decode_half_scaled(
     HALF: gl.constexpr,
     KIND: gl.constexpr,
     ZERO: gl.constexpr,
+    FRACTIONS: gl.constexpr,
     CUT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
@@ -224,8 +233,10 @@ def decode_half_scaled(
             TEXT, "=h,=h,=h,=h,r,r,r,r,r", [cut, z, z, s, s], dtype=FOUR, is_pure=True, pack=1
         )
     else:
-        LOW: gl.constexpr = INT4_LOW if KIND == "int4" else E2M1_LOW
-        HIGH: gl.constexpr = INT4_HIGH if KIND == "int4" else E2M1_HIGH
+        LOW_INT4: gl.constexpr = INT4_LOW_SHIFTED if FRACTIONS else INT4_LOW
+        HIGH_INT4: gl.constexpr = INT4_HIGH_SHIFTED if FRACTIONS else INT4_HIGH
+        LOW: gl.constexpr = LOW_INT4 if KIND == "int4" else E2M1_LOW
+        HIGH: gl.constexpr = HIGH_INT4 if KIND == "int4" else E2M1_HIGH
         a, b, c, d = gl.inline_asm_elementwise(
             HIGH if HALF else LOW, "=h,=h,=h,=h,r,r,r", [cut, z, s], dtype=FOUR, is_pure=True, pack=1
         )

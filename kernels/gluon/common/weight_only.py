@@ -113,8 +113,9 @@ def _weights(words, scales, zeros, KIND: gl.constexpr, GROUPED: gl.constexpr, ZE
              CUT: gl.constexpr, CODES: gl.constexpr, A: gl.constexpr):  # fmt: skip
     """A step's weights of 64 rows as operands of the tensor core: of the low (or only) codes, and of the high ones."""
     if GROUPED:
+        FRACTIONS: gl.constexpr = zeros[0].dtype != gl.int8 if ZERO else False
         scales, zeros = _packed(scales, zeros, KIND, HALVES, ZERO)
-        low, high = decode_scaled(words, zeros, scales, KIND, ZERO, CUT, CODES)
+        low, high = decode_scaled(words, zeros, scales, KIND, ZERO, FRACTIONS, CUT, CODES)
     else:
         low, high = decode_words_in_order(words, KIND, CUT, CODES)
     low = _operand(low, A)

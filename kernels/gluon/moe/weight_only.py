@@ -330,8 +330,10 @@ def _half(
     CUT: gl.constexpr = _layout([64, 4, 4])
     CODES: gl.constexpr = _layout([64, 4, 4, 2, 2])
     if GROUPED:
+        FRACTIONS: gl.constexpr = scales[1].dtype != gl.int8 if ZERO else False
         zero = packed_zero(scales[1], KIND) if ZERO else words
-        values = decode_half_scaled(words, zero, packed_scale(scales[0], KIND), HALF, KIND, ZERO, CUT, CODES)
+        scale = packed_scale(scales[0], KIND)
+        values = decode_half_scaled(words, zero, scale, HALF, KIND, ZERO, FRACTIONS, CUT, CODES)
     else:
         values = decode_words_in_order(words, KIND, CUT, CODES)[HALF]
     return _operand(values, A)
