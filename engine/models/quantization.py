@@ -396,10 +396,7 @@ GGUF_SCHEMES = (
         "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
         "Q6_K": Scheme(layout="gguf", kind="int8", group=16, block="Q6_K"),
     }
-    | {
-        name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True)
-        for name, kind in _WITH_MINIMA
-    }
+    | {name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True) for name, kind in _WITH_MINIMA}
 )
 
 

@@ -25,7 +25,7 @@ from engine.models.gguf.blocks import TYPES
 from engine.models.gguf.header import read_header, split_files
 from engine.models.hub import resolve_model, short_name
 from engine.models.matrix import FLOAT_DTYPES, Matrix, Part, Scope
-from engine.models.quantization import GGUF_SCHEMES, choose_quantization, read_quantization
+from engine.models.quantization import GGUF_SCHEMES, read_quantization
 from engine.models.shard import Span
 from kernels import QuantizedWeight
 from kernels.reference.quantized import dequantize

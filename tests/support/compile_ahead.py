@@ -180,20 +180,24 @@ def matmul(tokens: int, dtype: torch.dtype) -> None:
 
 
 def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torch.dtype = BF16, **more: bool) -> None:
-    """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, e4m3_scales, rounds."""
+    """Every form of a product of x [tokens, 1024] with codes [2048, 1024]; `more`: zeros, fractions, e4m3_scales,
+    rounds.
+    """
     from kernels.cuda.linear import linear_add, norm_gated, norm_linear
     from kernels.triton.weight_only import dequantize
 
     n, k = 2048, 1024
     halves, code_dtype = {"e4m3": (1, E4M3), "int8": (1, torch.int8)}.get(kind, (2, torch.uint8))
     e4m3_scales = more.get("e4m3_scales", False)
+    zero_dtype = torch.int8 if more.get("zeros") else F16 if more.get("fractions") else None
+    zero = None if zero_dtype is None else tensor(n, k // (group or k), dtype=zero_dtype)
     weight = QuantizedWeight(
         kind=kind,  # type: ignore[arg-type]
         codes=tensor(n, k // halves, dtype=code_dtype),
         scale=tensor(n // rows, k // (group or k), dtype=E4M3 if e4m3_scales else F16 if group and rows == 1 else F32),
         group=group or k,
         rows=rows,
-        zero=tensor(n, k // (group or k), dtype=torch.int8) if more.get("zeros") else None,
+        zero=zero,
         factor=tensor(n, dtype=F32) if e4m3_scales else None,
         rounds_activations=more.get("rounds", False),
     )
@@ -491,6 +495,10 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 60, "e4m3", rounds=True),
     functools.partial(quantized, 100, "e4m3", 128, 128, rounds=True),
     functools.partial(quantized, 60, "int8", 64, zeros=True, dtype=F16),
+    functools.partial(quantized, 60, "int4", 32, fractions=True),
+    functools.partial(quantized, 60, "int8", 32, fractions=True),
+    functools.partial(quantized, 1, "int4", 32, fractions=True),
+    functools.partial(experts, 64, "int4 minima"),
     functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
     functools.partial(sampling, F32),
     functools.partial(sampling, F16),

@@ -227,7 +227,7 @@ def run_on_tensors(
 
     gluon = SimpleNamespace(
         constexpr=Constant, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16, uint8=torch.uint8,
-        int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
+        int8=torch.int8, int16=torch.int16, int32=torch.int32, static_range=range, where=_where,
         max=torch.amax, min=torch.amin, rsqrt=torch.rsqrt, exp=torch.exp,
         NVMMADistributedLayout=layout, DotOperandLayout=layout, BlockedLayout=layout, SliceLayout=layout,
         SwizzledSharedLayout=layout, NVMMASharedLayout=layout,
