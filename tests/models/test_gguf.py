@@ -99,7 +99,10 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
 
 @pytest.mark.parametrize(("kind", "none"), [("Q4_K", 8), ("Q4_1", 8), ("Q5_K", 0), ("Q5_1", 0)])
 def test_gpus_take_minima_as_fractional_zero_points(kind: str, none: int) -> None:
-    codes, scale, minimum = (each for each in TYPES[kind].unpack(blocks_of(kind, 64, 512).flatten(0, 1)))
+    unpack = TYPES[kind].unpack
+    assert unpack is not None
+    codes, scale, minimum = unpack(blocks_of(kind, 64, 512).flatten(0, 1))
+    assert minimum is not None
     scale[0] = 0.0  # a group whose values are all alike
     scale[1], minimum[1] = 0.0, 0.0
     want = codes * scale.unsqueeze(2) - minimum.unsqueeze(2)
