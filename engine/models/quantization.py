@@ -387,16 +387,23 @@ def _group_scheme(group: Mapping[str, Any], file_format: Any, path: str) -> Sche
 
 
 _Kind: TypeAlias = Literal["int8", "int4"]
-_WITH_MINIMA: tuple[tuple[str, _Kind], ...] = (("Q4_1", "int4"), ("Q5_1", "int8"), ("Q4_K", "int4"), ("Q5_K", "int8"))
-# Types of GGUF whose values kernels read exactly, without conversion to floats.
+# name, kind, values of a group
+_WITH_MINIMA: tuple[tuple[str, _Kind, int], ...] = (
+    ("Q2_K", "int8", 16), ("Q4_1", "int4", 32), ("Q4_K", "int4", 32), ("Q5_1", "int8", 32), ("Q5_K", "int8", 32),
+)  # fmt: skip
+# Types of GGUF that stay quantised in memory.
 GGUF_SCHEMES = (
     {name: Scheme(layout="gguf", kind="int8", group=32, block=name) for name in ("Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS")}
     | {
         "Q4_0": Scheme(layout="gguf", kind="int4", group=32, block="Q4_0"),
         "MXFP4": Scheme(layout="gguf", kind="e2m1", group=32, block="MXFP4"),
+        "Q3_K": Scheme(layout="gguf", kind="int8", group=16, block="Q3_K"),
         "Q6_K": Scheme(layout="gguf", kind="int8", group=16, block="Q6_K"),
     }
-    | {name: Scheme(layout="gguf", kind=kind, group=32, block=name, minima=True) for name, kind in _WITH_MINIMA}
+    | {
+        name: Scheme(layout="gguf", kind=kind, group=group, block=name, minima=True)
+        for name, kind, group in _WITH_MINIMA
+    }
 )
 
 

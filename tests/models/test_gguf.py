@@ -97,6 +97,33 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
 
 
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q3_K", "Q5_K"), ("Q4_0", "Q8_0"), ("Q2_K", "Q4_K")]
+)
+def test_types_that_are_multiplied_at_once(kinds: tuple[str, str]) -> None:
+    """Query and key of one type, value of another, as in files of mixtures such as Q4_K_M."""
+    names = {"m.q": kinds[0], "m.k": kinds[0], "m.v": kinds[1]}
+    types = {kind: [name for name, its in names.items() if its == kind] for kind in kinds}
+    scope = Scope(
+        torch.bfloat16,
+        torch.device("cpu"),
+        weight_formats(read_quantization({"quant_method": "gguf", "types": types})),
+    )
+    matrix = Matrix(scope, [Part(name=name, rows=Span.whole(6)) for name in names], Span.whole(512))
+    stored = [blocks_of(kind, 6, 512, seed) for seed, kind in enumerate(names.values())]
+    for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
+        tensor.fill(blocks)
+    most = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix)
+    matrix.format.pack(matrix)
+    assert isinstance(matrix.weight, QuantizedWeight)
+    assert matrix.weight.nbytes <= most
+    got = dequantize(matrix.weight.codes, matrix.weight, torch.float32)
+    want = torch.cat(
+        [TYPES[kind].decode(blocks.flatten(1)) for kind, blocks in zip(names.values(), stored, strict=True)]
+    )
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+
+
 @pytest.mark.parametrize(("kind", "none"), [("Q4_K", 8), ("Q4_1", 8), ("Q5_K", 0), ("Q5_1", 0)])
 def test_gpus_take_minima_as_fractional_zero_points(kind: str, none: int) -> None:
     unpack = TYPES[kind].unpack

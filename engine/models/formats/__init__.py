@@ -9,7 +9,7 @@ from engine.models.errors import ModelError
 from engine.models.formats.compressed import COMPRESSED_EXPERTS
 from engine.models.formats.compressed import log_compression as log_compression
 from engine.models.formats.floats import FLOATS, FloatFormat
-from engine.models.formats.gguf import GGUFBlocks
+from engine.models.formats.gguf import GGUFBlocks, MixedBlocks
 from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
 from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
@@ -36,6 +36,9 @@ class QuantizedFormats:
     def of(self, names: Sequence[str]) -> WeightFormat:
         schemes = [self.quantization.scheme(name) for name in names]
         if any(scheme != schemes[0] for scheme in schemes):
+            blocks = {name: scheme for name, scheme in zip(names, schemes, strict=True) if scheme and scheme.block}
+            if len(blocks) == len(names) and all(scheme.kind in ("int4", "int8") for scheme in blocks.values()):
+                return MixedBlocks(blocks)
             raise ModelError(
                 f"'quantization_config': {', '.join(names)} must be stored alike: they are multiplied at once"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ from engine.models.formats.layouts import STD, U8
 from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
 from engine.models.gguf.blocks import TYPES, mxfp4_codes
 from engine.models.matrix import Matrix
+from engine.models.quantization import Scheme
 
 DEVIATIONS = {  # of random codes, scaled; where there are minima, these are such that the mean is about 0
     "Q8_0": 73.9, "Q5_0": 9.2, "Q4_0": 4.6, "IQ4_NL": 70.0, "IQ4_XS": 1290.0, "Q4_1": 4.6, "Q5_1": 9.2, "Q4_K": 260.0,
-    "Q5_K": 530.0, "Q6_K": 1365.0,
+    "Q5_K": 530.0, "Q6_K": 1365.0, "Q2_K": 13.9, "Q3_K": 43.4,
 }  # fmt: skip
-MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}  # scale of random minima
-PRODUCTS = "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"  # types whose scales are products, too long for 16 bits
+MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}  # scale of random minima
+SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # the bytes of a block's scale, and of that of its minima; else 0
+PRODUCTS = "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"  # types whose scales are products, too long for 16 bits
 
 
 def rounded(scale: Tensor) -> Tensor:
@@ -66,22 +68,64 @@ class GGUFBlocks(QuantizedFormat):
         return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), zero=zero.reshape(n, -1))
 
     def growth(self, matrix: Matrix) -> int:
+        return sum(self.of_part(matrix.parts[i].name).grown(tensor) for (i, _), tensor in matrix.stored.items())
+
+    def grown(self, blocks: Tensor) -> int:
+        """Return how many bytes more the unpacked form of `blocks` takes, at most."""
         of, bits = TYPES[self.scheme.block], 8 if self.scheme.kind == "int8" else 4
         scale = 4 if self.scheme.block in PRODUCTS else 2  # on GPUs half of it, and of the minima: see `unpack`
         scales = of.values // self.scheme.group * (scale + 4 * self.scheme.minima)
-        blocks = sum(tensor.numel() for tensor in matrix.stored.values()) // of.num_bytes
-        return blocks * (of.values * bits // 8 + scales - of.num_bytes)
+        return blocks.numel() // of.num_bytes * (of.values * bits // 8 + scales - of.num_bytes)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
         blocks = torch.randint(0, 256, shape, generator=generator, device=generator.device, dtype=torch.uint8)
         if self.scheme.kind == "e2m1":
             blocks[..., 0] = 120  # the power of two 2^-7
-        else:  # a block begins with its scale, and with that of its minima; Q6_K's ends with it
+        else:
             block = self.scheme.block
-            scale = STD / DEVIATIONS[block]
+            scale, at = STD / DEVIATIONS[block], SCALES_AT.get(block, 0)
             values = torch.tensor([scale, scale * MINIMA.get(block, 0)], dtype=torch.float16).view(torch.uint8)
-            if block == "Q6_K":
-                blocks[..., -2:] = values[:2]
-            else:
-                blocks[..., : 4 if block in MINIMA else 2] = values[: 4 if block in MINIMA else 2]
+            size = 4 if block in MINIMA else 2
+            blocks[..., at : at + size] = values[:size]
         return blocks
+
+
+class MixedBlocks(GGUFBlocks):
+    """A matrix whose parts are blocks of several types: integers of eight bits, in the smallest of their groups."""
+
+    def __init__(self, schemes: Mapping[str, Scheme]) -> None:
+        """schemes: of the parts, by name."""
+        group, minima = min(scheme.group for scheme in schemes.values()), any(each.minima for each in schemes.values())
+        super().__init__(Scheme(layout="gguf", kind="int8", group=group, minima=minima))
+        self.parts = {name: WidenedBlocks(scheme, self.scheme) for name, scheme in schemes.items()}
+
+    def of_part(self, name: str) -> GGUFBlocks:
+        return self.parts[name]
+
+
+class WidenedBlocks(GGUFBlocks):
+    """Blocks of one type in a matrix of several."""
+
+    def __init__(self, scheme: Scheme, whole: Scheme) -> None:
+        super().__init__(scheme)
+        self.whole = whole
+
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        rows = super().unpack(tensors)
+        codes = (rows.codes.to(torch.int8) - 8) if self.scheme.kind == "int4" else rows.codes
+        copies = self.scheme.group // self.whole.group
+        scale, zero, minimum = (
+            None if each is None else each.repeat_interleave(copies, 1)
+            for each in (rows.scale, rows.zero, rows.minimum)
+        )
+        assert scale is not None
+        if self.whole.minima and codes.is_cpu and minimum is None:
+            minimum = torch.zeros_like(scale, dtype=torch.float32)
+        if self.whole.minima and not codes.is_cpu and zero is None:
+            zero = torch.zeros_like(scale, dtype=torch.float16)
+        return UnpackedRows(codes, scale, zero=zero, minimum=minimum)
+
+    def grown(self, blocks: Tensor) -> int:
+        of = TYPES[self.scheme.block]
+        groups = of.values // self.whole.group
+        return blocks.numel() // of.num_bytes * (of.values + groups * (4 + 4 * self.whole.minima) - of.num_bytes)

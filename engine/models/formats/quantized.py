@@ -71,6 +71,10 @@ class QuantizedFormat(WeightFormat):
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
+    def of_part(self, name: str) -> QuantizedFormat:
+        """Return the format of a part, by its name in the checkpoint."""
+        return self
+
     @abstractmethod
     def stored(self) -> Iterator[Stored]:
         """Return the tensors of one part."""
@@ -87,20 +91,21 @@ class QuantizedFormat(WeightFormat):
         if sum(len(part.rows) for part in matrix.parts) < matrix.num_rows:
             raise ModelError(f"{matrix.parts[0].name}: a quantised matrix cannot be divided unevenly among ranks")
         matrix.stored = {}
-        for stored in self.stored():
+        formats = [self.of_part(part.name) for part in matrix.parts]
+        for each in zip(*(form.stored() for form in formats), strict=True):
+            name, dtype = each[0].name, each[0].dtype  # those of all parts
             shapes = [
-                [len(span) for span in stored.spans(part.rows, matrix.columns, part.name)] for part in matrix.parts
+                [len(span) for span in stored.spans(part.rows, matrix.columns, part.name)]
+                for stored, part in zip(each, matrix.parts, strict=True)
             ]
             sizes = [math.prod(shape) for shape in shapes]
-            memory = torch.empty(sum(sizes), dtype=stored.dtype, device=device).split(
-                sizes
-            )  # one allocation, which is freed at once
-            for i, (own, shape) in enumerate(zip(memory, shapes, strict=True)):
-                matrix.stored[i, stored.name] = own.view(shape)
+            memory = torch.empty(sum(sizes), dtype=dtype, device=device)  # one allocation, which is freed at once
+            for i, (own, shape) in enumerate(zip(memory.split(sizes), shapes, strict=True)):
+                matrix.stored[i, name] = own.view(shape)
 
     def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
         for i, part in enumerate(matrix.parts):
-            for stored in self.stored():
+            for stored in self.of_part(part.name).stored():
                 spans = stored.spans(part.rows, matrix.columns, part.name)
                 memory = matrix.stored[i, stored.name]
                 yield part.place(CheckpointTensor(stored.name, spans, memory, stored.dtypes, stored.aliases))
@@ -110,10 +115,11 @@ class QuantizedFormat(WeightFormat):
             yield from ((f"{name}.{ignored}", lambda value: None) for ignored in self.ignored)
 
     def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:
-        for stored in self.stored():
-            for i in range(len(matrix.parts)):
+        for i, part in enumerate(matrix.parts):
+            form = self.of_part(part.name)
+            for stored in form.stored():
                 memory = matrix.stored[i, stored.name]
-                memory.copy_(self.random(tuple(memory.shape), stored, generator))
+                memory.copy_(form.random(tuple(memory.shape), stored, generator))
 
     def pack(self, matrix: Matrix) -> None:
         """Pack one matrix of a stack at a time, so that few codes are unpacked at once."""
@@ -147,10 +153,12 @@ class QuantizedFormat(WeightFormat):
 
     def _unpacked(self, matrix: Matrix, indices: Sequence[int], aligned: bool) -> UnpackedRows:
         """Unpack one matrix from its parts and release their stored tensors. 4-bit codes are packed for `kernels`."""
-        parts = [
-            self.unpack({stored.name: matrix.stored.pop((i, stored.name)) for stored in self.stored()}) for i in indices
-        ]
         names, spans = [matrix.parts[i].name for i in indices], [matrix.parts[i].rows for i in indices]
+        formats = zip(indices, map(self.of_part, names), strict=True)
+        parts = [
+            form.unpack({stored.name: matrix.stored.pop((i, stored.name)) for stored in form.stored()})
+            for i, form in formats
+        ]
         codes, order = torch.cat([part.codes for part in parts]), parts[0].order
         if order is not None and not all(part.order is not None and part.order.equal(order) for part in parts):
             raise ModelError(f"{', '.join(names)}: their channels are in different orders ('g_idx')")

@@ -165,7 +165,7 @@ def _floats(tensor: StoredBlocks) -> list[float]:
 
 
 def _kept(stored: Mapping[str, StoredBlocks]) -> set[str]:
-    """Return the tensors whose blocks stay as they are in memory: kernels read a form that holds them exactly."""
+    """Return the tensors that stay quantised in memory. What is multiplied at once may mix types of integers."""
     layers = {name.split(".")[1] for name in stored if name.startswith("blk.")}
     groups = [[f"blk.{layer}.{part}.weight" for part in parts] for layer in layers for parts in FUSED]
     groups += [[f"blk.{layer}.{part}.weight"] for layer in layers for part in ALONE]
@@ -173,7 +173,7 @@ def _kept(stored: Mapping[str, StoredBlocks]) -> set[str]:
     kept: set[str] = set()
     for names in groups:
         types = {stored[name].type for name in names if name in stored}
-        if len(types) == 1 and types <= GGUF_SCHEMES.keys():
+        if types and types <= GGUF_SCHEMES.keys() and (len(types) == 1 or "MXFP4" not in types):
             kept |= {name for name in names if name in stored}
     return kept
 
