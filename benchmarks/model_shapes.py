@@ -249,11 +249,26 @@ SHAPES["gemma-4-26b-a4b"] = {
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
 }
+
+
+def _q4_k_m(layers: int) -> dict[str, Any]:
+    """Types of llama.cpp's mixture Q4_K_M, by module."""
+    names = {"Q4_K": list[str](), "Q6_K": ["lm_head"]}
+    for i in range(layers):
+        more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"):
+            names["Q4_K"].append(f"model.layers.{i}.{name}")
+        for name in ("self_attn.v_proj", "mlp.down_proj"):
+            names["Q6_K" if more else "Q4_K"].append(f"model.layers.{i}.{name}")
+    return {"quant_method": "gguf", "types": names}
+
+
 SHAPES |= {
     f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
     for name, quantization in {
         "fp8-block": _FP8_BLOCK,
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+        "q4_k_m": _q4_k_m(32),
     }.items()
 }
 

@@ -67,6 +67,9 @@ class GGUFBlocks(QuantizedFormat):
         codes, scale, zero = with_zero_points(codes, scale, minimum, offset)
         return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), zero=zero.reshape(n, -1))
 
+    def of_part(self, name: str) -> GGUFBlocks:
+        return self
+
     def growth(self, matrix: Matrix) -> int:
         return sum(self.of_part(matrix.parts[i].name).grown(tensor) for (i, _), tensor in matrix.stored.items())
 
