@@ -220,10 +220,31 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
-    """int4 or int8 in groups of channels, with and without desc_act."""
+    """int4 or int8 in groups of channels, with and without desc_act; `dynamic` may choose others for some modules."""
+    dynamic = _objects(config, "dynamic")  # regular expression of names → settings; with "-:": stays floats
+    ignored = [
+        *_names(config, "modules_to_not_convert"),
+        *(f"re:{name[2:]}" for name, _ in dynamic if name[:2] == "-:"),
+    ]
+    if not config.get("lm_head"):
+        ignored.append("lm_head")
+    schemes: list[tuple[tuple[str, ...], Scheme]] = []
+    for name, settings in dynamic:
+        if name[:2] != "-:":
+            if unknown := settings.keys() - GPTQ_KEYS:
+                raise _unsupported(f"dynamic.{name}", min(unknown), sorted(GPTQ_KEYS))
+            schemes.append(((f"re:{name.removeprefix('+:')}",), _gptq_scheme({**config, **settings})))
+    schemes.append((("Linear",), _gptq_scheme(config)))
+    return Quantization(method="gptq", schemes=tuple(schemes), ignored=tuple(ignored))
+
+
+GPTQ_KEYS = frozenset({"bits", "group_size", "desc_act", "sym"})
+
+
+def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
     bits = _choice(config, "bits", (4, 8), default=4)
     file_format = _choice(config, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-    scheme = Scheme(
+    return Scheme(
         layout="gptq",
         kind="int4" if bits == 4 else "int8",
         group=_group(config, "group_size", 128),
@@ -231,13 +252,6 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         reordered=_choice(config, "desc_act", (True, False), default=False),
         zero_offset=1 if file_format == "gptq" else 0,
     )
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or any(not name.startswith("-:") for name in dynamic):
-        raise _unsupported("dynamic", dynamic, (), 'supported: patterns that begin with "-:", which leave modules out')
-    ignored = [*_names(config, "modules_to_not_convert"), *(f"re:{name[2:]}" for name in dynamic)]
-    if not config.get("lm_head"):
-        ignored.append("lm_head")
-    return Quantization(method="gptq", schemes=((("Linear",), scheme),), ignored=tuple(ignored))
 
 
 MODELOPT = {

@@ -1,5 +1,6 @@
 """quantization_config → schemes: what each method's keys mean, which modules it leaves out, what is refused and how."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,8 +122,12 @@ AT = "'config_groups.group_0.weights."
         ({"quant_method": "gptq", "group_size": 48}, "'group_size' 48 is not supported; supported: -1, 32, 64, 128"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'checkpoint_format' 'marlin' is not supported"),
         (
-            {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 8}}},
-            "'dynamic' {'+:.*': {'bits': 8}} is not supported",
+            {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 3}}},
+            "'bits' 3 is not supported; supported: 4, 8",
+        ),
+        (
+            {"quant_method": "gptq", "dynamic": {".*": {"damp": 8}}},
+            "'dynamic..*' 'damp' is not supported; supported: bits, desc_act, group_size, sym",
         ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "supported: [128, 128], or none"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt' 'e5m2' is not supported; supported: e4m3"),
@@ -191,6 +196,23 @@ def test_what_was_asked_for() -> None:
         choose_quantization(stored, "fp8")
     with pytest.raises(ModelError, match=r"not quantised: quantization must be fp8, int8, int4, got 'awq'"):
         choose_quantization(None, "awq")
+
+
+def test_gptq_settings_of_some_modules() -> None:
+    config = {
+        "quant_method": "gptq",
+        "dynamic": {
+            "-:.*\\.q_proj": {},
+            "+:.*\\.0\\..*down_proj": {"bits": 8, "group_size": 32},
+            ".*k_proj": {"desc_act": True},
+        },
+    }
+    whole = scheme_of({"quant_method": "gptq"}, Q)
+    assert whole is not None
+    assert scheme_of(config, "model.layers.0.self_attn.q_proj") is None
+    assert scheme_of(config, "model.layers.1.mlp.down_proj") == whole
+    assert scheme_of(config, "model.layers.0.mlp.down_proj") == replace(whole, kind="int8", group=32)
+    assert scheme_of(config, "model.layers.3.self_attn.k_proj") == replace(whole, reordered=True)
 
 
 def test_gguf_blocks_can_be_decoded() -> None:
