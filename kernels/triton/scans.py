@@ -15,15 +15,19 @@ from torch import Tensor
 
 from kernels.data.state import DeltaStates, StateContext
 from kernels.gpu.launch import cdiv, next_power_of_2
-from kernels.triton.scan_chunks import prepare_kernel, scan_kernel, solve_kernel
+from kernels.triton.scan_chunks import prepare_kernel, scan_kernel
 from kernels.triton.scan_decode import decode_kernel
 
 CHUNK = 64
 BLOCK_V = 32  # value channels of a program that scans
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
-DECODE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
+DECODE_WARPS, SCAN_WARPS = 4, 4
 # Of operands of tensor cores, by the dtype of activations: of most products, and of those within a block's equations.
-PRECISIONS = {torch.bfloat16: ("bf16", "tf32x3"), torch.float16: ("tf32", "tf32x3"), torch.float32: ("ieee", "ieee")}
+PRECISIONS = {
+    torch.bfloat16: ("bf16", "tf32x3"),
+    torch.float16: ("tf32", "tf32x3"),
+    torch.float32: ("tf32x3", "tf32x3"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +90,20 @@ class _Layer:
         scalars = x.new_empty(4, num_heads, num_chunks * CHUNK, dtype=torch.float32)
         seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=operand)
         is_delta = self.skip is None
-        similar = torch.empty_like(seen, dtype=torch.float32) if is_delta else scalars
         inverse = torch.empty_like(seen) if is_delta else seen
         prepare_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
-            num_chunks * CHUNK, scalars, seen, similar, *self.limits, x.stride(0), self.gates.stride(0),
-            **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=4,
+            num_chunks * CHUNK, scalars, seen, inverse, *self.limits, x.stride(0), self.gates.stride(0),
+            **sizes, CHUNK=CHUNK, PRECISION=precision, EXACT=exact, num_warps=4, num_stages=1,
         )  # fmt: skip
-        if is_delta:
-            solve_kernel[(num_chunks, num_heads)](
-                similar, scalars, inverse, num_chunks * CHUNK, NUM_VALUES=num_heads, CHUNK=CHUNK, EXACT=exact,
-                num_warps=1,
-            )  # fmt: skip
-        block_v, blocks = min(max(next_power_of_2(sizes["DV"]), 16), BLOCK_V), cdiv(CHUNK, size) + 1
+        block_v = min(max(next_power_of_2(sizes["DV"]), 16), BLOCK_V)
         scan_kernel[(num_heads, cdiv(sizes["DV"], block_v), len(c.rows) - num_decodes)](
             x, self.rate if self.skip is None else self.skip, scalars, seen, inverse,
             s.before, s.keys, s.updates, s.decays, out, c.block_tables, c.rows, c.query_start, c.context_lens,
             len(c.block_tables), num_decodes, num_chunks * CHUNK, x.stride(0), c.block_tables.stride(0),
-            **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK, BLOCKS=blocks,
-            ENTRIES=next_power_of_2(blocks), PRECISION=precision, EXACT=exact, num_warps=SCAN_WARPS,
-            num_stages=SCAN_STAGES,
+            **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK,
+            ENTRIES=next_power_of_2(cdiv(CHUNK, size)), PRECISION=precision, EXACT=exact, num_warps=SCAN_WARPS,
+            num_stages=1,
         )  # fmt: skip
 
 
