@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from engine.setup.speculative import parse as parse_speculative_config
 QUANTIZATIONS = ("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt")
 CPU_LORAS = 4  # adapters in host memory for each that can run, by default
 MAX_OVERRIDES = 1 << 16  # characters
+MAX_IMAGES = 32  # of a prompt, by default
+READS_IMAGES = "reads_images"  # see `engine.models.families.multimodal`
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,19 @@ class EngineConfig:
         "scales)",
     )
     enforce_eager: bool = flag(False, "do not use CUDA graphs: slower steps, shorter start-up")
+    language_model_only: bool = flag(False, "of a model that reads images: load its text model only")
+    limit_mm_per_prompt: dict[str, int] = flag(  # noqa: RUF009
+        {}, "maximum number of images in a prompt, such as '{\"image\": 8}' (default: 32)", metavar="JSON"
+    )
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "host names of web servers from which requests may have images downloaded; *.example.org: all below it "
+        "(default: none). Addresses of this machine and of private networks are never asked",
+        metavar="NAME",
+    )
+    allowed_local_media_path: str | None = flag(
+        None, "folder whose images requests may name by file: URLs (default: none)", metavar="FOLDER"
+    )
 
     speculative_config: dict[str, Any] | None = flag(  # noqa: RUF009
         None,
@@ -242,6 +258,7 @@ class EngineConfig:
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", _as_json("speculative_config", self.speculative_config))
             parse_speculative_config(self.speculative_config)
+        self._check_media()
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
@@ -267,6 +284,24 @@ class EngineConfig:
             raise ConfigError(
                 "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV cache: give only one"
             )
+
+    def _check_media(self) -> None:
+        limits, folder = self.limit_mm_per_prompt, self.allowed_local_media_path
+        if not limits.keys() <= {"image", "video", "audio"} or any(
+            type(count) is not int or count < 0 for count in limits.values()
+        ):
+            raise ConfigError(f'limit_mm_per_prompt must be an object such as {{"image": 8}}, got {limits!r}')
+        if others := [name for name in ("video", "audio") if limits.get(name)]:
+            raise ConfigError(f"limit_mm_per_prompt: {others[0]} must be 0: no model reads it here")
+        if folder is not None and not Path(folder).expanduser().is_dir():
+            raise ConfigError(f"allowed_local_media_path must be a folder, got {folder!r}")
+        if self.language_model_only or limits.get("image") == 0:
+            object.__setattr__(self, "hf_overrides", {**(self.hf_overrides or {}), READS_IMAGES: False})
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        return self.limit_mm_per_prompt.get("image", MAX_IMAGES)
 
     @property
     def num_loaded_loras(self) -> int:

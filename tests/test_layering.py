@@ -26,7 +26,9 @@ CONTRACT = {
 }  # between policy and mechanism
 FACE = {"=engine"}  # the public names that `engine/__init__.py` lists; "=" means this module alone, not its layer
 PARAMETERS = {"engine.core.params.declare", "engine.core.params.pooling", "engine.core.params.structured"}
-REQUESTS = FACE | PARAMETERS | {"engine.core.batch", "engine.text"}  # what becomes of a request, and of its outputs
+REQUESTS = (
+    FACE | PARAMETERS | {"engine.core.batch", "engine.text", "engine.vision"}
+)  # what becomes of a request, and of its outputs
 NEUTRAL = {
     "server.http",
     "server.parsing",

@@ -319,6 +319,7 @@ class VisionSpec:
     merge_size: int  # patches of a side of a block
     num_positions: int  # learnt vectors of a square of positions
     image_token_id: int  # placeholder of a token of an image
+    placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
     # Pairs of the text model's RoPE that turn by time, row and column. They take turns, as long as there are some.
     rope_sections: tuple[int, int, int]
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model

@@ -23,6 +23,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import nearest, settings_of
+from engine.offline.images import load_all, take_images
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
 from engine.processing.adapters import LoRARequest, find_adapter
 from engine.processing.beam_search import Beam, BeamSearch, BeamSearchParams
@@ -114,6 +115,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or several: lists of {"role": …, "content": …}.
 
+        `content` is a text or a list of parts: {"type": "text", "text": …}, {"type": "image", "image": …} with a Pillow
+        image, a path or the bytes of a file, {"type": "image_url", "image_url": {"url": …}}.
+
         `chat_template`: a Jinja template, or the path of one, to use instead of the model's. `continue_final_message`:
         continue the last message instead of answering it; requires `add_generation_prompt=False`. Otherwise as
         `generate`.
@@ -128,20 +132,28 @@ class LLM:
                 if not isinstance(message, Mapping) or "role" not in message:
                     raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
         renderer = self._chat_renderer(chat_template, has_tools=bool(tools))
+        loader = self._input_processor.images
+        with_images = [take_images(conversation) for conversation in conversations]
         rendered = [
             renderer.render(
                 conversation,
+                image_text=loader.text if loader is not None and images else "",
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in conversations
+            for conversation, images in with_images
         ]
         for change in dict.fromkeys(change for each in rendered for change in each.changes):
             _log.warning("messages: %s", change)
-        texts = [each.text for each in rendered]
-        return self._generate(texts, sampling_params, use_tqdm, False, None, lora_request)
+        prompts: list[Prompt] = [
+            {"prompt": each.text, "multi_modal_data": {"image": [images[i] for i in each.images] if loader else images}}
+            if images
+            else each.text
+            for each, (_, images) in zip(rendered, with_images, strict=True)
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm, False, None, lora_request)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of KV cache and weights until `wake_up`. `level`: 1: the weights move to host memory; 2: they
@@ -223,6 +235,8 @@ class LLM:
         """
         first = params.step_sampling()
         several = as_list(prompts)
+        if any(isinstance(each, Mapping) and each.get("multi_modal_data") for each in several):
+            raise ValueError("beam_search takes no images: use a server's API for that")
         adapters = self._adapters(lora_request, len(several))
         jobs = self._jobs(several, [first] * len(several), True, None, None, adapters)
         ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
@@ -340,7 +354,7 @@ class LLM:
         priority: int,
         adapter: Adapter | None,
     ) -> Job:
-        text, token_ids, cache_salt = read_prompt(prompt)
+        text, token_ids, cache_salt, images = read_prompt(prompt)
         if token_ids is None:
             assert text is not None
             if self._input_processor.tokenizer is None:
@@ -348,6 +362,12 @@ class LLM:
             token_ids = self._input_processor.tokenizer.encode(text, add_special_tokens)
         request_id = str(next(self._ids))
         request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority, adapter=adapter)
+        if images is not None:
+            loaded = load_all(self._input_processor.images, images)
+            assert self._input_processor.images is not None
+            placed = self._input_processor.images.place(token_ids, loaded)
+            token_ids = placed.token_ids
+            request = replace(request, prompt_token_ids=token_ids, name_ids=placed.name_ids, images=placed.images)
         request = self._input_processor.check(request)
         sampling = request.sampling
         room = 0 if pooling is not None else self._input_processor.max_model_len - len(token_ids)

@@ -41,6 +41,9 @@ from engine.structured.harmony import compose_messages
 from engine.structured.tags import MAX_TAGS_LENGTH, Instances, compose
 from engine.structured.unique import refuse_unique_items
 from engine.text.tokenizer import Tokenizer
+from engine.vision.loader import ImageLoader
+from engine.vision.processors import read_processor
+from engine.vision.sources import Media
 
 GRAMMARS: dict[str, Callable[..., str]] = {  # field of StructuredOutputs → the grammar of its value
     "json": json_grammar,
@@ -71,6 +74,7 @@ class InputProcessor:
     default_normalize: bool = True
     classifier: Classifier | None = None  # of a classification model
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
+    images: ImageLoader | None = None  # None: the model reads text only
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
@@ -92,6 +96,7 @@ class InputProcessor:
             normalizes(folder),
             _read_classifier(config, folder, spec, tokenizer),
             read_prompts(folder),
+            _image_loader(config, folder, spec, tokenizer),
         )
 
     def with_context(self, max_model_len: int) -> InputProcessor:
@@ -124,6 +129,7 @@ class InputProcessor:
             type_offset=self.spec.vocab_size if self.spec.token_types > 1 else 0,
             classifier=self.classifier,
             prompts=self.prompts,
+            images=self.images,
         )
 
     def encode(self, prompt: str) -> list[int]:
@@ -383,6 +389,18 @@ def _read_classifier(
         return tokenizer.token_to_id(token)
 
     return read_classifier(folder, spec.architecture, spec.hidden_size, config.hf_overrides, token_id)
+
+
+def _image_loader(
+    config: EngineConfig, folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None
+) -> ImageLoader | None:
+    if spec.vision is None:
+        return None
+    ids, local = spec.vision.placeholder, config.allowed_local_media_path
+    text = "".join((tokenizer.id_to_token(i) or "") for i in ids) if tokenizer is not None else ""
+    media = Media(tuple(config.allowed_media_domains), None if local is None else Path(local).expanduser())
+    processor = read_processor(folder, spec.vision)
+    return ImageLoader(processor, media, spec.vision.image_token_id, text, config.max_images)
 
 
 def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:

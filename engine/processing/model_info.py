@@ -8,6 +8,7 @@ from typing import Any
 from engine.models.classifier import Classifier
 from engine.models.pooling_config import Prompts
 from engine.text.tokenizer import Tokenizer
+from engine.vision.loader import ImageLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,4 @@ class ModelInfo:
     type_offset: int = 0  # what the ids of a pair's second text have added, see `ModelSpec.max_token_id`; 0: nothing
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
     classifier: Classifier | None = None  # the head of a classification model
+    images: ImageLoader | None = None  # loads images for it; None: it reads text only

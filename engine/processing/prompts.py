@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Prompt: TypeAlias = str | Mapping[str, Any] | list[int]  # text, {"prompt": …}, {"prompt_token_ids": …}, token ids
 
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -21,8 +21,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
-    """Return the prompt's text, token ids and cache salt; the text or the token ids are None. Raises `ValueError`."""
+class GivenPrompt(NamedTuple):
+    """A prompt's text or token ids, and what goes with them."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str
+    images: Any = None  # one or several, each for a placeholder; None: there is none
+
+
+def read_prompt(prompt: Prompt) -> GivenPrompt:
+    """Return the parts of a prompt. Raises `ValueError`."""
     given: Mapping[str, Any]
     if isinstance(prompt, str):
         given = {"prompt": prompt}
@@ -46,4 +55,12 @@ def read_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         token_ids = list(token_ids)
         if not set(map(type, token_ids)) <= {int}:
             raise ValueError("'prompt_token_ids' must be a list of integers")
-    return text, token_ids, cache_salt
+    return GivenPrompt(text, token_ids, cache_salt, _images(given.get("multi_modal_data")))
+
+
+def _images(data: Any) -> Any:
+    if data is None:
+        return None
+    if not isinstance(data, Mapping) or data.keys() != {"image"}:
+        raise ValueError("'multi_modal_data' must be {'image': one image or a list of images}")
+    return data["image"]

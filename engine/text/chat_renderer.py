@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
 from engine.text.call_arguments import read_arguments
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.image_marks import ImageForm, images_of, shown
 from engine.text.kept_text import lost_messages
 from engine.text.message_shape import shaped
-from engine.text.template_traits import Message, TemplateTraits, probe, required_variables
+from engine.text.template_traits import Message, TemplateTraits, probe, required_variables, takes_image_parts
 
 _log = logging.getLogger(__name__)
 _MAX_RETRY_SECONDS = 0.5  # a template that takes longer to refuse messages is not asked again
@@ -25,6 +27,7 @@ class RenderedChat:
     text: str
     messages: list[Message]  # as passed to the template
     changes: tuple[str, ...] = ()
+    images: tuple[int, ...] = ()  # indexes of the images in the order in which the prompt shows them
 
 
 class ChatRenderer:
@@ -45,10 +48,22 @@ class ChatRenderer:
         """Return what the template keeps of a conversation with tools, or without."""
         return self._shapes[has_tools][0]
 
+    @cached_property
+    def _takes_image_parts(self) -> bool:
+        return takes_image_parts(self.template, self._variables, self._shapes[False][0])
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        image_text: str = "",
+        **options: Any,
     ) -> RenderedChat:
         """Return the prompt of a conversation in the form of OpenAI's chat API. Arguments as of `ChatTemplate.render`.
+
+        `image_text`: what stands for an image in a prompt of this model, if the messages' texts have marks of images;
+        see `image_marks`. It is used where the template does not know images itself.
 
         If the template refuses or loses messages although they have the shape that the probe found, plainer shapes are
         tried. Raises `ChatTemplateError` if it refuses all of them.
@@ -56,6 +71,7 @@ class ChatRenderer:
         given, notes = _complete(messages)
         shapes, begun = self._shapes[bool(tools)], monotonic()
         options = {**self._variables, "tools": tools, **required_variables(shapes[0].variables, tools), **options}
+        form = ImageForm(self._takes_image_parts, image_text) if image_text else None
         best: tuple[int, RenderedChat] | None = None
         refusal: ChatTemplateError | None = None
         tried: list[list[Message]] = []
@@ -66,6 +82,9 @@ class ChatRenderer:
             if found in tried:
                 continue
             tried.append(found)
+            images = images_of(found) if form is not None else []
+            if form is not None:
+                found = [shown(message, form) for message in found]
             try:
                 text = self.template.render(found, **options)
             except ChatTemplateError as error:
@@ -73,7 +92,7 @@ class ChatRenderer:
             else:
                 lost = [given[index] for index in lost_messages(given, text)]
                 if best is None or len(lost) < best[0]:
-                    best = len(lost), RenderedChat(text, found, (*notes, *changes))
+                    best = len(lost), RenderedChat(text, found, (*notes, *changes), tuple(images))
                 if lost:
                     other = traits.keeping(lost)
                     left += [other.keeping(lost), other]  # the second time, what is left over is changed, too
@@ -85,12 +104,12 @@ class ChatRenderer:
         num_lost, rendered = best
         if tools and not any(tool["function"]["name"] in rendered.text for tool in tools if "function" in tool):
             notes = [*rendered.changes, "the chat template does not show the tools"]
-            rendered = RenderedChat(rendered.text, rendered.messages, tuple(notes))
+            rendered = replace(rendered, changes=tuple(notes))
         if not num_lost:
             return rendered
         _log.warning("the chat template leaves out the text of %d messages, in every shape that was tried", num_lost)
         change = f"the chat template leaves out the text of {num_lost} messages"
-        return RenderedChat(rendered.text, rendered.messages, (*rendered.changes, change))
+        return replace(rendered, changes=(*rendered.changes, change))
 
 
 def _complete(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[str]]:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.text.image_marks import START, split
+
 _REASONING_ENDS = ("</think>", "[/THINK]", "<channel|>", "</thought>")  # templates drop text before one from an answer
 _MAX_SEARCHED = 1 << 28  # characters; a fraction of a second
 
@@ -32,8 +34,9 @@ def _texts(message: dict[str, Any]) -> Iterator[str]:
     if message["role"] == "assistant":
         for end in _REASONING_ENDS:
             text = text.rpartition(end)[2]
-    if text := text.strip():
-        yield text
+    for part in split(text) if START in text else [text]:
+        if isinstance(part, str) and (part := part.strip()):
+            yield part
 
 
 class _Search:

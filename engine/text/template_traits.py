@@ -123,6 +123,21 @@ def probe(
     return TemplateTraits()  # nothing is known: requests will show what the template refuses
 
 
+def takes_image_parts(template: ChatTemplate, variables: Mapping[str, Any], traits: TemplateTraits) -> bool:
+    """Return whether a template writes something for a part of the type "image" in the user's message."""
+    given = {"tools": None, **variables, **required_variables(traits.variables, None)}
+
+    def rendered(*parts: Message) -> str:
+        try:
+            return template.render([{"role": "user", "content": list(parts)}], **given)
+        except ChatTemplateError:
+            return ""
+
+    question = {"type": "text", "text": "PROBEASK"}
+    text, plain = rendered({"type": "image"}, question), rendered(question)
+    return "PROBEASK" in text and text != plain and "'type'" not in text and '"type"' not in text
+
+
 _TOOL = {
     "type": "function",
     "function": {

@@ -134,7 +134,8 @@ class _Search:
 
     def _next(self, request: EngineRequest, beam: Beam) -> AsyncGenerator[RequestUpdate, None]:
         tokens = self._prompt + beam.token_ids
-        return self._engine.generate(replace(request, prompt_token_ids=tokens, sampling=self._step))
+        names = None if request.name_ids is None else request.name_ids + beam.token_ids
+        return self._engine.generate(replace(request, prompt_token_ids=tokens, name_ids=names, sampling=self._step))
 
     def _output(self, index: int, sampling: SamplingParams) -> EngineOutput:
         found, first, last = self._search.best(), self._first, self._last

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.text.chat_renderer import RenderedChat
 from engine.text.chat_template import ChatTemplateError
+from engine.text.image_marks import renumbered
+from engine.vision.decode import ImageError
+from engine.vision.loader import ImageLoader, PromptWithImages
+from engine.vision.processors import ProcessedImage
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
@@ -27,16 +31,20 @@ class Prompt:
     past_reasoning: bool = True  # the answer will contain no reasoning
     changes: tuple[str, ...] = ()  # how its conversation differs from the request's
     chat: ChatFormat | None = None  # the format it was rendered with; None: the request has no conversation
+    images: PromptWithImages | None = None  # the same tokens, with images
 
 
 class ConversationEncoder:
     """Renders and tokenizes conversations with one chat template."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
+    def __init__(self, chat: ChatFormat, loader: ImageLoader | None) -> None:
+        """loader: None: the model reads text only."""
+        self._chat, self._loader = chat, loader
 
-    def encode(self, conversation: Conversation, encode: EncodeText) -> Prompt:
+    def encode(self, conversation: Conversation, encode: EncodeText, images: Sequence[ProcessedImage] = ()) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
+
+        images: of all messages, in order.
 
         Raises `RequestError` as `encode` does, and when the template rejects the messages in every shape.
         """
@@ -44,17 +52,30 @@ class ConversationEncoder:
         options = conversation.template_options()
         if self._chat.writes_harmony and (effort := options.get("reasoning_effort")) in EFFORTS:
             options["reasoning_effort"] = EFFORTS[effort]
-        rendered = self._rendered([_given(message) for message in conversation.messages], options)
+        if images and self._loader is not None:
+            options["image_text"] = self._loader.text
+        rendered = self._rendered(_given_messages(conversation), options)
         text = rendered.text
         continued = conversation.messages[-1].content or "" if conversation.continue_final_message else ""
         reasoning = self._chat.reasoning_format
+        token_ids = encode(text)
+        placed = self._placed(token_ids, [images[index] for index in rendered.images]) if images else None
         return Prompt(
-            encode(text),
+            token_ids if placed is None else placed.token_ids,
             reasoning is not None and reasoning.opened_by(text, continued),
             reasoning is None or reasoning.closed_by(text, continued),
             rendered.changes,
             self._chat,
+            placed,
         )
+
+    def _placed(self, token_ids: list[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
+        assert self._loader is not None
+        try:
+            return self._loader.place(token_ids, images)
+        except ImageError as error:
+            reason = f"{error}: the texts have some of their own, or the chat template does not show these images"
+            raise InvalidRequestError(reason, "messages") from None
 
     def _rendered(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> RenderedChat:
         """Render messages; if the template fails, once more with tools that have all optional fields."""
@@ -69,6 +90,18 @@ class ConversationEncoder:
                     return replace(rendered, changes=(*rendered.changes, note))
             reason = f"the chat template rejected the messages: {error}"
             raise InvalidRequestError(reason, "messages", lead=None) from None
+
+
+def _given_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages, with images counted through all of them."""
+    found, num_images = [], 0
+    for message in conversation.messages:
+        given = _given(message)
+        if message.images:
+            given["content"] = renumbered(given["content"], num_images)
+            num_images += len(message.images)
+        found.append(given)
+    return found
 
 
 def _given(message: Message) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from server.generation.chat_format import ChatFormats
 from server.generation.conversation import ConversationEncoder, Prompt
 from server.generation.engine_client import EngineClient
 from server.generation.errors import InvalidRequestError, NotFoundError
+from server.generation.images import load_images
 from server.generation.request import PromptRequest, TextPrompts
 from server.generation.workers import Workers
 from server.settings import ServerConfig
@@ -123,8 +124,11 @@ class Model:
             return prompts
         if (chat := self.chats.of(request)) is None:
             raise InvalidRequestError(self.chats.missing)
-        encode = ConversationEncoder(chat).encode, given, partial(self._encode_text, request)
-        return [await self.in_thread(*encode, tenant=request.tenant, num_chars=given.num_chars)]
+        images = await load_images(self.info, given, self._workers, request.tenant)
+        encode = ConversationEncoder(chat, self.info.images).encode
+        rendered = encode, given, partial(self._encode_text, request), images
+        length = None if images else given.num_chars
+        return [await self.in_thread(*rendered, tenant=request.tenant, num_chars=length)]
 
     def _encode_texts(self, request: PromptRequest, given: TextPrompts) -> list[Prompt]:
         prompts = [self._rendered(each) if isinstance(each, tuple) else each for each in given]
@@ -203,6 +207,9 @@ class Model:
             return token_ids
         if most < 0:
             most = max(self.info.max_model_len - num_reserved, 1)
+        if prompt.images is not None and most < len(token_ids):
+            reason = f"a prompt with images cannot be truncated, and this one has {len(token_ids)} tokens"
+            raise InvalidRequestError(reason, "truncate_prompt_tokens")
         if self.info.is_encoder and 1 < most < len(token_ids):  # as trained: with the special tokens at both ends
             return [*token_ids[: most - 1], token_ids[-1]]
         return token_ids[:most] if self._keeps_first(request) else token_ids[max(len(token_ids) - most, 0) :]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from engine.text.image_marks import marked
+from engine.vision.sources import ImageSource
 from server.generation.caller import Caller
 from server.generation.errors import InvalidRequestError, Names
 
@@ -35,11 +37,18 @@ class Message:
     """One message of a conversation."""
 
     role: str  # "system", "developer", "user", "assistant", "tool", or another role of the chat template
-    content: str | None = None
+    content: str | None = None  # in it, `engine.text.image_marks` stand for the images
+    images: list[ImageSource] = field(default_factory=list)
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str | None = None
+
+
+def text_and_images(parts: Iterable[str | ImageSource]) -> dict[str, Any]:
+    """Return `content` and `images` of a message with these parts."""
+    content, images = marked(parts)
+    return {"content": content, "images": images}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

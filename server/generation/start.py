@@ -23,6 +23,7 @@ from engine import (
 )
 from engine.core.params.pooling import UNSAMPLED
 from engine.processing.output_collector import with_samples
+from engine.vision.loader import PromptWithImages
 from server.generation.beam_search import beam_searches
 from server.generation.caller import Caller
 from server.generation.checks import (
@@ -54,6 +55,8 @@ from server.parsing.reasoning import ReasoningReader
 from server.parsing.tools import ToolReader
 
 _log = logging.getLogger(__name__)
+Updates = AsyncGenerator[RequestUpdate, None]
+BeginOne = Callable[[EngineRequest], Updates]
 _BEGUN_AT_ONCE = 8  # samples started before yielding to the event loop: about a millisecond
 
 
@@ -94,12 +97,18 @@ async def _generate(
     check_prompts(model, token_ids, 1)
     warn_of_short_outputs(model, request, token_ids, warnings)
     asked = [(prompt, each) for prompt in token_ids for each in with_samples(limited(model, prompt, sampling))]
-    begin_one = model.engine.generate
+    begin_one: BeginOne = model.engine.generate
     if request.length_penalty is not None:
         begin_one = (await beam_searches(model, request, sampling, warnings)).generate
         asked = [(prompt, each.clone(stop=None)) for prompt, each in asked]
+    if (images := prompts[0].images) is not None:
+        begin_one = partial(_with_images, begin_one, images)
     new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
     return await _begin(server, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
+
+
+def _with_images(begin_one: BeginOne, prompt: PromptWithImages, request: EngineRequest) -> Updates:
+    return begin_one(dataclasses.replace(request, name_ids=prompt.name_ids, images=prompt.images))
 
 
 def _no_generation(model: Model) -> str:
@@ -178,7 +187,7 @@ async def _begin(
     caller: Caller,
     prompts: list[list[int]],
     asked: list[tuple[list[int], SamplingParams]],
-    begin_one: Callable[[EngineRequest], AsyncGenerator[RequestUpdate, None]],
+    begin_one: BeginOne,
     *,
     pooling: PoolingParams | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,

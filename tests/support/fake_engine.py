@@ -29,6 +29,7 @@ from engine.replicas.state import EngineState, StateHolder
 from engine.stats import ExpertTokens, StepTokens
 from engine.structured.grammar import Compiler
 from engine.text.tokenizer import Tokenizer
+from engine.vision.loader import ImageLoader
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -83,6 +84,8 @@ class FakeEngine:
         self.default_pooling = "last"
         self.is_encoder, self.prompts = False, Prompts()
         self.classifier: Any = None
+        self.images: ImageLoader | None = None
+        self.with_images: list[EngineRequest] = []
         self.generates = True
         self.model_name = "toy"
         self.eos_token_ids = (257,)
@@ -138,6 +141,7 @@ class FakeEngine:
             is_encoder=self.is_encoder,
             prompts=self.prompts,
             classifier=self.classifier,
+            images=self.images,
         )
 
     @property
@@ -165,6 +169,7 @@ class FakeEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         request_id, prompt = request.request_id, request.prompt_token_ids
         self._input_processor.check(request)
+        self.with_images += [request] if request.images else []
         self.salts.append(request.cache_salt)
         self.adapters.append(None if request.adapter is None else request.adapter.name)
         self.owners.append(request.tenant)

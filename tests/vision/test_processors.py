@@ -19,6 +19,7 @@ from engine.models.spec import VisionSpec
 from engine.vision import decode as decoding
 from engine.vision.decode import ImageError, decode
 from engine.vision.processors import read_processor
+from tests.support.images import picture, saved
 
 VISION = VisionSpec(
     hidden_size=32,
@@ -29,25 +30,11 @@ VISION = VisionSpec(
     merge_size=2,
     num_positions=16,
     image_token_id=290,
+    placeholder=(290,),
     rope_sections=(4, 2, 2),
 )
 SIZES = [(1, 1), (3, 500), (200, 1), (31, 33), (48, 16), (64, 64), (333, 97), (97, 333), (640, 480), (1, 7), (1021, 35)]
 SAVED = [("PNG", "RGB"), ("PNG", "L"), ("PNG", "1"), ("PNG", "P"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("GIF", "P")]
-
-
-def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """A smooth picture with noise, so that resizing has both to keep."""
-    rng = np.random.default_rng(width * 1000 + height)
-    x, y = np.meshgrid(np.linspace(0, 6, width), np.linspace(0, 9, height))
-    waves = np.stack([np.sin(x + phase) * np.cos(y * (phase + 1)) for phase in range(3)], -1)
-    pixels = 127 + 90 * waves + rng.normal(0, 25, (height, width, 3))
-    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode)
-
-
-def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    file = BytesIO()
-    image.save(file, format, **({"lossless": True} if format == "WEBP" else {}), **options)
-    return file.getvalue()
 
 
 def png_of(width: int, height: int) -> bytes:

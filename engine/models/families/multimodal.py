@@ -1,4 +1,4 @@
-"""The text models of checkpoints that also read images or sound, which are refused.
+"""Checkpoints that also read images or sound: their text models, and the encoders of images that Quire runs.
 
 Positions of text advance all sections of a multimodal RoPE alike, so that it is the plain one.
 """
@@ -31,7 +31,7 @@ OTHER_INPUT = (
     "vision_projection.",
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
 )
-READS_IMAGES = "reads_images"  # field among hf_overrides
+READS_IMAGES = "reads_images"  # field among hf_overrides; false: the encoder is not loaded
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # Architecture → description, and fields that published files leave out.
 GEMMA3_SIZES = {
@@ -86,13 +86,13 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
     def read(config: Config) -> ModelSpec:
         text = text_config(config, defaults)
         spec = family_of(text)(text | {"architectures": [architecture]})
-        # No API reads images yet, so the encoder takes memory only where a caller of the engine asks for it.
-        reads_images = architecture in VISION and flag(config, READS_IMAGES)
+        reads_images = architecture in VISION and flag(config, READS_IMAGES, True)
         vision = VISION[architecture](config, text) if reads_images else None
         other = tuple(name for name in OTHER_INPUT if vision is None or name != "visual.")
         return replace(with_names(spec, NAMES), other_input=other, vision=vision)
 
-    read.__doc__ = f"{name}: only the text model; images and sound are refused."
+    reads = "text and images" if architecture in VISION else "only the text model; images and sound are refused"
+    read.__doc__ = f"{name}: {reads}."
     return read
 
 

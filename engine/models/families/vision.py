@@ -30,6 +30,11 @@ def qwen3_vl(config: Config, text: Config) -> VisionSpec:
         merge_size=integer(fields, "spatial_merge_size", 2),
         num_positions=integer(fields, "num_position_embeddings", 2304),
         image_token_id=integer(config, "image_token_id", 151655),
+        placeholder=(
+            integer(config, "vision_start_token_id", 151652),
+            integer(config, "image_token_id", 151655),
+            integer(config, "vision_end_token_id", 151653),
+        ),
         rope_sections=_sections(text),
         deepstack=_deepstack(fields),
         activation=ACTIVATIONS[activation],

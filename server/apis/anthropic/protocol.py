@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, create_model
 
 from engine.text.call_arguments import INVALID
+from engine.vision.sources import ImageSource
 from server.apis.parameters import given_sampling, limits, parameter_fields
 from server.generation.request import (
     FUNCTION_NAME,
@@ -19,6 +20,7 @@ from server.generation.request import (
     Tool,
     ToolCall,
     ToolChoice,
+    text_and_images,
 )
 from server.http.bodies import ArgumentsSchema, Body, fields_without_effect, one_message, optional, unsupported_fields
 from server.http.errors import APIError
@@ -61,6 +63,30 @@ class TextBlock(Block):
     text: str | None
 
 
+class Base64Image(Body):
+    type: Literal["base64"]
+    media_type: str | None = None  # the file itself says what it is
+    data: str = Field(min_length=1)
+
+
+class ImageAtURL(Body):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Annotated[
+        Base64Image | ImageAtURL, one_message('{"type": "base64", "data": …} or {"type": "url", "url": …}')
+    ]
+
+    @property
+    def image(self) -> ImageSource:
+        if isinstance(self.source, ImageAtURL):
+            return ImageSource(self.source.url)
+        return ImageSource(base64=self.source.data)
+
+
 class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str | None
@@ -84,14 +110,16 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str | None = None
     content: Annotated[
-        str | list[TextBlock] | None, one_message("a string or a list of text blocks; other blocks are not supported")
+        str | list[TextBlock | ImageBlock] | None,
+        one_message("a string or a list of text and image blocks; other blocks are not supported"),
     ] = None
     is_error: bool | None = None
 
 
-_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 AnyBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
@@ -264,29 +292,38 @@ def _messages(given: list[AnthropicMessage]) -> list[Message]:
     """Convert messages. Tool results become separate messages, before the text of the same message."""
     messages: list[Message] = []
     for each in given:
-        message, texts, thoughts = Message(role=each.role), [], []
+        message, shown, thoughts = Message(role=each.role), list[str | ImageSource](), []
         for block in each.blocks:
             match block:
                 case TextBlock(text=text):
-                    texts.append(text or "")
+                    shown.append(text or "")
+                case ImageBlock():
+                    shown.append(block.image)
                 case ThinkingBlock(thinking=thinking):
                     thoughts.append(thinking or "")
                 case ToolUseBlock():
                     message.tool_calls.append(ToolCall(id=block.id, name=block.name, arguments=block.input))
                 case ToolResultBlock():
-                    result = Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block))
+                    result = Message(role="tool", tool_call_id=block.tool_use_id, **_result(block))
                     messages.append(result)
-        message.content = "\n".join(texts) if texts else None
+        if shown:
+            content = text_and_images(shown)
+            message.content, message.images = content["content"], content["images"]
         message.reasoning = "".join(thoughts) if thoughts else None
-        if texts or message.tool_calls or message.reasoning is not None or message.role == "assistant":
+        if shown or message.tool_calls or message.reasoning is not None or message.role == "assistant":
             messages.append(message)
     return messages
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    """Return `content` and `images` of the message."""
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
-    return f"Error: {text}" if block.is_error else text
+    parts = [content] if isinstance(content, str) else content
+    shown = text_and_images(
+        part if isinstance(part, str) else part.image if isinstance(part, ImageBlock) else part.text or ""
+        for part in parts
+    )
+    return shown | {"content": f"Error: {shown['content']}"} if block.is_error else shown
 
 
 def _tool(given: AnthropicTool, index: int) -> Tool:

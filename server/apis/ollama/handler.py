@@ -185,6 +185,7 @@ def _description(model: Model) -> dict[str, Any]:
         "completion": model.info.generates,
         "tools": model.info.generates and with_tools is not None and with_tools.tool_format is not None,
         "thinking": model.info.generates and chat is not None and chat.reasoning_format is not None,
+        "vision": model.info.images is not None,
         "embedding": not model.info.generates,  # clients do not offer embedding models for chats
     }
     return {

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
+from engine.vision.sources import ImageSource
 from server.apis.openai.conversation import ROLE, ToolFields, neutral_tool
 from server.apis.parameters import Stop, given_sampling, limits, parameter_fields
 from server.generation.request import (
@@ -16,6 +17,7 @@ from server.generation.request import (
     Message,
     ReasoningEffort,
     ToolCall,
+    text_and_images,
 )
 from server.http.bodies import Body, fields_without_effect, one_message, optional, unsupported_fields
 
@@ -46,9 +48,7 @@ _idle: dict[str, Any] = fields_without_effect(dict.fromkeys((*_LOADING, "repeat_
 _OptionsBase: Any = create_model("OllamaOptionsBase", __base__=Body, **parameter_fields(_SAME), **_idle)
 _refused: dict[str, Any] = unsupported_fields(NOT_YET)
 _GenerateBase: Any = create_model("OllamaGenerateBase", __base__=Body, **_refused)
-_Images = Annotated[
-    Annotated[list[Any], Field(max_length=0)] | None, one_message("omitted: the model accepts text only")
-]
+_Images = Annotated[list[str] | None, one_message("a list of image files in base64")]
 
 
 class Options(_OptionsBase):  # type: ignore[misc]
@@ -177,7 +177,7 @@ class GenerateRequest(_Answering, _GenerateBase):  # type: ignore[misc]
             text = prompt if self.raw or not self.system else f"{self.system}\n\n{prompt}"
             return self._neutral(model=model, prompt=[text], add_special_tokens=True, names=NAMES)
         messages = [Message(role="system", content=self.system)] if self.system else []
-        conversation = self._conversation([*messages, Message(role="user", content=prompt)])
+        conversation = self._conversation([*messages, Message(role="user", **_shown(self.images, prompt))])
         return self._neutral(model=model, prompt=conversation, names=NAMES)
 
 
@@ -196,6 +196,11 @@ class ChatRequest(_Answering):
         tools = [neutral_tool(tool, index) for index, tool in enumerate(self.tools or ())]
         conversation = self._conversation(_messages(self.messages or []), tools=tools)
         return self._neutral(model=model, prompt=conversation, names=_CHAT_NAMES)
+
+
+def _shown(images: list[str] | None, text: str | None) -> dict[str, Any]:
+    """Return `content` and `images` of a message, with the images first, as Ollama shows them."""
+    return text_and_images([*(ImageSource(base64=each) for each in images or ()), text or ""])
 
 
 def _messages(given: list[ChatMessage]) -> list[Message]:
@@ -222,7 +227,7 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
         messages.append(
             Message(
                 role=each.role,
-                content=each.content or "",
+                **_shown(each.images, each.content),
                 name=each.tool_name,
                 tool_call_id=call_id,
                 tool_calls=calls,

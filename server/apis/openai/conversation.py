@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice
+from engine.vision.sources import ImageSource
+from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice, text_and_images
 from server.http.bodies import ArgumentsSchema, Body, one_message, optional, wrong
 
 ROLE = r"^[\w .-]{1,64}$"
@@ -45,6 +46,27 @@ class ThinkingPart(Body):
         return self.thinking or self.text or ""
 
 
+class ImageURL(Body):
+    url: str
+    detail: str | None = None
+
+    NO_EFFECT: ClassVar[Any] = {"detail": ("auto", "high", "original")}
+
+
+class ImagePart(Body):
+    """An image: a data URL, or another one that the server allows."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL | str
+    uuid: str | None = None  # by which other servers cache images
+
+    NO_EFFECT: ClassVar[Any] = {"uuid": None}
+
+    @property
+    def source(self) -> ImageSource:
+        return ImageSource(self.image_url if isinstance(self.image_url, str) else self.image_url.url)
+
+
 class FunctionCall(Body):
     name: str
     arguments: Any = None  # a JSON object as a string, as in OpenAI's API, or the object itself
@@ -64,8 +86,8 @@ class MessageFields(Body):
         pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or another role of the chat template."
     )
     content: Annotated[
-        str | list[TextPart | RefusalPart | ThinkingPart] | None,
-        one_message("a string or a list of text parts; other parts are not supported"),
+        str | list[TextPart | ImagePart | RefusalPart | ThinkingPart] | None,
+        one_message("a string or a list of text and image parts; other parts are not supported"),
     ] = None
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
@@ -130,7 +152,7 @@ class ConversationFields(Body):
     """The fields that the chat template renders."""
 
     messages: list[MessageFields] = Field(
-        min_length=1, description="The conversation; `content` is a string or a list of text parts."
+        min_length=1, description="The conversation; `content` is a string or a list of text and image parts."
     )
     tools: list[ToolFields] | None = optional(
         "Functions that the model may call, each with a name, a description and a JSON schema of its arguments."
@@ -168,15 +190,11 @@ class ConversationFields(Body):
 def _message(given: MessageFields) -> Message:
     reasoning = given.reasoning_content if given.reasoning_content is not None else given.reasoning
     if isinstance(given.content, list):
-        parts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in given.content]
         thoughts = [part.reasoning for part in given.content if isinstance(part, ThinkingPart)]
-        texts = [
-            text for part, text in zip(given.content, parts, strict=True) if text and not isinstance(part, ThinkingPart)
-        ]
-        content = "\n".join(texts)
+        content = text_and_images(_shown(part) for part in given.content if not isinstance(part, ThinkingPart))
         reasoning = reasoning if reasoning is not None or not thoughts else "".join(thoughts)
     else:
-        content = given.content or given.refusal or ""
+        content = {"content": given.content or given.refusal or ""}
     calls = [
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
         for call in given.tool_calls or ()
@@ -185,12 +203,18 @@ def _message(given: MessageFields) -> Message:
         calls = [ToolCall(id=None, name=given.function_call.name, arguments=given.function_call.arguments)]
     return Message(
         role="tool" if given.role == "function" else given.role,
-        content=content,
+        **content,
         name=given.name,
         tool_call_id=given.tool_call_id,
         tool_calls=calls,
         reasoning=reasoning,
     )
+
+
+def _shown(part: TextPart | ImagePart | RefusalPart) -> str | ImageSource:
+    if isinstance(part, ImagePart):
+        return part.source
+    return (part.refusal if isinstance(part, RefusalPart) else part.text) or ""
 
 
 def neutral_tool(given: ToolFields, index: int) -> Tool:

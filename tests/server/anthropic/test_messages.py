@@ -196,7 +196,11 @@ def test_counting(live: Live) -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: must be a block"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source: is required",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "messages[0].content[0]: must be a block"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]},

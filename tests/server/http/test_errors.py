@@ -147,8 +147,8 @@ def test_every_field_that_is_not_supported_is_refused_on_its_own(live: Live) -> 
                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
                 ]
             },
-            "messages[0].content",
-            ["text parts"],
+            "messages",
+            ["reads text only"],
         ),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", ["no such words"]),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", ["required"]),

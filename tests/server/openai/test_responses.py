@@ -248,7 +248,7 @@ def test_the_store_is_bounded(serve: Serve) -> None:
         ({"input": [{"type": "robot_call"}]}, "input[0]", ["function"]),
         ({"input": ["a"]}, "input[0]", ["message"]),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", ["'robot'"]),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", ["images"]),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", ["image parts"]),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ["at least 1"]),
         ({"input": "a", "temperature": -1}, "temperature", ["[0, 2]"]),
         ({"input": "a", "temperature": "hot"}, "temperature", ["'hot'"]),

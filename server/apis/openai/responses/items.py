@@ -7,11 +7,12 @@ import binascii
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from engine.vision.sources import ImageSource
 from server.apis.openai.responses.tools import INPUT, LOCAL_SHELL, full_name
-from server.generation.request import Message, ToolCall
-from server.http.bodies import Body, one_message
+from server.generation.request import Message, ToolCall, text_and_images
+from server.http.bodies import Body, one_message, wrong
 
 # Items of tools that Quire does not support. They appear in conversations started on another server.
 LEFT_OUT = frozenset(
@@ -27,15 +28,27 @@ _PACKED = "quire:"
 class Part(Body):
     """A part of a message or of a tool's output."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "input_image"]
     text: str | None = None
+    image_url: str | None = None  # of an image: a data URL, or another one that the server allows
+    detail: str | None = None
+    file_id: None = None
     refusal: str | None = None
     annotations: Any = None
     logprobs: Any = None
 
+    NO_EFFECT: ClassVar[Any] = {"detail": ("auto", "high", "original")}
+
+    @model_validator(mode="after")
+    def _check_image(self) -> Part:
+        if self.type == "input_image" and not self.image_url:
+            raise wrong("is required", "image_url")
+        return self
+
 
 Content = Annotated[
-    str | list[Part], one_message("a string or a list of text parts; images, audio and files are not supported")
+    str | list[Part],
+    one_message("a string or a list of text and image parts; images by file_id, audio and files are not supported"),
 ]
 
 
@@ -205,13 +218,14 @@ def messages_of(items: list[Any]) -> list[Message]:
             case InputMessage(role="assistant"):
                 if answer is None or answer.content is not None or answer.tool_calls:
                     answer = new_answer()
-                answer.content = _text(item.content)
+                shown = _shown(item.content)
+                answer.content, answer.images = shown["content"], shown["images"]
             case FunctionCallItem() | CustomCallItem() | LocalShellCallItem():
                 answer = answer if answer is not None else new_answer()
                 answer.tool_calls.append(_call(item))
             case FunctionOutputItem():
                 answer = None
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+                messages.append(Message(role="tool", tool_call_id=item.call_id, **_shown(item.output)))
             case LocalShellOutputItem():
                 answer = None
                 messages.append(Message(role="tool", tool_call_id=item.call_id or item.id, content=item.output))
@@ -220,14 +234,17 @@ def messages_of(items: list[Any]) -> list[Message]:
                 messages.append(Message(role="user", content=f"{SUMMARY}\n{summary}"))
             case InputMessage():
                 answer = None
-                messages.append(Message(role=item.role, content=_text(item.content)))
+                messages.append(Message(role=item.role, **_shown(item.content)))
     return messages
 
 
-def _text(content: str | list[Part] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text or part.refusal or "" for part in content)
-    return content or ""
+def _shown(content: str | list[Part] | None) -> dict[str, Any]:
+    """Return `content` and `images` of a message."""
+    parts = content if isinstance(content, list) else [Part(type="text", text=content)]
+    return text_and_images(
+        ImageSource(part.image_url or "") if part.type == "input_image" else part.text or part.refusal or ""
+        for part in parts
+    )
 
 
 def _call(item: FunctionCallItem | CustomCallItem | LocalShellCallItem) -> ToolCall:

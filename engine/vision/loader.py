@@ -1,0 +1,128 @@
+"""Images of requests, ready for the engine: each file is decoded once, however many requests have it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from PIL import Image
+
+from engine.core.engine_request import ImageInput
+from engine.vision.decode import ImageError, decode, to_rgb
+from engine.vision.processors import ImageProcessor, ProcessedImage
+from engine.vision.sources import ImageSource, Media
+
+MAX_CACHED_BYTES = 256 << 20  # patches of images that are kept for other requests
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWithImages:
+    """A prompt in which every placeholder stands for a token of an image."""
+
+    token_ids: list[int]
+    name_ids: list[int]  # see `EngineRequest`
+    images: tuple[ImageInput, ...]
+
+
+class ImageLoader:
+    """Loads images for one model. Thread-safe."""
+
+    def __init__(self, processor: ImageProcessor, media: Media, token_id: int, text: str, max_images: int) -> None:
+        """token_id: that stands for a token of an image. text: that stands for an image. max_images: of a prompt."""
+        self.processor, self.text, self.max_images = processor, text, max_images
+        self.num_hits = self.num_loads = 0  # of the files that requests brought
+        self._media, self._token_id = media, token_id
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # by the file's hash, the oldest use first
+        self._num_bytes = 0
+        self._loading: dict[bytes, Future[ProcessedImage]] = {}
+
+    def load(self, source: ImageSource) -> ProcessedImage:
+        """Return an image, ready for the engine. May take a second, or several for a remote file.
+
+        Raises `ImageError`.
+        """
+        return self.load_file(self.read(source))
+
+    def read(self, source: ImageSource) -> bytes:
+        """Return the bytes of an image's file. Raises `ImageError`."""
+        return self._media.read(source)
+
+    def load_file(self, data: bytes) -> ProcessedImage:
+        """Decode a file, unless it is kept; wait if another thread decodes it. Raises `ImageError`."""
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            self.num_loads += 1
+            if (kept := self._kept.get(key)) is not None:
+                self.num_hits += 1
+                self._kept.move_to_end(key)
+                return kept
+            is_first = (result := self._loading.get(key)) is None
+            if result is None:
+                result = self._loading[key] = Future()
+            else:
+                self.num_hits += 1
+        if is_first:
+            self._decode(key, data, result)
+        return result.result()
+
+    def load_image(self, image: Image.Image) -> ProcessedImage:
+        """Return an image that has been decoded elsewhere."""
+        return self.processor(to_rgb(image))
+
+    def check_count(self, num_images: int) -> None:
+        """Raise `ImageError` if a prompt may not have so many images."""
+        if num_images > self.max_images:
+            raise ImageError(f"the prompt has {num_images} images; at most {self.max_images} are taken")
+
+    def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
+        """Return the prompt with as many placeholders for each image as it has tokens. Each has one in `token_ids`.
+
+        Raises `ImageError` if there are more or fewer.
+        """
+        if (count := token_ids.count(self._token_id)) != len(images):
+            raise ImageError(f"the prompt has {count} placeholders for {len(images)} images")
+        found: list[int] = []
+        names: list[int] = []
+        placed: list[ImageInput] = []
+        begin = 0
+        for image in images:
+            at = token_ids.index(self._token_id, begin)
+            for each in (found, names):
+                each += token_ids[begin:at]
+            placed.append(ImageInput(len(found), image.num_tokens, image.grid, image.patches, image.digest))
+            found += [self._token_id] * image.num_tokens
+            names += token_names(image)
+            begin = at + 1
+        return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
+
+    def _decode(self, key: bytes, data: bytes, result: Future[ProcessedImage]) -> None:
+        """Decode a file for all threads that wait for `result`."""
+        try:
+            image = self.processor(decode(data))
+        except BaseException as error:
+            with self._lock:
+                del self._loading[key]
+            result.set_exception(error)
+            return
+        with self._lock:
+            del self._loading[key]
+            self._kept[key] = image
+            self._num_bytes += len(image.patches)
+            while self._num_bytes > MAX_CACHED_BYTES:
+                self._num_bytes -= len(self._kept.popitem(last=False)[1].patches)
+        result.set_result(image)
+
+
+def token_names(image: ProcessedImage) -> list[int]:
+    """Return a name in the prefix cache for each token of an image: 62 bits that follow from its content, and a 63rd by
+    which no token id is equal.
+    """
+    stream = hashlib.shake_256(bytes.fromhex(image.digest)).digest(8 * image.num_tokens)
+    names: list[int] = (np.frombuffer(stream, np.uint64) >> np.uint64(2) | np.uint64(1 << 62)).tolist()
+    return names
