@@ -46,6 +46,7 @@ from kernels.data.quantized_weight import Kind as Kind
 from kernels.data.quantized_weight import QuantizedWeight as QuantizedWeight
 from kernels.data.quantized_weight import Weight as Weight
 from kernels.data.quantized_weight import by_groups as by_groups
+from kernels.data.recorded import Recorded as Recorded
 from kernels.data.sampling import NOT_FINITE as NOT_FINITE
 from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.data.sampling import Part as Part
@@ -224,9 +225,9 @@ mamba2 = _dispatched(reference.mamba2)
 grouped_rms_norm = _dispatched(reference.grouped_rms_norm)
 
 
-def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:
+def record(work: Callable[[], R]) -> Recorded[R]:
     """See `kernels.cpu.step.record`."""
-    result: tuple[R, Callable[[], None] | None] = importlib.import_module("kernels.cpu.step").record(work)
+    result: Recorded[R] = importlib.import_module("kernels.cpu.step").record(work)
     return result
 
 

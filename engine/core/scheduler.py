@@ -40,6 +40,8 @@ from engine.core.tiers import MAX_LOADS
 
 PAUSED_STEPS = 16  # successive steps for favoured tenants only, before all tenants get one
 
+MOST_RECENT = 8  # batches
+
 _Batched = tuple[list[Request], ScheduledBatch]
 _NOTHING: _Batched = [], ScheduledBatch([], [], 0, 0, [])
 
@@ -68,20 +70,26 @@ class _Plan:
         earlier = self.new_block_ids.get(request.request_id, [[]] * len(grown))
         self.new_block_ids[request.request_id] = [a + b for a, b in zip(earlier, grown, strict=True)]
 
-    def batch(self, last: _Batched) -> _Batched:
-        """Return the requests in batch order, and the batch: `last`, the previous step's, if nothing changed."""
+    def batch(self, recent: list[_Batched]) -> _Batched:
+        """Return the requests in batch order, and the batch: that of an earlier step in `recent` if it had the same."""
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
         partial = sorted(map(requests.index, self.partial))
-        last_requests, last_batch = last
         num_drafts = (*[0] * num_decodes, *self.num_drafts) if self.drafts else ()
-        is_same = requests == last_requests and not self.new_requests  # new requests have new rows
-        lengths = num_tokens, partial, num_drafts
-        if is_same and lengths == (last_batch.num_tokens, last_batch.partial, last_batch.num_drafts):
-            return last
+        if self.new_requests:  # they have new rows
+            recent.clear()
+        for found in recent:
+            batch = found[1]
+            if num_tokens == batch.num_tokens and num_drafts == batch.num_drafts and requests == found[0]:
+                if partial == batch.partial:
+                    return found
         request_ids = [request.request_id for request in requests]
-        return requests, ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
+        batch = ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
+        if len(recent) == MOST_RECENT:
+            recent.pop()
+        recent.insert(0, (requests, batch))
+        return recent[0]
 
 
 class Scheduler:
@@ -151,7 +159,8 @@ class Scheduler:
         self._clock, self._num_batches, self._drafts = clock, num_batches, drafts
         self._whole_prompts = whole_prompts
         self._num_paused = 0  # successive steps for favoured tenants only
-        self._last = _NOTHING  # the previous step's
+        self._recent: list[_Batched] = []  # batches of the last steps, newest first
+        self._num_undrafted = 0  # coming steps before which no request wants drafts
         self._step = self._prompt_tokens = 0
 
     @property
@@ -207,7 +216,7 @@ class Scheduler:
         in_flight = {request.request_id for request in self._steps.num_tokens()}
         self._steps.clear()
         self._admission.clear()
-        self._last = _NOTHING
+        self._recent.clear()
         return self.requests.drain(in_flight)
 
     def reset_prefix_cache(self) -> bool:
@@ -235,8 +244,9 @@ class Scheduler:
             plan.num_proposals = self._drafts.num_proposals(len(queues.running) + queues.num_waiting)
         now = self._clock()
         self._fill(plan, num_first, self._budget.num_tokens(now, len(self._steps), queues.is_shared))
-        self._last = plan.batch(self._last)
-        requests, batch = self._last
+        if plan.new_requests:
+            self._num_undrafted = 0
+        requests, batch = plan.batch(self._recent)
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
@@ -260,11 +270,15 @@ class Scheduler:
         one_ahead = self._num_batches == 1 and len(self._steps) > 0
         if one_ahead and self._steps.have_drafts:
             return False
+        if self._num_undrafted:
+            self._num_undrafted -= 1
+            return True
         running = self.queues.running
         if not drafts.may_draft(len(running)):
             return True
         may_draft = [request for request in running if request.may_draft(one_ahead)]
-        if not may_draft:
+        if not may_draft:  # a step gives each of them one token
+            self._num_undrafted = max(min(each.drafts_from - len(each.token_ids) for each in running) - 1, 0)
             return True
         num_seqs = -(-len(running) // self._num_batches)
         chunks = any(request.num_computed_tokens + 1 < request.num_tokens for request in running)

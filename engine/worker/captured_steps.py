@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from engine.worker.parallel.step_threads import StepThreads
 from engine.worker.sampling.sampler import Sampler
 
 Outcome = tuple[Tensor, Tensor | None]  # logits [T, V]; tokens [T] int64
-MAX_TOKENS = 16  # with more, the operations themselves take longer than Python
+MAX_TOKENS = 64
+MOST_BYTES = 512 << 20  # of captured steps' memory
+UNUSED = 2000  # steps after which a captured one is dropped if another size wants memory
 
 
 class Size(NamedTuple):
@@ -28,17 +30,27 @@ class Size(NamedTuple):
     samples: bool  # the likeliest token after every one; else another part of the step samples
 
 
+@dataclass(slots=True)
+class _Captured:
+    """A captured step, and when it ran last: the number of steps by then."""
+
+    step: kernels.Recorded[Outcome]
+    last_used: int
+
+
 class CapturedSteps:
-    """Captures a decode step, with or without drafts, for each size at its first use.
+    """Captures a decode step, with or without drafts, for each size at its first use, as long as there is memory.
 
     Owns the buffer from which steps read their packed input. A model is not captured if PyTorch computes a part of it.
     With a captured model, PyTorch computes only sampling and gets one thread: more would spin beside the kernels'.
     """
 
-    def __init__(self, work: DecodeStep, sampler: Sampler, buffer: Tensor) -> None:
+    def __init__(self, work: DecodeStep, sampler: Sampler, buffer: Tensor, most_bytes: int = MOST_BYTES) -> None:
         self._work, self._sampler, self._buffer = work, sampler, buffer
-        self._captured: dict[Size, tuple[Outcome, Callable[[], None] | None]] = {}
+        self._captured: dict[Size, _Captured] = {}
         self._threads: dict[Size, StepThreads] = {}  # for steps that are not captured
+        self._free_bytes, self._token_bytes = most_bytes, 0  # what a captured step takes for each token
+        self._num_steps = 0
 
     @property
     def max_words(self) -> int:
@@ -53,23 +65,41 @@ class CapturedSteps:
         """Compute a step. The next step of this size overwrites its logits and tokens."""
         self._buffer[: len(packed.packed)] = packed.packed
         members = packed.members
-        samples = members.greedy and (not members.samples.has_drafts or members.samples.all_drafted)
-        logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, samples))
+        logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, members.greedy))
+        if tokens is not None and members.samples.has_drafts and not members.samples.all_drafted:
+            self._sampler.store_undrafted(tokens, members.samples)
         return Computed(logits=WholeLogits(logits, self._sampler), tokens=tokens)
 
     def _outcome(self, size: Size) -> Outcome:
-        work = partial(self._compute, size)
+        self._num_steps += 1
         if (captured := self._captured.get(size)) is not None:
-            outcome, replay = captured
-            if replay is None:
-                return self._threads[size].run(work)
-            replay()
-            return outcome
-        self._captured[size] = outcome, replay = kernels.record(work)
+            captured.last_used = self._num_steps
+            step = captured.step
+            if step.replay is None:
+                return self._threads[size].run(partial(self._compute, size))
+            step.replay()
+            return step.result
+        return self._capture(size) if self._has_room(size) else self._compute(size)
+
+    def _capture(self, size: Size) -> Outcome:
+        step = kernels.record(partial(self._compute, size))
+        self._captured[size] = _Captured(step, self._num_steps)
+        self._free_bytes -= step.num_bytes
+        self._token_bytes = max(self._token_bytes, -(-step.num_bytes // size.num_tokens))
         num_threads = kernels.num_threads(self._buffer.device)
-        torch.set_num_threads(num_threads if replay is None else 1)
+        torch.set_num_threads(num_threads if step.replay is None else 1)
         self._threads[size] = StepThreads(num_threads)
-        return outcome
+        return step.result
+
+    def _has_room(self, size: Size) -> bool:
+        """Make room for another captured step if need be, and return whether there is."""
+        needed = self._token_bytes * size.num_tokens
+        if needed > self._free_bytes:
+            for each, captured in list(self._captured.items()):
+                if self._num_steps - captured.last_used > UNUSED:
+                    self._free_bytes += captured.step.num_bytes
+                    del self._captured[each], self._threads[each]
+        return needed <= self._free_bytes
 
     def _compute(self, size: Size) -> Outcome:
         logits = self._work.logits(self._buffer, size.num_seqs, size.num_tokens)

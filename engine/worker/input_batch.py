@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +19,8 @@ from engine.worker.device import Device
 from engine.worker.options import RING
 from kernels.data import layout
 from kernels.data.layout import RowState, StepTensors
+
+MOST_RECENT = 8  # batches
 
 
 @dataclass(slots=True)
@@ -63,7 +66,6 @@ class BatchSamples:
         self.rows = rows  # [S]
         self.unwanted = batch.partial  # samples, in ascending order
         if self.has_drafts:
-            self.all_drafted = 0 not in batch.num_drafts
             # [n + 1]: each request's first sample, and the end.
             self.first = [0, *accumulate(number + 1 for number in batch.num_drafts)]
             self.requests: list[int] = []  # [S]: index of each sample's request
@@ -75,6 +77,9 @@ class BatchSamples:
                 self.token_index += range(end - 1 - number, end)
             self.rows = [rows[i] for i in self.requests]
             self.unwanted = [self.first[i] for i in batch.partial]  # an unfinished chunk has no drafts
+            self.columns = torch.tensor([self.requests, self.from_end, self.token_index])  # [3, S]
+            self.all_drafted = 0 not in batch.num_drafts
+            self._columns = self.columns.numpy().astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,11 +92,18 @@ class BatchSamples:
         """Return the samples of a request, given its index in the batch."""
         return range(self.first[index], self.first[index + 1]) if self.has_drafts else range(index, index + 1)
 
+    @cached_property
+    def undrafted(self) -> Tensor:
+        """The rows of requests without drafts, in a batch that has some, and their samples: [2, m] int64."""
+        samples = [self.first[i] for i in range(self.num_requests) if len(self.of_request(i)) == 1]
+        return torch.tensor([[self.rows[sample].index for sample in samples], samples])
+
     def positions(self, context_lens: np.ndarray) -> np.ndarray:
         """Return the positions of the tokens to sample, [S] int32, given the requests' context lengths [n] int32."""
         if not self.has_drafts:
             return context_lens
-        positions: np.ndarray = context_lens[self.requests] - np.array(self.from_end, dtype=np.int32)
+        requests, from_end, _ = self._columns
+        positions: np.ndarray = context_lens[requests] - from_end
         return positions
 
 
@@ -142,13 +154,15 @@ class InputBatch:
         self._num_computed = np.zeros(num_rows, dtype=np.int32)
         self._num_known = np.zeros(num_rows, dtype=np.int32)
         self._num_blocks = np.zeros((num_groups, num_rows), dtype=np.int32)  # used entries of the block tables
-        self._members: Members | None = None  # the last step's
+        self._members: dict[int, Members] = {}  # of recent batches, by their `id`
         self._free = list(range(num_rows - 1, -1, -1))
         self._ring = [self._new_buffer(4096) for _ in range(num_buffers)]
         self._newest = 0  # index in the ring
 
     def apply(self, output: SchedulerOutput) -> tuple[list[Row], list[Row]]:
         """Free the rows of removed requests, then assign rows to new requests. Returns both lists of rows."""
+        if output.removed or output.new_requests:
+            self._members.clear()
         removed = []
         for request_id in output.removed:
             row = self.rows.pop(request_id, None)
@@ -187,7 +201,7 @@ class InputBatch:
         """Free all rows."""
         self.rows.clear()
         self.num_scored = self.num_pooled = 0
-        self._members = None
+        self._members.clear()
         self._free = list(range(self.num_rows - 1, -1, -1))
 
     def pack(
@@ -313,8 +327,7 @@ class InputBatch:
         """
         samples, own = step.samples, packed.members.samples
         n = len(own)
-        columns = torch.tensor([own.requests, own.from_end, own.token_index])
-        requests, from_end, token_index = self.device.upload(columns)
+        requests, from_end, token_index = self.device.upload(own.columns)
         samples.rows[:n] = samples.rows[requests]
         samples.token_index[:n] = token_index
         samples.next_position[:n] = samples.next_position[requests] - from_end
@@ -344,9 +357,12 @@ class InputBatch:
 
     def members(self, batch: ScheduledBatch) -> Members:
         """Return the data derived from a batch, cached for successive steps."""
-        if self._members is None or self._members.batch is not batch:
-            self._members = Members(batch, self.rows)
-        return self._members
+        found = self._members.get(id(batch))
+        if found is None:
+            if len(self._members) == MOST_RECENT:
+                self._members.clear()
+            found = self._members[id(batch)] = Members(batch, self.rows)
+        return found
 
     def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
         self._newest = (self._newest + 1) % len(self._ring)

@@ -263,7 +263,7 @@ class ModelRunner:
     def _expand_samples(self, packed: PackedStep, has_reader: bool) -> None:
         """Give each sample of a step with drafts what its request's last one has."""
         is_plain = packed.members.greedy and not self.sampler.has_processed
-        if has_reader or not (is_plain and packed.members.samples.all_drafted):  # else nothing reads it
+        if has_reader or not is_plain:  # else nothing reads it
             self.batch.expand_samples(packed, self.forward.step, with_params=not is_plain)
 
     def _executor(self, step: StepRequest) -> tuple[Executor, Padding]:
@@ -291,8 +291,10 @@ class ModelRunner:
                 last = hidden if indices is None else hidden[indices]
                 logits = WholeLogits(self.model.logits(last), self.sampler)
         if tokens is None:
-            stores = not (packed.members.samples.has_drafts and packed.members.samples.all_drafted)
-            tokens = self.sampler.sample_unfiltered(logits.gathered(), packed.members.greedy, stores)
+            samples = packed.members.samples
+            tokens = self.sampler.sample_unfiltered(logits.gathered(), packed.members.greedy, not samples.has_drafts)
+            if samples.has_drafts and not samples.all_drafted:
+                self.sampler.store_undrafted(tokens, samples)
         self._sampling.begin(handle, packed, logits, tokens, computed.is_graph)
 
     def _use_every_token(self, handle: StepHandle, step: StepRequest, packed: PackedStep, hidden: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import reference
 from kernels.cpu.library import Recording, library
 from kernels.data.layout import RowState, StepTensors
+from kernels.data.recorded import Recorded
 from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED
 
 R = TypeVar("R")
@@ -27,6 +28,8 @@ VIEWS = frozenset(
         "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
     }
 )  # fmt: skip
+
+MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 
 
 class _Step(ctypes.Structure):
@@ -144,34 +147,34 @@ def store_tokens(newest: Tensor, rows: Tensor, tokens: Tensor) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether PyTorch computes anything itself."""
+    """Notes whether PyTorch computes anything itself, and how much memory is taken."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.computed = False
+        self.computed, self.num_bytes = False, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # else the first operation imports PyTorch's compiler, for more than a second
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in VIEWS:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if name not in VIEWS:
             self.computed = True
-        return func(*args, **(kwargs or {}))
+        elif name in MEMORY:
+            self.num_bytes += result.nbytes
+        return result
 
 
-def record(work: Callable[[], R]) -> tuple[R, Callable[[], None] | None]:
-    """Do some work, and what does it again, in the same memory, in one call; None: PyTorch computed a part of it.
-
-    All that `work` reads must stay where it is.
-    """
+def record(work: Callable[[], R]) -> Recorded[R]:
+    """Do some work, and return what does it again. All that `work` reads must stay where it is."""
     native = library()
     if native is None:
-        return work(), None
+        return Recorded(work(), None)
     native.recording = recording = Recording()
     try:
         with _Watch() as watch:
             result = work()
     finally:
         native.recording = None
-    return result, None if watch.computed else recording.replayed_by(native)
+    return Recorded(result, None if watch.computed else recording.replayed_by(native), watch.num_bytes)

@@ -13,7 +13,8 @@ from engine.core.drafts.step_costs import StepCosts
 from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 
-LEAST_GAIN = 1.1  # tokens per second with drafts over those without, from which on there are drafts
+LEAST_GAIN = 1.1  # speed with drafts over that without, from which on there are drafts
+PLAIN_INTERVAL = 4  # plain steps are measured this often, to spare time
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
@@ -21,6 +22,7 @@ MOST_PATIENCE = 32
 USELESS = 16  # steps in a row whose proposals by a drafter gave no drafts, after which it pauses
 PROBE_INTERVAL = 64  # steps between its proposals then
 MANY_WITHOUT = 16  # after so many times in a row without a proposal, each second token is looked at, then each third …
+MOST_SKIPPED = 7  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class _Drafting:
             self.proposal = proposal = self._propose(token_ids, most)
             if not proposal.token_ids:
                 self._num_without += 1
-                self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, 3)
+                self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, MOST_SKIPPED)
             else:
                 self._num_without = 0
                 if not self._tried.token_ids:
@@ -130,8 +132,10 @@ class DraftCounts:
 class DraftPolicy:
     """Chooses the drafts of each step: the tokens that are likeliest right, as many as make tokens come fastest.
 
-    It compares the expected tokens per second of a step with 0, 1, 2 … drafts. Step times are measured
-    (`StepCosts`), acceptance is learned (`Acceptance`).
+    It compares steps with 0, 1, 2 … drafts by the expected time for a token of a request, averaged over the requests.
+    So drafts of some requests must not slow the others down by more than they gain: what counts is not the number of
+    tokens a second, which would gain for a while, until the slow requests are left alone. Step times are measured with
+    all that the CPU does between two steps (`StepCosts`), acceptance is learned (`Acceptance`).
     """
 
     def __init__(
@@ -152,6 +156,8 @@ class DraftPolicy:
         self._costs, self._acceptance = StepCosts(device_seconds), Acceptance()
         self._finished = finished
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
+        self._num_unmeasured = 0  # plain steps of one batch in a row
+        self._measured: ScheduledBatch | None = None  # of the last plain step that was measured
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
     def may_draft(self, num_running: int) -> bool:
@@ -242,12 +248,21 @@ class DraftPolicy:
 
     def record(self, batch: ScheduledBatch, now: float, has_proposals: bool = False) -> None:
         """Record that a step was read `now`, in monotonic seconds. `has_proposals`: the drafter ran after it."""
-        seconds, self._last_read = now - self._last_read, now
-        if has_proposals and not batch.num_drafts:
-            return  # with the time of the drafter, it is no plain step
+        seconds, self._last_read, costs = now - self._last_read, now, self._costs
+        costs.num_steps += 1
         num_tokens, num_drafts = batch.total_num_tokens, batch.num_drafts
-        if num_tokens == len(batch.request_ids) + (sum(num_drafts) if num_drafts else 0):  # no chunks of prompts
-            self._costs.record(num_tokens, bool(num_drafts), seconds)
+        if not num_drafts:
+            if has_proposals:
+                return  # with the time of the drafter, it is no plain step
+            self._num_unmeasured += 1
+            if batch is self._measured and self._num_unmeasured < PLAIN_INTERVAL:
+                return
+            num_seqs = len(batch.request_ids)
+            if num_tokens == num_seqs:  # no chunks of prompts
+                costs.record(num_tokens, False, seconds)
+                self._num_unmeasured, self._measured = 0, None if costs.is_new(num_seqs) else batch
+        elif num_tokens == len(batch.request_ids) + sum(num_drafts):
+            costs.record(num_tokens, True, seconds)
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:
@@ -258,26 +273,30 @@ class DraftPolicy:
         return numbers
 
     def _best(self, offers: list[tuple[Request, Proposal, int]], num_seqs: int, room: int) -> list[int]:
-        """Return the number of drafts of each offer that gives most tokens per second; zeros if plain steps do."""
+        """Return the number of drafts of each offer with which a token takes least time; zeros if none is faster."""
         plain = self._costs.plain(num_seqs)
         numbers = [0] * len(offers)
         if not plain:
             return numbers
-        slots = []
+        slots: list[tuple[float, int, int]] = []
         for index, (request, proposal, in_flight) in enumerate(offers):
             assert isinstance(request.drafting, _Drafting)
             survival = request.drafting.acceptance.survival(proposal.basis, len(proposal.token_ids))
-            slots += [(-survives, position, index) for position, survives in enumerate(survival[in_flight:])]
+            expected = 1.0  # tokens of a step
+            for position, survives in enumerate(survival[in_flight:]):
+                slots.append((1 / (expected + survives) - 1 / expected, position, index))
+                expected += survives
         if len(offers) > 1:  # of one offer they are in this order
             slots.sort()
-        expected = list(accumulate((-survives for survives, *_ in slots[:room]), initial=float(num_seqs)))
-        best_rate, best = LEAST_GAIN * num_seqs / plain, 0
-        if expected[-1] <= best_rate * plain:  # even if the drafts took no time
+        # Steps for a token of a request with 0, 1, 2 … drafts, the sum of all requests.
+        steps = list(accumulate((change for change, *_ in slots[:room]), initial=float(num_seqs)))
+        least, best = num_seqs * plain / LEAST_GAIN, 0
+        if steps[-1] * plain >= least:  # even if the drafts took no time
             return numbers
-        for number in self._costs.numbers(num_seqs, len(expected) - 1):
-            rate = expected[number] / self._costs.drafted(num_seqs, num_seqs + number)
-            if rate > best_rate:
-                best_rate, best = rate, number
+        for number, seconds in self._costs.table(num_seqs, len(steps) - 1):
+            if seconds * steps[number] < least:
+                least, best = seconds * steps[number], number
         for *_, index in slots[:best]:
             numbers[index] += 1
         return numbers
+

@@ -12,7 +12,8 @@ FIRST_GUESS = 0.05  # of a step's time, that a further token is taken to cost un
 WAIT_GUESS = 0.1  # of a step's time, that waiting for a step with drafts is taken to cost until it has been measured
 # Numbers of drafts of a step. There are few, since each size takes time to be captured and measured.
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)
-PLAIN_INTERVAL = 4  # plain steps are measured this often, to spare time
+LEAST_CHANGE = 0.02  # of a size's time, from which on estimates are made anew
+MOST_TABLES = 256
 STALE = 512  # steps after which a size that was not used since is measured again
 EXACT = 16  # sizes up to this are measured apart, larger ones in steps of an eighth
 
@@ -67,17 +68,25 @@ class StepCosts:
         self._sizes = sorted(self._device)
         self._plain: dict[int, _Times] = {}
         self._drafted: dict[int, _Times] = {}
-        self._num_steps = 0
+        self.num_steps = 0  # so many ran, measured or not
+        self._tables: dict[tuple[int, int], list[tuple[int, float]]] = {}  # see `table`
+        self._since = 0  # number of steps when the oldest table was made
 
     def record(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Record a step of `num_tokens` tokens, drafts among them, in which every request decoded."""
-        self._num_steps += 1
         kind, size = self._drafted if has_drafts else self._plain, self._size(num_tokens)
         times = kind.get(size)
         if times is None:
             times = kind[size] = _Times()
-        if has_drafts or self._num_steps % PLAIN_INTERVAL == 0 or times.is_new:
-            times.record(seconds, self._num_steps)
+        before = times.seconds
+        times.record(seconds, self.num_steps)
+        if abs(times.seconds - before) > LEAST_CHANGE * before:
+            self._tables.clear()
+
+    def is_new(self, num_seqs: int) -> bool:
+        """Return whether plain steps of so many requests were measured few times."""
+        times = self._plain.get(self._size(num_seqs))
+        return times is None or times.is_new
 
     def plain(self, num_seqs: int) -> float:
         """Return the seconds of a step of so many requests without drafts; 0: not known yet."""
@@ -107,6 +116,21 @@ class StepCosts:
             each = max((below[1] - plain) / (below[0] - num_seqs), each)
         return below[1] + each * (size - below[0])
 
+    def table(self, num_seqs: int, most: int) -> list[tuple[int, float]]:
+        """Return the numbers of drafts to choose from for so many requests, and the seconds of a step with each. The
+        plain time of these requests is known. The table is kept until times change or become stale.
+        """
+        if len(self._tables) >= MOST_TABLES or self.num_steps - self._since > STALE:
+            self._tables.clear()
+        if not self._tables:
+            self._since = self.num_steps
+        found = self._tables.get((num_seqs, most))
+        if found is None:
+            numbers = self.numbers(num_seqs, most)
+            found = [(number, self.drafted(num_seqs, num_seqs + number)) for number in numbers]
+            self._tables[num_seqs, most] = found
+        return found
+
     def numbers(self, num_seqs: int, most: int) -> Iterable[int]:
         """Return the numbers of drafts to choose from for so many requests, in ascending order, up to `most`. Where
         steps are padded, more drafts up to the next number would cost nothing.
@@ -121,7 +145,7 @@ class StepCosts:
         return self._sizes[at] if at < len(self._sizes) else size_class(num_tokens)
 
     def _is_known(self, times: _Times) -> bool:
-        return times.seconds > 0 and self._num_steps - times.last_used <= STALE
+        return times.seconds > 0 and self.num_steps - times.last_used <= STALE
 
     def _padded(self, num_seqs: int, plain: float, size: int) -> float:
         """Estimate the seconds of a step of a padded size with drafts."""

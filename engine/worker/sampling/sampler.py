@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.params.sampling import SamplingParams
-from engine.worker.input_batch import InputBatch, Members, PackedStep, Row
+from engine.worker.input_batch import MOST_RECENT, BatchSamples, InputBatch, Members, PackedStep, Row
 from engine.worker.sampling.processors import (
     FOREVER,
     PROCESSORS,
@@ -116,9 +116,11 @@ class Sampler:
         self._history = self._new_history()
         self._processed: dict[int, ProcessedRow] = {}  # by device row
         self._plan = SamplingPlan()
+        self._plain: dict[Members, SamplingPlan] = {}  # plans without processors, until rows change
 
     def update_rows(self, removed: list[Row], added: list[Row]) -> None:
         """Update the state for rows that the input batch has freed, then for rows that it has assigned."""
+        self._plain.clear()
         for row in removed:
             found = self._processed.pop(row.index, None)
             if found is not None and found.slot >= 0:
@@ -160,6 +162,13 @@ class Sampler:
         if stores:
             self._store(tokens, self._step.samples.rows[: len(tokens)])
         return tokens
+
+    def store_undrafted(self, tokens: Tensor, samples: BatchSamples) -> None:
+        """Store the tokens [S] of requests without drafts in a step that has some. The others' rows are set once their
+        drafts have been compared.
+        """
+        rows, at = self._batch.device.upload(samples.undrafted)
+        self._store(tokens[at], rows)
 
     def sample_own(self, own_logits: Tensor, first_id: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Sample as `sample_unfiltered` does, from this rank's logits [S, n], those of the tokens from `first_id` on.
@@ -223,7 +232,7 @@ class Sampler:
         """Return the plan of the step packed last."""
         was_masked, is_new = self._plan.num_masked > 0, not self._plan.is_valid(packed)
         if is_new:
-            self._plan = self._make_plan(packed)
+            self._plan = self._plain.get(packed.members) or self._make_plan(packed)
         plan = self._plan
         for group, _ in plan.groups:
             group.longest = int(packed.positions[group.indices].max())
@@ -259,6 +268,10 @@ class Sampler:
         ]
         if self._processed:
             self._plan_processed(plan, packed)
+        else:
+            if len(self._plain) == MOST_RECENT:
+                self._plain.clear()
+            self._plain[members] = plan
         return plan
 
     def _plan_processed(self, plan: SamplingPlan, packed: PackedStep) -> None:

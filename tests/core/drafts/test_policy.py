@@ -94,8 +94,8 @@ def test_unmeasured_sizes_are_between_the_measured_ones() -> None:
     assert costs.drafted(2, 6) == 2.0
     assert costs.drafted(2, 4) == pytest.approx(1.5)
     assert costs.drafted(2, 8) == pytest.approx(2.5)
-    for _ in range(STALE + 1):
-        costs.record(2, False, 1.0)
+    costs.num_steps += STALE + 1
+    costs.record(2, False, 1.0)
     assert costs.drafted(2, 6) < 1.5, "it is to be measured again"
     costs.record(6, True, 3.0)
     assert costs.drafted(2, 6) < 1.5
@@ -124,7 +124,7 @@ def test_the_number_of_drafts_is_the_one_that_pays_most() -> None:
     assert policy.choose([decoding()], 1, 100) == {}, f"less than {LEAST_GAIN} times as fast"
 
 
-def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
+def test_the_drafts_that_save_most_steps_come_first() -> None:
     policy = DraftPolicy(Fixed([5, 6, 7, 8]), DraftLimits(4, 5, 64))
     read(policy, 1.0, 2)
     good, bad = decoding("good"), decoding("bad")
@@ -132,8 +132,18 @@ def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
     for _ in range(30):
         policy.verified(good, 3, 3)
         policy.verified(bad, 3, 0)
-    assert policy.choose([good, bad], 2, 100) == {"good": [5, 6, 7, 8]}
+    assert policy.choose([good, bad], 2, 100) == {"good": [5, 6, 7], "bad": [5]}, "a fourth one would save less"
     assert policy.choose([good, bad], 2, 3) == {"good": [5, 6]}
+
+
+def test_a_few_requests_do_not_slow_the_others_down() -> None:
+    policy = DraftPolicy(Fixed([5, 6, 7, 8], CERTAIN), DraftLimits(4, 100, 64))
+    read(policy, 1.0, 4)
+    read(policy, 2.0, 4, num_drafts=4)
+    read(policy, 2.0, 4, num_drafts=8)
+    requests = [decoding(name) for name in "abcd"]
+    assert len(policy.choose(requests, 4, 100) or {}) == 4
+    assert policy.choose(requests[:2], 4, 100) == {}, "ten tokens a step for four, but half of the requests take twice as long"
 
 
 def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
