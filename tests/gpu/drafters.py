@@ -25,7 +25,8 @@ NUM = 3  # tokens that a drafter proposes
 MTP_FAMILIES = ("glm4_moe", "glm4_moe_lite", "qwen3_5")
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "filters": {"temperature": 0.9, "top_p": 0.9}}
 SHAPE, DRAFT_SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", "qwen3-0.6b", (1, 8), 100
-LEAST_ALIKE = 0.98  # of guesses on a GPU and on a CPU; rounding decides between two that are almost equally likely
+NUM_PROMPTS = 16
+LEAST_ALIKE = 0.95  # of guesses on a GPU and on a CPU; rounding decides between two that are almost equally likely
 
 
 def check_drafter_texts(checks: Checks) -> None:
@@ -67,13 +68,13 @@ def check_drafter_texts(checks: Checks) -> None:
 
 def _check_texts(checks: Checks, name: str, method: str, model: Path, draft: Path | None, *, eager: bool) -> None:
     rng = random.Random(5)
-    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(2, 60))] for _ in range(8)]
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(2, 60))] for _ in range(NUM_PROMPTS)]
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
     guesses: list[dict[tuple[int, ...], list[int]]] = []
     for device in dict.fromkeys((checks.device, "cpu")):
         drafted = Drafted(model, method, draft, NUM, device=device, enforce_eager=eager, **settings)
         for kind, fields in KINDS.items():
-            params = SamplingParams(max_tokens=24, seed=6, ignore_eos=True, detokenize=False, **fields)
+            params = SamplingParams(max_tokens=48, seed=6, ignore_eos=True, detokenize=False, **fields)
             if device != checks.device and kind != "greedy":
                 continue
             expected = drafted.answers(params, drafts=False, prompts=prompts)
@@ -94,6 +95,7 @@ def _check_texts(checks: Checks, name: str, method: str, model: Path, draft: Pat
         here, there = guesses
         alike = [here[known] == there[known] for known in here.keys() & there.keys()]
         part = sum(alike) / max(len(alike), 1)
+        # Steps with and without drafts differ, so only guesses that follow the same tokens on both are compared.
         checks.saw(
             f"{name}: guesses as on a CPU", len(alike) > 50 and part >= LEAST_ALIKE, f"{part:.1%} of {len(alike)}"
         )

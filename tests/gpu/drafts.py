@@ -95,7 +95,7 @@ def check_draft_speed(checks: Checks) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(SHAPE, Path(folder))
-        for splits, name, streams in ((True, "drafts: speed", STREAMS), (False, "drafts: speed, eager", STREAMS[:2])):
+        for splits, name, streams in ((True, "drafts: speed", STREAMS), (False, "drafts, eager: speed", STREAMS[:2])):
             if checks.wants(name):
                 _check_speed(checks, name, model, streams, splits)
 

@@ -45,7 +45,7 @@ class Device:
         self.deferred: list[int] = []
 
     def run(self, output: SchedulerOutput) -> StepResult:
-        batch, before = output.batch, self.batch._members
+        batch, before = output.batch, list(self.batch._members.values())
         self.batch.apply(output)
         sizes: tuple[int, ...]
         padding = self.rng.choice([0, 2])  # tokens: of a sequence each, or of one beside decodes and prompts
@@ -61,7 +61,7 @@ class Device:
         assert len(packed.packed) == length, "by this number an executor is chosen before the step is packed"
         if batch.num_decodes < len(batch):
             assert packed.num_decodes == batch.num_decodes
-        self.num_kept += packed.members is before
+        self.num_kept += packed.members in before
         self.num_padded += padding > 0
         reference.prepare_step(
             packed.packed, packed.segment, packed.num_seqs, packed.num_tokens, BLOCK, self.batch.state, self.step
