@@ -12,8 +12,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.model_shapes import model_folder
-from engine import LLM, SamplingParams, options
+from engine import LLM, SamplingParams
 from engine.core.drafts.policy import DraftPolicy
+from engine.setup import options
 from tests.gpu.checks import Checks
 from tests.oracles.families import VOCAB, make_checkpoint
 from tests.support.drafts import Answers
