@@ -79,11 +79,10 @@ class _Plan:
         num_drafts = (*[0] * num_decodes, *self.num_drafts) if self.drafts else ()
         if self.new_requests:  # they have new rows
             recent.clear()
-        for found in recent:
-            batch = found[1]
-            if num_tokens == batch.num_tokens and num_drafts == batch.num_drafts and requests == found[0]:
-                if partial == batch.partial:
-                    return found
+        lengths = num_tokens, num_drafts, partial
+        for found, batch in recent:
+            if lengths == (batch.num_tokens, batch.num_drafts, batch.partial) and requests == found:
+                return found, batch
         request_ids = [request.request_id for request in requests]
         batch = ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
         if len(recent) == MOST_RECENT:

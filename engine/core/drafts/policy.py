@@ -299,4 +299,3 @@ class DraftPolicy:
         for *_, index in slots[:best]:
             numbers[index] += 1
         return numbers
-

@@ -143,7 +143,7 @@ def test_a_few_requests_do_not_slow_the_others_down() -> None:
     read(policy, 2.0, 4, num_drafts=8)
     requests = [decoding(name) for name in "abcd"]
     assert len(policy.choose(requests, 4, 100) or {}) == 4
-    assert policy.choose(requests[:2], 4, 100) == {}, "ten tokens a step for four, but half of the requests take twice as long"
+    assert policy.choose(requests[:2], 4, 100) == {}, "more tokens a second, but two requests at half speed"
 
 
 def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
