@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llam
     "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0"),
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M"),
 }
+FILES = {kind: ({"dtype": "bfloat16", "load_format": "auto"}, kind) for kind in ("Q8_0", "Q4_K_M")}  # the same for both
 PYTORCH = "quire by PyTorch"
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
 EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
@@ -53,7 +54,9 @@ class Flags:
     models: tuple[str, ...] = flag(
         ("llama-100m", "qwen3-0.6b"), "names of benchmarks/model_shapes.py, or folders with a config.json"
     )
-    formats: tuple[str, ...] = flag(tuple(FORMATS), f"of {', '.join(FORMATS)}")
+    formats: tuple[str, ...] = flag(
+        tuple(FORMATS), f"of {', '.join(FORMATS)}; {', '.join(FILES)}: llama.cpp's file of that type is read by both"
+    )
     rounds: int = flag(2, "how often each engine is started in each format, in alternating order", at_least=1)
     threads: int = flag(os.cpu_count() or 1, "of each engine", at_least=1)
     quick: bool = flag(False, "one round of the first model, with shorter answers")
@@ -65,8 +68,8 @@ class Flags:
 
     def __post_init__(self) -> None:
         check(self)
-        if unknown := [name for name in self.formats if name not in FORMATS]:
-            raise ConfigError(f"formats must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
+        if unknown := [name for name in self.formats if name not in FORMATS | FILES]:
+            raise ConfigError(f"formats must be of {', '.join(FORMATS | FILES)}, got {unknown[0]!r}")
         if self.llama_cpp_source is not None or (self.pytorch and not self.llama_cpp):
             return
         for program in ("llama-bench", "llama-batched-bench"):
@@ -112,7 +115,9 @@ class Comparison:
         job, events, log = (self.scratch / name for name in ("job.json", "events.jsonl", "log.txt"))
         works = self.works
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": CONTEXT, "max_num_seqs": 16}
-        settings |= {"enable_prefix_caching": False, "disable_log_stats": True, **FORMATS[precision][0]}
+        settings |= {"enable_prefix_caching": False, "disable_log_stats": True}
+        settings |= (FORMATS | FILES)[precision][0]
+        model = self._gguf(folder, precision) if precision in FILES else folder
         vocab_size = min(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"], MAX_TOKEN_ID)
         wanted = [
             {
@@ -125,7 +130,7 @@ class Comparison:
             for column, (count, prompt, answer) in works.items()
         ]
         runs, is_quire = ("vllm" if engine == "vllm" else "quire"), engine != "vllm"
-        told = {"engine": runs, "model": str(folder), "settings": settings, "works": wanted, "temperature": 0.0}
+        told = {"engine": runs, "model": str(model), "settings": settings, "works": wanted, "temperature": 0.0}
         job.write_text(json.dumps({**told, "started": time.time(), "deadline": 1e12}))
         events.write_text("")
         script = str(Path(__file__).with_name("one_engine.py"))
@@ -146,10 +151,13 @@ class Comparison:
                 tokens = count * (answer if answer > 1 else prompt)
                 self.keep(folder.name, precision, engine, event["work"], tokens / event["seconds"])
 
+    def _gguf(self, folder: Path, precision: str) -> Path:
+        quantize = Path(self.flags.llama_cpp, "llama-quantize")
+        return gguf_file(folder, (FORMATS | FILES)[precision][1], quantize, Path(self.flags.models_dir))
+
     def _llama(self, folder: Path, precision: str) -> None:
         """llama.cpp's own benchmarks, which sample nothing."""
-        programs, kind = Path(self.flags.llama_cpp), FORMATS[precision][1]
-        file = gguf_file(folder, kind, programs / "llama-quantize", Path(self.flags.models_dir))
+        programs, file = Path(self.flags.llama_cpp), self._gguf(folder, precision)
         threads = str(self.flags.threads)
         for column, (count, prompt, answer) in self.works.items():
             if answer == 1:
@@ -233,7 +241,7 @@ def table(comparison: Comparison) -> str:
             found = {column: comparison.best.get((model, precision, engine, column)) for column in heads}
             if not any(found.values()):
                 continue
-            name = f"{engine} {FORMATS[precision][1]}" if engine == "llama.cpp" else f"{engine} {precision}"
+            name = f"{engine} {(FORMATS | FILES)[precision][1]}" if engine == "llama.cpp" else f"{engine} {precision}"
             cells = []
             for column, speed in found.items():
                 mine, times = own[column], ""

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from engine.models.families import read_spec
+from engine.models.formats.gguf import GGUFBlocks
 from engine.models.gguf import folder as gguf_folder
 from engine.models.hub import resolve_model
 from engine.models.matrix import Matrix
@@ -111,6 +112,16 @@ def test_equals_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: 
     folder = resolve_model(str(path))
     ours = load(folder, replace(read_spec(folder), quantization=None), max_model_len=256)
     assert (logits(ours, tokens) - torch.cat([each.logits for each in expected])).abs().max().item() <= MAX_ERROR
+
+
+def test_a_tied_head_stays_quantised(tmp_path: Path) -> None:
+    """Each step reads it; the embedding, of which a step reads a few rows, becomes floats."""
+    model = make_checkpoint("qwen3", tmp_path / "hf", {"tie_word_embeddings": True})
+    folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", lambda name: "Q8_0")))
+    ours = load(folder, read_spec(folder), max_model_len=256)
+    heads = [module for name, module in ours.named_modules() if "lm_head" in name and isinstance(module, Matrix)]
+    assert [head.num_rows for head in heads] == [model.config.vocab_size]
+    assert isinstance(heads[0].format, GGUFBlocks)
 
 
 def test_generation_from_a_file(tmp_path: Path) -> None:

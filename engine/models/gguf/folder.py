@@ -36,11 +36,11 @@ from engine.models.gguf.vocabulary import chat_templates, end_token_ids, special
 from engine.models.quantization import GGUF_SCHEMES
 from engine.utils.folder_files import open_file
 
-VERSION = 2  # of the folder's content
+VERSION = 3  # of the folder's content
 TENSORS = "gguf.json"  # files and tensors, see `derived_tensors`
 NO_TOKENIZER = "tokenizer.missing"  # why there is no tokenizer.json
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-# Matrices that are multiplied at once stay quantised only if all have one type.
+# Matrices that are multiplied at once stay quantised only together.
 FUSED = (
     ("attn_q", "attn_k", "attn_v"),
     ("ffn_gate", "ffn_up"),
@@ -131,6 +131,12 @@ def _contents(header: Header, files: Sequence[Sequence[Any]]) -> Iterator[tuple[
     config, of = config_json(settings), find_architecture(settings)
     kept = _kept(stored)
     tensors = dict(_tensors(stored, of, config, kept))
+    embedding = stored.get("token_embd.weight")
+    if (
+        config["tie_word_embeddings"] and embedding and embedding.type in GGUF_SCHEMES
+    ):  # the head stays quantised: each step reads it
+        config["tie_word_embeddings"] = False
+        tensors["lm_head"] = {**embedding._asdict(), "heads": 0, "offset": 0.0, "blocks": True}
     config |= {
         "bos_token_id": special_token_id(metadata, "bos"),
         "eos_token_id": end_token_ids(metadata) if "tokenizer.ggml.tokens" in metadata else [],

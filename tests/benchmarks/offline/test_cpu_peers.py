@@ -81,7 +81,7 @@ def test_flags_are_checked(programs: Path) -> None:
     with pytest.raises(ConfigError, match="llama_cpp must be the folder that holds llama-bench"):
         cpu_peers.Flags(llama_cpp="/nowhere")
     assert cpu_peers.Flags(pytorch=True).llama_cpp == ""
-    with pytest.raises(ConfigError, match="formats must be of float32, bfloat16, int8, int4, got 'int3'"):
+    with pytest.raises(ConfigError, match="formats must be of float32, bfloat16, int8, int4, Q8_0, Q4_K_M, got 'int3'"):
         cpu_peers.Flags(llama_cpp=str(programs), formats=("int3",))
 
 
