@@ -55,8 +55,7 @@ def layer(rows: tuple[int, ...], channels: int, rank: int, gate: kernels.Gate | 
     factor, shift = torch.ones(NUM_SLOTS, out, device=device), torch.zeros(NUM_SLOTS, out, device=device)
     blocks = kernels.LoraWeights.blocks_of(groups, device)
     down, up = random(NUM_SLOTS, len(rows) * rank, channels), random(NUM_SLOTS, out, rank)
-    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-    weights = kernels.LoraWeights(down, up, factor, shift, groups, *blocks, arrivals)
+    weights = kernels.LoraWeights(down, up, factor, shift, groups, *blocks)
     norm = torch.ones(channels, dtype=torch.bfloat16, device=device), 1e-6
     return Layer(random(out, channels), weights, norm, gate)
 

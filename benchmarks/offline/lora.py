@@ -4,7 +4,8 @@
 
 Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with 32.
 Columns: tokens a second of one request, of eight and of 256, and their ratio to the first row. Then how long another
-adapter took to load while 64 requests ran, and their longest step meanwhile.
+adapter took to load while 64 requests ran, and their longest step meanwhile. `--choice` sets fields of
+`kernels.cuda.choice` for the linear layers with adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from engine.setup.machine import environment
 NUM_ADAPTERS = 32
 NUM_REQUESTS = (1, 8, 256)
 PROMPT, ANSWER = 128, 128
+ROWS = ("no adapter in use", "one adapter", "32 adapters")
 
 
 def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRARequest:
@@ -58,7 +61,7 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRAReques
     return LoRARequest(folder.name, seed + 1, str(folder))
 
 
-def tokens_per_second(llm: LLM, count: int, adapters: list[LoRARequest | None], runs: int = 3) -> float:
+def tokens_per_second(llm: LLM, count: int, adapters: list[LoRARequest | None], runs: int = 2) -> float:
     """Return the best of several runs of `count` requests, without the time of their prompts."""
     prompts: Any = [{"prompt_token_ids": [(7 * i + j) % 1000 for j in range(PROMPT)]} for i in range(count)]
     given = [adapters[i % len(adapters)] for i in range(count)]
@@ -74,17 +77,18 @@ def tokens_per_second(llm: LLM, count: int, adapters: list[LoRARequest | None], 
     return count * (ANSWER - 1) / (seconds[1] - seconds[0])
 
 
-def measure(model: Path, rank: int, device: str) -> dict[str, Any]:
+def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     settings: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "device": device, "max_model_len": 1024,
+        "load_format": "dummy", "skip_tokenizer_init": True, "device": args.device, "max_model_len": 1024,
         "enable_prefix_caching": False, "max_num_seqs": 256,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
-        requests = [write_adapter(Path(temporary) / f"a{i}", model, rank, i) for i in range(NUM_ADAPTERS)]
-        lora = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": rank}
-        with_lora = {"no adapter in use": [None], "one adapter": requests[:1], "32 adapters": requests}
-        parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (lora, with_lora)]
+        requests = [write_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(NUM_ADAPTERS)]
+        served = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": args.rank}
+        given = dict(zip(ROWS, ([None], requests[:1], requests), strict=True))
+        with_lora = {name: given[name] for name in args.rows}
+        parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (served, with_lora)]
         for options, rows in parts:
             llm = LLM(str(model), **settings, **options)
             for name, adapters in rows.items():
@@ -92,11 +96,12 @@ def measure(model: Path, rank: int, device: str) -> dict[str, Any]:
                 shown = ", ".join(f"{count}: {speed:,.0f} tokens/s" for count, speed in found[name].items())
                 ratios = [found[name][count] / found["without LoRA"][count] for count in NUM_REQUESTS]
                 print(f"{name:18} {shown}  ({', '.join(f'{ratio:.3f}' for ratio in ratios)})", flush=True)
-            if options:
-                extra = write_adapter(Path(temporary) / "late", model, rank, NUM_ADAPTERS)
-                found["loading"] = loading(llm, requests[:1], extra)
-                print(found["loading"])
             llm.close()
+        late = write_adapter(Path(temporary) / "late", model, args.late_rank or args.rank, NUM_ADAPTERS)
+        llm = LLM(str(model), **settings, enable_lora=True, max_loras=2, max_lora_rank=args.late_rank or args.rank)
+        found["loading"] = loading(llm, requests[:1], late)
+        print(found["loading"])
+        llm.close()
     return found
 
 
@@ -137,12 +142,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("shape", help="of benchmarks.model_shapes")
     parser.add_argument("folder", type=Path, help="where the model's config.json is written")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--late-rank", type=int, help="of the adapter that is loaded under load (default: --rank)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--choice", nargs="+", metavar="NAME=VALUE", default=[])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")
     args = parser.parse_args(argv)
-    result = measure(model_folder(args.shape, args.folder), args.rank, args.device)
+    if args.choice:
+        from kernels.cuda import lora  # needs Triton
+        from kernels.cuda.choice import CHOICE
+
+        chosen = {name: json.loads(value) for name, value in (each.split("=") for each in args.choice)}
+        vars(lora)["CHOICE"] = replace(CHOICE, **chosen)
+    result = measure(model_folder(args.shape, args.folder), args)
     if args.json:
-        save({"shape": args.shape, "rank": args.rank, "results": result, "environment": environment()}, args.json)
+        given = {"shape": args.shape, "rank": args.rank, "late_rank": args.late_rank, "choice": args.choice}
+        save({**given, "results": result, "environment": environment()}, args.json)
     return 0
 
 

@@ -153,8 +153,7 @@ class AdapterLayout:
             factor.fill_(1.0)
             shift.zero_()
             blocks = kernels.LoraWeights.blocks_of(layer.groups, values.device)
-            arrivals = torch.zeros(1, dtype=torch.int32, device=values.device)
-            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, *blocks, arrivals)
+            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, *blocks)
 
     def _matrices(self, layer: LayerLayout, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views A [..., G · R, in] and B [..., out, R] of values [..., V]."""

@@ -82,7 +82,7 @@ def small_batch_linear(
     norm_weight, eps = norm or (None, 0.0)
     small_batch.launch(
         x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, gate=gate or "", residual=residual,
-        adapters=adapters.Adapters(lora, tokens.slots),
+        adapters=adapters.Adapters(lora, tokens),
     )  # fmt: skip
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +14,7 @@ BLOCK_ROWS, WIDE_ROWS = 64, 256  # rows of a layer's result that a program compu
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
 LARGE_STEP = 1024  # tokens from which tiles are large
 UNUSED = -2  # slot of an unused tile
+COUNTERS = 256  # that are zeroed together: more than a model has layers in most cases
 
 
 class RowGroup(NamedTuple):
@@ -39,7 +40,6 @@ class LoraWeights:
     groups: tuple[RowGroup, ...]  # all rows, in order
     blocks: Tensor  # [N, 3] int32: first row, end and group of at most `BLOCK_ROWS` rows
     wide_blocks: Tensor  # the same of `WIDE_ROWS`
-    arrivals: Tensor  # [1] int32: 0 between launches, in which programs count what is complete
 
     @property
     def rank(self) -> int:
@@ -77,10 +77,21 @@ class AdapterTokens:
     def __init__(self, slots: Tensor, num_slots: int) -> None:
         """slots [T] int32: of each token, below `num_slots`; -1: no adapter."""
         self.slots, self.num_slots = slots, num_slots
+        self._counters: Iterator[Tensor] = iter(())
 
     def __getitem__(self, tokens: slice | Tensor) -> AdapterTokens:
         """Return the slots of some of the tokens."""
         return AdapterTokens(self.slots[tokens], self.num_slots)
+
+    def next_counter(self) -> Tensor:
+        """Return a counter [1] int32 for the next kernel alone, in which its programs count. The device sets it to 0
+        before, also when a CUDA graph is replayed.
+        """
+        found = next(self._counters, None)
+        if found is None:
+            self._counters = iter(torch.zeros(COUNTERS, dtype=torch.int32, device=self.slots.device).split(1))
+            found = next(self._counters)
+        return found
 
     @cached_property
     def by_slot(self) -> list[tuple[int, Tensor | None]]:

@@ -57,9 +57,10 @@ def check_lora_kernels(
                 checks.add(label, relative_error(got, want), 2 * LIMITS[dtype], timed, num_bytes, graph=True)
 
 
-FUSED = {  # of 8B, with what is fused: rows of each projection, channels, before and after
+FUSED = {  # of 8B and 0.6B, with what is fused: rows of each projection, channels, before and after
     "qkv": ((4096, 1024, 1024), 4096, "norm"), "o": ((4096,), 4096, "sum"), "gate_up": ((12288, 12288), 4096, "gate"),
-    "down": ((4096,), 12288, "sum"),
+    "down": ((4096,), 12288, "sum"), "small qkv": ((2048, 1024, 1024), 1024, "norm"),
+    "small o": ((1024,), 2048, "sum"), "small gate_up": ((3072, 3072), 1024, "gate"),
 }  # fmt: skip
 REPEATS = 200  # of one launch, in a graph: all results must be equal
 
@@ -70,6 +71,9 @@ def check_fused_adapters(checks: Checks) -> None:
         for name in FUSED:
             for count in (1, 2, 5, 8):
                 _check_fused(checks, name, count)
+            if name.startswith("small"):
+                _check_fused(checks, name, 13)
+                _check_fused(checks, name, 6, rank=64)
 
 
 def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
@@ -86,7 +90,7 @@ def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
         "gate": lambda: linear.norm_gated(x, scale, 1e-6, weight),
         "sum": lambda: linear.linear_add(sums.clone(), x, weight),
     }[form]
-    label = f"lora fused {name}: {count} tokens"
+    label = f"lora fused {name}: {count} tokens{'' if rank == 16 else f', rank {rank}'}"
     checks.add(f"{label}, without", 0.0, 0.0, plain, weight.nbytes, graph=True)
     for kind, slots in _slots(checks, count).items():
         want = merged(y, wide, weights, slots)

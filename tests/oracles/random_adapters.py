@@ -42,8 +42,7 @@ def random_slots(
     up = (random(num_slots, 2 * out, rank) / rank**0.5).to(dtype)[:, :out]
     factor, shift = (1 + 0.1 * random(num_slots, 3 * out))[:, :out], random(num_slots, 3 * out)[:, :out]
     blocks = LoraWeights.blocks_of(groups, torch.device(device))
-    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-    return LoraWeights(down, up, factor, shift, groups, *blocks, arrivals)
+    return LoraWeights(down, up, factor, shift, groups, *blocks)
 
 
 def merged(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:

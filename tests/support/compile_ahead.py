@@ -333,9 +333,7 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
 
     factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
     down, up = tensor(4, rank, 4096, dtype=dtype), tensor(4, 6144, rank, dtype=dtype)
-    weights = LoraWeights(
-        down, up, factor, factor, groups, tensor(96, 3, dtype=I32), tensor(24, 3, dtype=I32), tensor(1, dtype=I32)
-    )
+    weights = LoraWeights(down, up, factor, factor, groups, tensor(96, 3, dtype=I32), tensor(24, 3, dtype=I32))
     size = LARGE_TILE if tokens > 1000 else SMALL_TILE
     step = AdapterTokens(tensor(tokens, dtype=I32), 4)
     step.tiles = Tiles(tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), size)
@@ -352,7 +350,7 @@ def adapted_linear(tokens: int, rank: int) -> None:
         groups = (RowGroup(0, 1024, 0), RowGroup(1024, 2048, 1))
         factor, blocks = tensor(4, 2048, dtype=F32), tensor(32, 3, dtype=I32)
         down, up = tensor(4, 2 * rank, 1024), tensor(4, 2048, rank)
-        lora = LoraWeights(down, up, factor, factor, groups, blocks, blocks, tensor(1, dtype=I32))
+        lora = LoraWeights(down, up, factor, factor, groups, blocks, blocks)
         small_batch_linear(x, tensor(2048, 1024), None, lora, slots, norm=(scale, 1e-6), gate=gate)  # type: ignore[arg-type]
         if gate is None:
             small_batch_linear(x, tensor(2048, 1024), None, lora, slots, residual=tensor(tokens, 2048))

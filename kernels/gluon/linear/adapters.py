@@ -1,7 +1,8 @@
 """LoRA within a GEMM of few tokens: the first programs of its launch compute A · x, all others add B times that.
 
-The others have weights to read for longer than A takes, so they seldom wait; and they have all been started when the
-next kernel starts, so none of them waits for a program that finds no place.
+The others load B, and A · x once it is complete, when they have requested the last of their weights: so they wait for
+both at once. The first programs have all been started when others
+are, so none of these waits for a program that finds no place.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -16,23 +17,22 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.data.lora import LoraWeights
+from kernels.data.lora import AdapterTokens, LoraWeights
 from kernels.gluon.common.layouts import barrier
-from kernels.gpu.device import num_multiprocessors
 from kernels.gpu.launch import cdiv, wait_for_inputs
 
 ROWS = gl.constexpr(16)  # of A that a program computes, and of B's columns that are added at a time
 BLOCK_K = gl.constexpr(512)
 FEW_TOKENS = 2  # up to which more programs share a token's channels
 MAX_RANK, MAX_GROUPS = 64, 3
-NEVER = gl.constexpr(1 << 30)  # no row, no program
+NEVER = gl.constexpr(1 << 30)  # no row
 
 
 class Adapters(NamedTuple):
     """Adapters of a launch, of y = W · x: y → factor · y + B · (A · x) + shift of each token's slot."""
 
     weights: LoraWeights
-    slots: Tensor  # [M] int32: -1: none
+    tokens: AdapterTokens  # M
 
 
 @gluon.jit
@@ -67,21 +67,97 @@ def shrink(
 
 
 @gluon.jit
-def leave(arrivals, num_programs):
-    """Count this program, which has read all of A · x: the last one resets the counter for the next launch."""
-    if gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        gl.store(arrivals, 0)
+def load_up(
+    slots, up, first, num_tokens, stride_up,
+    N: gl.constexpr, USERS: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr, GATED: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Load B for rows [first, first + BLOCK_N), and with GATED for those N rows on.
+
+    USERS: tokens, those of the GEMM's tile unless there is only one. Returns tensors [BLOCK_N, USERS, 16] of 16 columns
+    each, with GATED the halves alternately; 0 for tokens without an adapter.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 2], [4, 1, 8], [WARPS, 1, 1] if USERS == 1 else [1, WARPS, 1], [2, 1, 0]
+    )
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    m = gl.arange(0, USERS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    slot = gl.load(slots + m, mask=m < num_tokens, other=-1).to(gl.int64)
+    rows = up + slot * stride_up + (first + n) * RANK + r
+    bs = ()
+    for at in gl.static_range(0, RANK, ROWS):
+        bs = bs + (gl.load(rows + at, mask=slot >= 0, other=0.0),)
+        if GATED:
+            bs = bs + (gl.load(rows + N * RANK + at, mask=slot >= 0, other=0.0),)
+    return bs
+
+
+@gluon.jit
+def _wait_for(arrivals, count):
+    """Wait until the counter is at least count. Each thread may then read what was written before: no barrier."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred less; .reg .s32 found; AGAIN: ld.acquire.gpu.global.s32 found, [$1]; "
+        "setp.lt.s32 less, found, $2; @less bra AGAIN; mov.s32 $0, found; }",
+        "=r,l,r", [arrivals.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_inner(
+    slots, inner, arrivals, num_shrink, first, num_tokens,
+    N: gl.constexpr, USERS: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr,
+    END_0: gl.constexpr, END_1: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Wait until A · x is complete, and return it for the rows of `load_up`: tensors [1, USERS, 16] float32.
+
+    Rows from END_0 on use the second A, those from END_1 on the third.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 2], [4, 1, 8], [WARPS, 1, 1] if USERS == 1 else [1, WARPS, 1], [2, 1, 0]
+    )
+    m = gl.arange(0, USERS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    has_adapter = gl.load(slots + m, mask=m < num_tokens, other=-1) >= 0
+    group = (first >= END_0).to(gl.int32) + (first >= END_1).to(gl.int32)
+    up_group = (first + N >= END_0).to(gl.int32) + (first + N >= END_1).to(gl.int32)
+    columns = inner + m * PARTS * RANKS + r
+    _wait_for(arrivals, num_shrink)
+    us = ()
+    for at in gl.static_range(0, RANK, ROWS):
+        us = us + (_sum_of_parts(columns + group * RANK + at, has_adapter, USERS, RANKS, PARTS, LAYOUT),)
+        if GATED:
+            us = us + (_sum_of_parts(columns + up_group * RANK + at, has_adapter, USERS, RANKS, PARTS, LAYOUT),)
+    return us
 
 
 @gluon.jit
 def _sum_of_parts(
-    columns, has_adapter, at: gl.constexpr, M: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    u = gl.zeros([1, M, ROWS], gl.float32, LAYOUT)
+    columns, has_adapter, USERS: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    u = gl.zeros([1, USERS, ROWS], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        u += gl.load(columns + part * RANKS + at, mask=has_adapter, other=0.0, cache_modifier=".cg")
+        u += gl.load(columns + part * RANKS, mask=has_adapter, other=0.0, cache_modifier=".cg")
     return u
+
+
+@gluon.jit
+def expand(bs, us, RANK: gl.constexpr, GATED: gl.constexpr, TOKENS_FIRST: gl.constexpr, SUM: gl.constexpr):
+    """Return B · (A · x) of what `load_up` and `load_inner` returned, for both halves of the rows: each
+    [BLOCK_N, USERS] float32, transposed with TOKENS_FIRST.
+    """
+    total = bs[0].to(gl.float32) * us[0]
+    up_total = total
+    if GATED:
+        up_total = bs[1].to(gl.float32) * us[1]
+    for _ in gl.static_range(ROWS, RANK, ROWS):
+        bs = bs[2:] if GATED else bs[1:]
+        us = us[2:] if GATED else us[1:]
+        total += bs[0].to(gl.float32) * us[0]
+        if GATED:
+            up_total += bs[1].to(gl.float32) * us[1]
+    change = _as_sums(total, TOKENS_FIRST, SUM)
+    return change, _as_sums(up_total, TOKENS_FIRST, SUM) if GATED else change
 
 
 @gluon.jit
@@ -92,51 +168,7 @@ def _as_sums(products, TOKENS_FIRST: gl.constexpr, SUM: gl.constexpr):
     return gl.convert_layout(total, gl.SliceLayout(0, SUM))
 
 
-@gluon.jit
-def expand(
-    slots, up, inner, arrivals, num_shrink, first, num_tokens, stride_up,
-    N: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr,
-    PARTS: gl.constexpr, END_0: gl.constexpr, END_1: gl.constexpr, GATED: gl.constexpr, TOKENS_FIRST: gl.constexpr,
-    SUM: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Return B · (A · x) of rows [first, first + BLOCK_N), and with GATED of those N rows on: each [BLOCK_N, M]
-    float32, transposed with TOKENS_FIRST; 0 for tokens without an adapter. Waits until A · x is complete.
-
-    Rows from END_0 on use the second A, those from END_1 on the third.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 1, 8], [1, WARPS, 1], [2, 1, 0])
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    slot = gl.load(slots + m, mask=m < num_tokens, other=-1).to(gl.int64)
-    has_adapter = slot >= 0
-    rows = up + slot * stride_up + (first + n) * RANK + r
-    bs = ()
-    for at in gl.static_range(0, RANK, ROWS):
-        bs = bs + (gl.load(rows + at, mask=has_adapter, other=0.0),)
-        if GATED:
-            bs = bs + (gl.load(rows + N * RANK + at, mask=has_adapter, other=0.0),)
-    while gl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < num_shrink:
-        pass
-    barrier()
-    columns = inner + m * PARTS * RANKS + r
-    group = (first >= END_0).to(gl.int32) + (first >= END_1).to(gl.int32)
-    up_group = (first + N >= END_0).to(gl.int32) + (first + N >= END_1).to(gl.int32)
-    total = gl.zeros([BLOCK_N, M, ROWS], gl.float32, LAYOUT)
-    up_total = gl.zeros([BLOCK_N, M, ROWS], gl.float32, LAYOUT)
-    for at in gl.static_range(0, RANK, ROWS):
-        u = _sum_of_parts(columns + group * RANK, has_adapter, at, M, RANKS, PARTS, LAYOUT)
-        total += bs[0].to(gl.float32) * u
-        bs = bs[1:]
-        if GATED:
-            u = _sum_of_parts(columns + up_group * RANK, has_adapter, at, M, RANKS, PARTS, LAYOUT)
-            up_total += bs[0].to(gl.float32) * u
-            bs = bs[1:]
-    change = _as_sums(total, TOKENS_FIRST, SUM)
-    return change, _as_sums(up_total, TOKENS_FIRST, SUM) if GATED else change
-
-
-CONSTANTS = ("ADAPTED", "RANK", "RANKS", "PARTS", "CHANNELS", "END_0", "END_1", "EARLY")
+CONSTANTS = ("ADAPTED", "USERS", "RANK", "RANKS", "PARTS", "CHANNELS", "END_0", "END_1")
 NO_ADAPTERS: tuple[int, tuple[Any, ...], dict[str, Any]] = 0, (None,) * 11, dict.fromkeys(CONSTANTS, 0)
 
 
@@ -154,24 +186,21 @@ def supports(weights: LoraWeights, block_n: int, gated: bool) -> bool:
     )
 
 
-def arguments(x: Tensor, adapters: Adapters, num_programs: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def arguments(x: Tensor, adapters: Adapters, tile: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Return the number of programs that compute A · x, and the launch's arguments and constants of adapters.
 
-    num_programs: of the GEMM.
+    tile: tokens of the GEMM's tile.
     """
-    weights, slots = adapters
+    weights, tokens = adapters
     ranks, channels = weights.down.shape[1:]
     own = BLOCK_K.value * (3 if len(x) <= FEW_TOKENS else 4)
-    resident = 2 * num_multiprocessors(x.device)  # at least: programs beyond start when others have ended
-    early = resident if num_programs > 2 * resident else NEVER.value
     parts = cdiv(channels, own)
     inner = torch.empty(len(x), parts, ranks, dtype=torch.float32, device=x.device)
-    starts = [group.start for group in weights.groups[1:]]
-    ends = [*starts, NEVER.value, NEVER.value]
+    ends = [*(group.start for group in weights.groups[1:]), NEVER.value, NEVER.value]
     num_shrink = len(x) * (ranks // ROWS.value) * parts
     given = (
-        slots, weights.down, weights.up, weights.factor, weights.shift, inner, weights.arrivals,
+        tokens.slots, weights.down, weights.up, weights.factor, weights.shift, inner, tokens.next_counter(),
         weights.down.stride(0), weights.up.stride(0), weights.factor.stride(0), num_shrink,
     )  # fmt: skip
-    constants = True, weights.rank, ranks, parts, own, ends[0], ends[1], early
+    constants = True, 1 if len(x) == 1 else tile, weights.rank, ranks, parts, own, ends[0], ends[1]
     return num_shrink, given, dict(zip(CONSTANTS, constants, strict=True))

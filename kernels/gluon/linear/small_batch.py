@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.data.activation import Gate
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.layouts import last, middle, warps
-from kernels.gluon.linear.adapters import NEVER, NO_ADAPTERS, Adapters, arguments, expand, leave, shrink
+from kernels.gluon.linear.adapters import NO_ADAPTERS, Adapters, arguments, expand, load_inner, load_up, shrink
 from kernels.gpu.device import has_tensor_cores
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -51,8 +51,8 @@ def _few_linear_kernel(
     N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr,
     X_AHEAD: gl.constexpr, CHAINS: gl.constexpr, WARPS: gl.constexpr, TOKENS_FIRST: gl.constexpr,
     NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
-    ADAPTED: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr, CHANNELS: gl.constexpr,
-    END_0: gl.constexpr, END_1: gl.constexpr, EARLY: gl.constexpr,
+    ADAPTED: gl.constexpr, USERS: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr, PARTS: gl.constexpr,
+    CHANNELS: gl.constexpr, END_0: gl.constexpr, END_1: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE ("silu", "gelu_tanh"): gate rows, then up rows.
 
@@ -60,11 +60,11 @@ def _few_linear_kernel(
     tensor core's tile and weights its 8 columns, else weights are the rows and tokens the columns. Rows of the tile
     beyond the tokens (or the weight) repeat the last one, and are not stored.
 
-    ADAPTED: the first num_shrink programs compute A · x of the tokens' adapters, the others add B times that: those
-    from EARLY on before their own sums, since A · x is complete when they start.
+    ADAPTED: the first num_shrink programs compute A · x of the tokens' adapters, the others add B times that.
     """
     GATED: gl.constexpr = GATE != ""
     STEPS: gl.constexpr = (K // CHUNK + WARPS - 1) // WARPS
+    LATE: gl.constexpr = STEPS - AHEAD + (AHEAD > 1)  # step from which some registers of weights are free
     ONCE: gl.constexpr = "evict_first"
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
@@ -147,22 +147,6 @@ def _few_linear_kernel(
         xs = xs + (_load_step(x_pointers, x_chunks, i, K, CHUNK, WARPS, ""),)
     if RESIDUAL:
         before = gl.load(residual + at, mask=mask, other=0.0)
-    if ADAPTED:
-        slot = gl.load(slots + m, mask=m < num_tokens, other=-1).to(gl.int64)
-        adapted = (slot >= 0) & (n < N)
-        factors = gl.load(factor + slot * stride_factor + n, mask=adapted, other=1.0)
-        shifts = gl.load(shift + slot * stride_factor + n, mask=adapted, other=0.0)
-        if GATED:
-            up_factors = gl.load(factor + slot * stride_factor + N + n, mask=adapted, other=1.0)
-            up_shifts = gl.load(shift + slot * stride_factor + N + n, mask=adapted, other=0.0)
-        change = gl.zeros(SHAPE[1:], gl.float32, gl.SliceLayout(0, SUM))
-        up_change = gl.zeros(SHAPE[1:], gl.float32, gl.SliceLayout(0, SUM))
-        if EARLY < NEVER:  # noqa: SIM102 (what follows is compiled only where it is asked for)
-            if program >= EARLY:
-                change, up_change = expand(
-                    slots, adapter_up, inner, arrivals, num_shrink, first, num_tokens, stride_up,
-                    N, M, BLOCK_N, RANK, RANKS, PARTS, END_0, END_1, GATED, TOKENS_FIRST, SUM, WARPS,
-                )  # fmt: skip
     sums = ()
     up_sums = ()
     for _ in gl.static_range(CHAINS):
@@ -171,6 +155,20 @@ def _few_linear_kernel(
     if NORM:
         squares = gl.zeros(xs[0].shape, gl.float32, X)
     for i in gl.static_range(STEPS):
+        if ADAPTED:  # noqa: SIM102 (what follows is compiled only where it is asked for)
+            if i == LATE:
+                bs = load_up(slots, adapter_up, first, num_tokens, stride_up, N, USERS, BLOCK_N, RANK, GATED, WARPS)
+                slot = gl.load(slots + m, mask=m < num_tokens, other=-1).to(gl.int64)
+                adapted = (slot >= 0) & (n < N)
+                factors = gl.load(factor + slot * stride_factor + n, mask=adapted, other=1.0)
+                shifts = gl.load(shift + slot * stride_factor + n, mask=adapted, other=0.0)
+                if GATED:
+                    up_factors = gl.load(factor + slot * stride_factor + N + n, mask=adapted, other=1.0)
+                    up_shifts = gl.load(shift + slot * stride_factor + N + n, mask=adapted, other=0.0)
+                us = load_inner(
+                    slots, inner, arrivals, num_shrink, first, num_tokens,
+                    N, USERS, RANK, RANKS, PARTS, END_0, END_1, GATED, WARPS,
+                )  # fmt: skip
         w = ws[0]
         xi = xs[0]
         ws = ws[1:]
@@ -216,12 +214,8 @@ def _few_linear_kernel(
     result = gl.sum(total_smem.load(SUM), 0)
     if GATED:
         up = gl.sum(up_smem.load(SUM), 0)
-    if ADAPTED:  # noqa: SIM102
-        if program < EARLY:
-            change, up_change = expand(
-                slots, adapter_up, inner, arrivals, num_shrink, first, num_tokens, stride_up,
-                N, M, BLOCK_N, RANK, RANKS, PARTS, END_0, END_1, GATED, TOKENS_FIRST, SUM, WARPS,
-            )  # fmt: skip
+    if ADAPTED:
+        change, up_change = expand(bs, us, RANK, GATED, TOKENS_FIRST, SUM)
     if NORM:
         TOKENS_OF_SUM: gl.constexpr = gl.SliceLayout(X_CHANNELS, SUM)
         mean = gl.sum(squares_smem.load(TOKENS_OF_SUM), 0) / K
@@ -231,9 +225,9 @@ def _few_linear_kernel(
         if GATED:
             up *= scale
         if ADAPTED:
-            change *= scale
+            change = change * scale
             if GATED:
-                up_change *= scale
+                up_change = up_change * scale
     if BIAS:
         result += b.to(gl.float32)
         if GATED:
@@ -247,8 +241,6 @@ def _few_linear_kernel(
     if RESIDUAL:
         result += before.to(gl.float32)
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
-    if ADAPTED:
-        leave(arrivals, gl.num_programs(0))
 
 
 class Config(NamedTuple):
@@ -346,16 +338,17 @@ def launch(
     n = out.shape[1]
     assert k % config.chunk == 0
     steps = cdiv(k // config.chunk, config.warps)
+    m = max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8)
     num_shrink, added, constants = NO_ADAPTERS
     if adapters is not None:
-        num_shrink, added, constants = arguments(x, adapters, cdiv(n, config.block_n))
+        num_shrink, added, constants = arguments(x, adapters, m)
         config = config._replace(registers=config.registers or {4: 168, 8: 128}.get(config.warps))
     _few_linear_kernel[(num_shrink + cdiv(n, config.block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), *added, N=n, K=k,
-        M=max(next_power_of_2(num_tokens), 16 if config.tokens_first else 8), BLOCK_N=config.block_n,
-        CHUNK=config.chunk, AHEAD=min(config.ahead, steps), X_AHEAD=min(config.x_ahead, steps),
-        CHAINS=min(config.chains, steps), WARPS=config.warps, TOKENS_FIRST=config.tokens_first,
-        NORM=norm_weight is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None,
-        **constants, num_warps=config.warps, maxnreg=config.registers, **pdl_options(x.device),
+        M=m, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=min(config.ahead, steps),
+        X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps), WARPS=config.warps,
+        TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None, GATE=gate, BIAS=bias is not None,
+        RESIDUAL=residual is not None, **constants, num_warps=config.warps, maxnreg=config.registers,
+        **pdl_options(x.device),
     )  # fmt: skip

@@ -24,16 +24,21 @@ if not GLUON:
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_tensors(monkeypatch, small_batch, "_few_linear_kernel", ("warps", "middle", "last", "_load_step"))
-    for name in ("shrink", "expand", "leave", "_sum_of_parts", "_as_sums"):
+    for name in ("shrink", "load_up", "load_inner", "expand", "_sum_of_parts", "_as_sums"):
         body = getattr(adapters, name).fn
         monkeypatch.setattr(adapters, name, body)
         if hasattr(small_batch, name):
             monkeypatch.setattr(small_batch, name, body)
         monkeypatch.setitem(body.__globals__, "gl", vars(small_batch)["gl"])
-    for module, name in ((adapters, "ROWS"), (adapters, "BLOCK_K"), (adapters, "NEVER"), (small_batch, "NEVER")):
-        monkeypatch.setattr(module, name, Number(getattr(module, name).value))
-    monkeypatch.setattr(adapters, "num_multiprocessors", lambda device: 1)
+    for name in ("ROWS", "BLOCK_K", "NEVER"):
+        monkeypatch.setattr(adapters, name, Number(getattr(adapters, name).value))
     monkeypatch.setattr(adapters, "barrier", lambda: None)
+    monkeypatch.setattr(adapters, "_wait_for", _complete)
+
+
+def _complete(arrivals: Any, count: int) -> None:
+    """Programs run one after the other here."""
+    assert int(arrivals.load()) == count
 
 
 class Number(int):
@@ -97,4 +102,3 @@ def test_adapters_in_one_launch(
     got = fused.adapted_linear(x, weight, bias, lora, AdapterTokens(slots, 4), norm=norm, gate=gate, residual=residual)
     assert got.shape == want.shape
     assert torch.linalg.vector_norm(got.double() - want) < 8e-3 * torch.linalg.vector_norm(want)
-    assert int(lora.arrivals) == 0
