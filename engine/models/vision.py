@@ -7,6 +7,7 @@ encoder's hidden size, P pixels of a patch's side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,6 +52,16 @@ class VisionEncoder(nn.Module):
         exponents = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
         self.register_buffer("frequencies", 1.0 / THETA ** exponents.to(scope.device), persistent=False)
         assert size % spec.num_heads == 0
+        self._skips = False  # all layers but the first
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Within the context, compute one layer: the others need no memory beside it."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
 
     frequencies: Tensor  # [head_dim / 4]
 
@@ -65,7 +76,7 @@ class VisionEncoder(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         deepstack = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lengths)
+            x = x if self._skips and index else layer(x, cos, sin, lengths)
             if index in self.spec.deepstack:
                 deepstack.append(self.deepstack_mergers[self.spec.deepstack.index(index)](x))
         return EncodedImages(self.merger(x), deepstack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -114,6 +115,19 @@ class ImageReader:
         parts = encoded.embeddings.split(counts)
         # Each image owns its memory, so that it is freed with it.
         return [EncodedImages(part.clone(), [layer[i].clone() for layer in of_layers]) for i, part in enumerate(parts)]
+
+    def reserve(self) -> None:
+        """Take as much memory as encoded images may have, and as encoding needs for a moment."""
+        vision, stage = self._model.vision, self._model.stage
+        if vision is None or not stage.is_first:
+            return
+        side = self._spec.merge_size
+        rows = math.isqrt(CACHED_TOKENS) * side
+        grid = rows, CACHED_TOKENS * side**2 // rows
+        num_patches, patch = grid[0] * grid[1], self._spec.patch_size
+        patches = torch.zeros(num_patches, 3, patch, patch, dtype=torch.uint8, device=vision.frequencies.device)
+        with vision.few_layers():
+            self._encoded[""] = vision(patches, [grid])
 
     def clear(self) -> None:
         """Forget all encoded images."""

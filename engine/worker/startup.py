@@ -213,9 +213,14 @@ def count_blocks(runner: ModelRunner) -> tuple[tuple[int, int], str]:
         return layout.divided(num_bytes, options), bound
     runner.device.reset_peak_memory()
     with _temporary_cache(runner, 1):
+        if runner.images is not None:
+            with torch.inference_mode():
+                runner.images.reserve()
         _fullest_steps(runner)
         runner.device.synchronize()
         counts = blocks_that_fit(layout, runner.device.memory(), options)
+    if runner.images is not None:
+        runner.images.clear()
     runner.device.reset_peak_memory()
     return counts, f"what is left of {options.gpu_memory_utilization:.0%} of the memory"
 

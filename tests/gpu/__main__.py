@@ -36,6 +36,7 @@ from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.host_tier import check_host_speed, check_host_texts
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
+from tests.gpu.images import check_image_models, check_image_speed
 from tests.gpu.latent import check_latent
 from tests.gpu.lora import check_fused_adapters, check_lora_engine, check_lora_kernels
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
@@ -68,6 +69,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "drafters": (check_drafter_texts, check_drafter_speed),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
+    "images": (check_image_models, check_image_speed),
     "encoders": (check_bidirectional, check_encoder_models),
     "graphs": (check_graphs,),
     "story": (check_story,),

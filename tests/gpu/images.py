@@ -1,0 +1,121 @@
+"""Checks of images: encoders and whole models beside transformers', and the time of a photograph."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.engine import Engine
+from engine.models.decoder import pack_weights
+from engine.models.formats import weight_formats
+from engine.models.matrix import Scope
+from engine.models.spec import VisionSpec
+from engine.models.vision import VisionEncoder
+from tests.gpu.checks import BF16, Checks, relative_error
+from tests.support.image_models import FAMILIES, NUM_TOKENS, SIDE, Case, make_case
+
+PHOTOGRAPH = (48, 64)  # rows and columns of patches of 1,024 x 768 pixels
+QWEN3_VL_8B = VisionSpec(
+    hidden_size=1152, intermediate_size=4304, num_layers=27, num_heads=16, patch_size=16, merge_size=2,
+    num_positions=2304, image_token_id=0, placeholder=(0,), rope_sections=(24, 20, 20), deepstack=(8, 16, 24),
+)  # fmt: skip
+
+
+def check_image_models(checks: Checks) -> None:
+    """Tokens in float32, whole and in chunks, with a request of text beside; encoded images in both dtypes."""
+    for family in FAMILIES:
+        if not checks.wants(f"images {family}"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            case = make_case(family, Path(folder))
+            for name, settings in (("whole", {}), ("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 3})):
+                found = _tokens(case, checks.device, settings)
+                wrong = sum(a != b for a, b in zip(found, case.answer, strict=True))
+                checks.add(f"images {family} float32 {name}: other tokens", wrong, 0)
+            for dtype in ("float32", "bfloat16"):
+                _compare_encoded(checks, family, case, dtype)
+
+
+def _engine(case: Case, device: str, dtype: str, settings: dict[str, Any]) -> Engine:
+    config = EngineConfig(
+        model=str(case.folder), dtype=dtype, device=device, skip_tokenizer_init=True, max_model_len=256,
+        num_gpu_blocks_override=96, **settings,
+    )  # fmt: skip
+    return Engine(config)
+
+
+def _tokens(case: Case, device: str, settings: dict[str, Any]) -> list[int]:
+    engine = _engine(case, device, "float32", settings)
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine.add_request(EngineRequest("images", list(case.prompt), sampling, images=case.images))
+    engine.add_request(EngineRequest("text", case.prompt[:5], sampling))
+    found: list[int] = []
+    while engine.has_work():
+        found += [token for output in engine.step() if output.request_id == "images" for token in output.new_token_ids]
+    engine.close()
+    return found
+
+
+@torch.inference_mode()
+def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> None:
+    engine = _engine(case, checks.device, dtype, {"enforce_eager": True})
+    reader = engine.runner.images  # type: ignore[attr-defined]
+    got = torch.cat([each.embeddings for each in reader._run(case.images)])
+    engine.close()
+    theirs = case.model.model.visual
+    want = _encoded(theirs.double(), case)
+    limit = 1e-4
+    if dtype == "bfloat16":
+        limit = 1.5 * relative_error(_encoded(theirs.to(checks.device, BF16), case), want.to(checks.device))
+        limit = max(limit, 1e-3)
+    case.model.float().cpu()
+    checks.add(f"images {family} encoder {dtype}", relative_error(got, want.to(got.device)), limit)
+
+
+def _encoded(visual: Any, case: Case) -> Tensor:
+    data = [np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, SIDE, SIDE) for image in case.images]
+    values = (np.repeat(np.concatenate(data), 2, 2).astype(np.float64) / 255 - 0.5) / 0.5
+    weight = next(visual.parameters())
+    grids = torch.tensor([(1, *image.grid) for image in case.images], device=weight.device)
+    pixels = torch.tensor(values.reshape(len(values), -1)).to(weight.device, weight.dtype)
+    found = visual(pixels, grid_thw=grids)
+    return found.pooler_output if hasattr(found, "pooler_output") else found[0]
+
+
+@torch.inference_mode()
+def check_image_speed(checks: Checks) -> None:
+    """The time of the encoder of Qwen3-VL-8B for one image of 1,024 x 768 pixels, and for eight at once."""
+    if checks.device == "cpu" or not checks.wants("images: speed"):
+        return
+    torch.manual_seed(0)
+    encoder = VisionEncoder(
+        QWEN3_VL_8B, 4096, Scope(BF16, torch.device(checks.device), weight_formats(None)) / "visual"
+    )
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.02)
+    pack_weights(encoder)
+    for count in (1, 8):
+        grids = [PHOTOGRAPH] * count
+        num_patches = sum(rows * columns for rows, columns in grids)
+        patches = torch.randint(0, 256, (num_patches, 3, 16, 16), dtype=torch.uint8, device=checks.device)
+        encode = partial(encoder, patches, grids)
+        encode()
+        torch.cuda.synchronize()
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            found = encode()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        print(f"images: speed, {count} of 1,024 x 768: {1e3 * sorted(seconds)[2] / count:.1f} ms each", flush=True)
+        checks.add(f"images: speed, {count} not finite", int((~found.embeddings.isfinite()).sum()), 0)
