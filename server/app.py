@@ -94,14 +94,8 @@ def create_app(
     registry = server_metrics.registry
     if siblings is not None:
         registry = siblings.registries[names[0]] = CollectorRegistry()
-    metrics = Metrics(
-        registry,
-        names[0],
-        engine.replicas,
-        max_model_len=engine.model.max_model_len,
-        block_size=engine.block_size,
-        cache_dtype=kv_cache_dtype,
-    )
+    sizes = {"max_model_len": engine.model.max_model_len, "block_size": engine.block_size}
+    metrics = Metrics(registry, names[0], engine.replicas, **sizes, cache_dtype=kv_cache_dtype)
     workers = Workers()
     server = ServerState(Model(engine, settings, names, workers), settings, metrics, readiness, siblings)
     server.exposed = server_metrics.registry if siblings is None else _merged(server_metrics, siblings)

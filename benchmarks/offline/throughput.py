@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import workloads
 from benchmarks.result_files import save
@@ -17,6 +17,9 @@ from benchmarks.workloads import Request
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
+
+if TYPE_CHECKING:
+    from engine.processing.input_processor import InputProcessor
 
 EPILOG = """examples:
   quire bench throughput --model configs/demo --input-len 64 --output-len 64 --num-prompts 64
@@ -99,14 +102,7 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     input_processor = InputProcessor.load(config)
     requests = requests_of(workload, sized, input_processor.spec.vocab_size)
-    prompts = [input_processor.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
-    for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        if not prompt or len(prompt) + request.output_len > input_processor.max_model_len:
-            raise ConfigError(
-                f"prompt {index} has {len(prompt)} tokens and asks for {request.output_len}, but the context holds "
-                f"{input_processor.max_model_len}"
-            )
-
+    prompts = _encoded(requests, input_processor)
     start = time.perf_counter()
     llm = LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
     startup = time.perf_counter() - start
@@ -136,26 +132,44 @@ def measure(workload: WorkloadFlags, config: EngineConfig) -> dict[str, Any]:
     print(f"{sized.num_runs} × {len(requests)} requests, each run at most about {at_most:.0f} s", file=sys.stderr)
     runs = [run(None, None, True) for _ in range(sized.num_runs)]
     llm.close()
-    seconds = statistics.median(seconds for seconds, _ in runs)
-    num_output, num_prompt = runs[0][1], sum(map(len, prompts))
     return {
         "benchmark": "throughput",
         "model": Path(config.model).name,
         "workload": Path(workload.dataset_path).stem if workload.dataset_path else workload.dataset_name,
-        "num_requests": len(requests),
-        "num_prompt_tokens": num_prompt,
-        "num_output_tokens": num_output,
-        "total_num_tokens": num_prompt + num_output,
-        "elapsed_time": seconds,
-        "elapsed_times": [seconds for seconds, _ in runs],
-        "requests_per_second": len(requests) / seconds,
-        "output_tokens_per_second": num_output / seconds,
-        "tokens_per_second": (num_prompt + num_output) / seconds,
+        **_figures(len(requests), sum(map(len, prompts)), runs),
         "startup_seconds": startup,
         "workload_settings": dataclasses.asdict(workload) | dataclasses.asdict(sized),
         "engine_settings": dataclasses.asdict(config),
         "environment": environment(),
     }
+
+
+def _figures(num_requests: int, num_prompt: int, runs: list[tuple[float, int]]) -> dict[str, Any]:
+    """Tokens and speed of the median run. `runs`: seconds and output tokens of each."""
+    seconds, num_output = statistics.median(seconds for seconds, _ in runs), runs[0][1]
+    return {
+        "num_requests": num_requests,
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "total_num_tokens": num_prompt + num_output,
+        "elapsed_time": seconds,
+        "elapsed_times": [seconds for seconds, _ in runs],
+        "requests_per_second": num_requests / seconds,
+        "output_tokens_per_second": num_output / seconds,
+        "tokens_per_second": (num_prompt + num_output) / seconds,
+    }
+
+
+def _encoded(requests: list[Request], input_processor: InputProcessor) -> list[list[int]]:
+    """Token ids of the prompts. Raises `ConfigError` if one does not fit the context with its output."""
+    prompts = [input_processor.encode(r.prompt) if isinstance(r.prompt, str) else r.prompt for r in requests]
+    for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        if not prompt or len(prompt) + request.output_len > input_processor.max_model_len:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt)} tokens and asks for {request.output_len}, but the context holds "
+                f"{input_processor.max_model_len}"
+            )
+    return prompts
 
 
 def requests_of(workload: WorkloadFlags, sized: SizedWorkload, vocab_size: int) -> list[Request]:

@@ -15,7 +15,7 @@ from engine.models.expansion import LatentExpansion
 from engine.models.layers import Linear, RowsLinear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
-from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
+from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput, TokenContext
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
@@ -106,6 +106,24 @@ class Attention(CheckpointModule):
                 fused=fused,
                 grouped=spec.grouped,
             )
+        self._add_norms(spec, make_norm, scope)
+        self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
+        self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
+        # Divisors of keys and values per head before they are stored as e4m3: [2, Hkv].
+        scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
+        self.register_buffer("kv_scale", scale, persistent=False)
+        self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
+        ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
+        self.register_buffer("v_norm", ones, persistent=False)  # [D]
+        unit = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.rotates_first else None
+        self.register_buffer("unit", unit, persistent=False)  # [D]
+        slopes = torch.tensor(self.spec.alibi, dtype=torch.float32, device=scope.device) if spec.alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)  # [H]
+        self._heads = scope.shard.span("num_attention_heads", spec.num_heads)
+        self._scope, self._num_kv_heads = scope, spec.num_kv_heads
+
+    def _add_norms(self, spec: AttentionSpec, make_norm: MakeNorm, scope: Scope) -> None:
+        """Create the norms of queries and keys: over a head, over all heads together, or one for each head."""
         over: tuple[int | Span, int | Span] = spec.head_dim, spec.head_dim
         if spec.qk_norm_over_heads:
             over = (
@@ -122,20 +140,6 @@ class Attention(CheckpointModule):
                 counted = "num_attention_heads" if name == "q_norm" else "num_key_value_heads"
                 heads = scope.shard.span(counted, count, replicate=name == "k_norm")
                 setattr(self, name, HeadNorms(scope / name, heads, spec.head_dim, eps, separate=is_separate))
-        self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
-        self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
-        # Divisors of keys and values per head before they are stored as e4m3: [2, Hkv].
-        scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
-        self.register_buffer("kv_scale", scale, persistent=False)
-        self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
-        ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
-        self.register_buffer("v_norm", ones, persistent=False)  # [D]
-        unit = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.rotates_first else None
-        self.register_buffer("unit", unit, persistent=False)  # [D]
-        slopes = torch.tensor(self.spec.alibi, dtype=torch.float32, device=scope.device) if spec.alibi else None
-        self.register_buffer("alibi_slopes", slopes, persistent=False)  # [H]
-        self._heads = scope.shard.span("num_attention_heads", spec.num_heads)
-        self._scope, self._num_kv_heads = scope, spec.num_kv_heads
 
     def forward(
         self,
@@ -183,11 +187,7 @@ class Attention(CheckpointModule):
             interleaved=spec.rope is not None and spec.rope.interleaved,
             wide=wide if spec.kv_of is None else None,
         )  # [T, H, D]
-        if self.unit is not None and q_norm is not None and k_norm is not None:
-            # Weights after RoPE: those of cached keys act upon the query of a score as well.
-            query.mul_((q_norm.weight.float() * k_norm.weight.float()).to(query.dtype))
-        if spec.scales_queries and (scales := x.context.query_scales) is not None:
-            query.mul_(scales[:, None, None])
+        self._scale(query, x.context)
         adapts = epilogue.stream.context.adapters is not None
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
         args = kernels.AttentionArgs(
@@ -201,6 +201,15 @@ class Attention(CheckpointModule):
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
+
+    def _scale(self, query: Tensor, context: TokenContext) -> None:
+        """Scale rotated queries [T, H, D] in place."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.unit is not None and q_norm is not None and k_norm is not None:
+            # Weights after RoPE: those of cached keys act upon the query of a score as well.
+            query.mul_((q_norm.weight.float() * k_norm.weight.float()).to(query.dtype))
+        if self.spec.scales_queries and (scales := context.query_scales) is not None:
+            query.mul_(scales[:, None, None])
 
     def _memory(self, qkv: Tensor, metadata: AttentionMetadata) -> Tensor | kernels.QuantizedRows:
         """Allocate the attention's output [T, H, D].

@@ -58,25 +58,10 @@ class Decoder(nn.Module):
         has_embedding = is_first or (is_last and spec.tie_word_embeddings)
         num_rows = spec.num_embeddings or spec.vocab_size
         self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", num_rows, spec.hidden_size)
-        first = body.only_if(is_first)
-        self.positions = self.token_types = self.embedding_norm = None
-        if spec.token_types:
-            self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
         self.rope_tables = {rope: table for rope, table in tables.items() if rope is not None and table is not None}
-        self.vision: VisionEncoder | None = None
-        if spec.vision is not None:
-            if is_first and len(spec.vision.deepstack) > len(self.own_layers) - is_last:
-                raise ModelError("the layers that read images must be in the first stage: use fewer stages")
-            self.vision = VisionEncoder(spec.vision, spec.hidden_size, body.only_if(is_first) / "visual")
-        if spec.positions is not None:
-            self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
-        if spec.embedding_norm:
-            self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
+        self._check_stage(spec)
+        self._add_embeddings(spec, body.only_if(is_first), make_norm)
         per_layer = spec.per_layer
-        if self.own_layers.start and spec.layers[self.own_layers.start - 1].lends_input:
-            raise ModelError(f"mixers that read the same input must be in one of {self.stage.count} stages")
-        if self.stage.count > 1 and (per_layer or any(layer.mixer.kv_of is not None for layer in spec.layers)):
-            raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
         self.per_layer: PerLayerEmbedding | None = None
         if per_layer:
             self.per_layer = PerLayerEmbedding(per_layer, spec.hidden_size, len(spec.layers), make_norm, body)
@@ -91,12 +76,7 @@ class Decoder(nn.Module):
             )
             for i, layer in enumerate(spec.layers)
         )
-        for i, layer in enumerate(spec.layers):
-            if (source := layer.mixer.kv_of) is not None:  # the cache is read with the scale that it was written with
-                reader, owner = (cast(DecoderLayer, self.layers[at]).attention for at in (i, source))
-                assert isinstance(reader, Attention)
-                assert isinstance(owner, Attention)
-                reader.kv_scale = owner.kv_scale
+        self._share_scales(spec)
         body, scope = body.only_if(is_last), scope.only_if(is_last)
         self.norm = (make_norm if spec.final_norm else no_norm)(body / "norm", spec.hidden_size)
         self.head = PoolingHead(spec.head, spec.hidden_size, spec.norm_eps, scope) if spec.head else None
@@ -114,6 +94,43 @@ class Decoder(nn.Module):
         # In the dtype of the weights, as the models were trained.
         self._of_logits = spec.logits_multiplier, spec.logits_soft_cap
         self._embedding_multiplier = torch.tensor(spec.embedding_multiplier, dtype=scope.dtype).item()
+
+    def _add_embeddings(self, spec: ModelSpec, first: Scope, make_norm: MakeNorm) -> None:
+        """Create what is added to token embeddings, their norm and the encoder of images, if the model has them.
+
+        `first`: the scope of the first stage.
+        """
+        self.positions = self.token_types = self.embedding_norm = None
+        self.vision: VisionEncoder | None = None
+        if spec.token_types:
+            self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
+        if spec.vision is not None:
+            self.vision = VisionEncoder(spec.vision, spec.hidden_size, first / "visual")
+        if spec.positions is not None:
+            self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
+        if spec.embedding_norm:
+            self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
+
+    def _check_stage(self, spec: ModelSpec) -> None:
+        """Raises `ModelError` if layers that need each other would be in different stages."""
+        first = self.own_layers.start
+        if first and spec.layers[first - 1].lends_input:
+            raise ModelError(f"mixers that read the same input must be in one of {self.stage.count} stages")
+        shares_kv = any(layer.mixer.kv_of is not None for layer in spec.layers)
+        if self.stage.count > 1 and (spec.per_layer or shares_kv):
+            raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
+        last_read = len(self.own_layers) - self.stage.is_last
+        if self.stage.is_first and spec.vision is not None and len(spec.vision.deepstack) > last_read:
+            raise ModelError("the layers that read images must be in the first stage: use fewer stages")
+
+    def _share_scales(self, spec: ModelSpec) -> None:
+        """Let a layer that reads another's cache use the scale that it was written with."""
+        for i, layer in enumerate(spec.layers):
+            if (source := layer.mixer.kv_of) is not None:
+                reader, owner = (cast(DecoderLayer, self.layers[at]).attention for at in (i, source))
+                assert isinstance(reader, Attention)
+                assert isinstance(owner, Attention)
+                reader.kv_scale = owner.kv_scale
 
     def pack_weights(self) -> None:
         """Repack all weights for the GEMMs of their device. They cannot be filled afterwards."""

@@ -58,35 +58,11 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
     `offline`: choose defaults for throughput. `device`: default: the device that `config` asks for.
     """
     device = device or device_of(config)
-    if config.dtype != "auto":
-        dtype = DTYPES[config.dtype]
-    elif device.is_accelerator:
-        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
-    else:
-        dtype = torch.bfloat16 if device.multiplies_bfloat16 and spec.dtype != "float32" else torch.float32
-    fp8 = config.kv_cache_dtype != "auto"
-    if fp8 and not device.supports_fp8_cache:
-        raise ConfigError(
-            f"kv_cache_dtype must be auto on this GPU, got {config.kv_cache_dtype!r}: fp8 needs compute capability 8.9 "
-            f"(Ada, Hopper and later), and that of {device.name} is {'.'.join(map(str, device.capability or ()))}"
-        )
-    if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
-        raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
-    if spec.has_states and config.prefix_cache_file is not None:
-        raise ConfigError(
-            "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
-            "without its state"
-        )
-    state_dtype = config.mamba_ssm_cache_dtype
-    if state_dtype != "auto" and not spec.has_states:
-        raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
+    dtype = _dtype(config, spec, device)
+    _check_caches(config, spec, device)
     drafts = drafts_of(config, spec, device)
-    if config.compress_experts and (device.capability or (0, 0))[0] != 9:
-        raise ConfigError(
-            f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
-        )
-    if config.compress_experts and dtype != torch.bfloat16:
-        raise ConfigError(f"compress_experts needs dtype bfloat16, got {str(dtype).removeprefix('torch.')}")
+    _check_compression(config, device, dtype)
+    state_dtype = config.mamba_ssm_cache_dtype
     max_num_batched_tokens = config.max_num_batched_tokens or _step_tokens(config, device, offline)
     if spec.is_encoder:
         max_num_batched_tokens = _encoder_step_tokens(config, spec, max_num_batched_tokens)
@@ -94,7 +70,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
     return RunnerOptions(
         device=device,
         dtype=dtype,
-        kv_dtype=torch.float8_e4m3fn if fp8 else dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn,
         state_dtype=DTYPES["float32" if state_dtype == "auto" else state_dtype],
         calculate_kv_scales=config.calculate_kv_scales,
         max_model_len=context_length(config, spec),
@@ -122,6 +98,44 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         whole_prompts=spec.is_encoder,
         host_cache_bytes=0 if spec.is_encoder else _host_cache_bytes(config, device),
     )
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> torch.dtype:
+    """Return the dtype of activations, and of weights that are not quantised."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.is_accelerator:
+        return torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    return torch.bfloat16 if device.multiplies_bfloat16 and spec.dtype != "float32" else torch.float32
+
+
+def _check_caches(config: EngineConfig, spec: ModelSpec, device: Device) -> None:
+    """Raises `ConfigError` if the device or the model lacks what the settings of caches need."""
+    fp8, state_dtype = config.kv_cache_dtype != "auto", config.mamba_ssm_cache_dtype
+    if fp8 and not device.supports_fp8_cache:
+        raise ConfigError(
+            f"kv_cache_dtype must be auto on this GPU, got {config.kv_cache_dtype!r}: fp8 needs compute capability 8.9 "
+            f"(Ada, Hopper and later), and that of {device.name} is {'.'.join(map(str, device.capability or ()))}"
+        )
+    if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+        raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
+    if spec.has_states and config.prefix_cache_file is not None:
+        raise ConfigError(
+            "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
+            "without its state"
+        )
+    if state_dtype != "auto" and not spec.has_states:
+        raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
+
+
+def _check_compression(config: EngineConfig, device: Device, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` if compressed experts cannot be computed here."""
+    if config.compress_experts and (device.capability or (0, 0))[0] != 9:
+        raise ConfigError(
+            f"compress_experts needs a Hopper GPU (compute capability 9.0), and this is {device.name}: leave it out"
+        )
+    if config.compress_experts and dtype != torch.bfloat16:
+        raise ConfigError(f"compress_experts needs dtype bfloat16, got {str(dtype).removeprefix('torch.')}")
 
 
 def _host_cache_bytes(config: EngineConfig, device: Device) -> int:

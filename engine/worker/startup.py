@@ -111,16 +111,20 @@ def build_runner(
     if options.calculate_kv_scales:
         calibrate_kv_scales(runner)
     progress("profiling", 0, 0)
-    (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
-    least = member.communicator.least
-    runner.num_blocks, runner.num_states = map(least, (num_blocks, num_states))
-    runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, options)
-    if runner.host is not None:
-        num_bytes = options.host_cache_bytes
-        slots = runner.kv_layout.host_slots(num_bytes, runner.num_blocks, runner.num_states)
-        runner.host.allocate([least(count) for count in slots])
+    _size_caches(runner, member.communicator.least)
     prepare_steps(runner, progress)
     return runner
+
+
+def _size_caches(runner: ModelRunner, least: Callable[[int], int]) -> None:
+    """Set the numbers of blocks on the device and in host memory. `least`: minimum over all ranks."""
+    (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
+    runner.num_blocks, runner.num_states = map(least, (num_blocks, num_states))
+    runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, runner.options)
+    if runner.host is not None:
+        num_bytes = runner.options.host_cache_bytes
+        slots = runner.kv_layout.host_slots(num_bytes, runner.num_blocks, runner.num_states)
+        runner.host.allocate([least(count) for count in slots])
 
 
 def prepare_steps(runner: ModelRunner, progress: Progress) -> None:

@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -205,7 +205,7 @@ async def _begin(
     n = len(asked) // len(prompts)
     samples: list[Sample] = []
     adapter = model.adapters.find(request.model)
-    try:
+    with _refusals():
         for index, (prompt, sampling) in enumerate(asked):
             if index % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
@@ -223,21 +223,12 @@ async def _begin(
             if has_stops and reader is not None:
                 updates, reader = at_visible_stops(model.tokenizer, prompt, sampling, updates, reader)
             samples.append(Sample(sample_id, index, index // n, sampling, updates, watch, reader))
-    except ValueError as error:
-        raise invalid(error) from None
-    except EngineAsleepError as error:
-        raise UnavailableError(str(error)) from None
-    except EngineDeadError as error:
-        raise UnavailableError(f"the engine is not running: {error}") from None
     if server.settings.enable_log_requests:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         _log.info("request %s: %s prompt tokens, %s", public_id, lengths, _numbers(pooling or asked[0][1]))
-    usage = Usage(sum(map(len, prompts)))
     chat = model.chats.of(request)
-    if new_reader is not None and chat is not None and chat.reasoning_format is not None:
-        usage.reasoning_tokens = 0
-    if asked[0][1].prediction is not None:
-        usage.predicted_tokens = 0, 0
+    reasons = new_reader is not None and chat is not None and chat.reasoning_format is not None
+    usage = _new_usage(prompts, asked[0][1], reasons)
     role = _role(request.conversation, server.settings.response_role)
     name, now = request.model or model.names[0], int(time.time())
     watches = [each.watch for each in samples]
@@ -248,6 +239,29 @@ async def _begin(
         public_id, caller.name, request.tenant, now, name, role, n, prompts, samples, usage, record,
         server.metrics, server.requests, server.running, ended,
     )  # fmt: skip
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise the engine's refusals in the block as errors for the client."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(error) from None
+    except EngineAsleepError as error:
+        raise UnavailableError(str(error)) from None
+    except EngineDeadError as error:
+        raise UnavailableError(f"the engine is not running: {error}") from None
+
+
+def _new_usage(prompts: list[list[int]], sampling: SamplingParams, reasons: bool) -> Usage:
+    """Return the usage at the start. `reasons`: tokens of reasoning are counted."""
+    usage = Usage(sum(map(len, prompts)))
+    if reasons:
+        usage.reasoning_tokens = 0
+    if sampling.prediction is not None:
+        usage.predicted_tokens = 0, 0
+    return usage
 
 
 def _role(conversation: Conversation | None, default: str) -> str:

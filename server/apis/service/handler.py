@@ -30,6 +30,35 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         await server.abort(request_id, caller_of(request))
         return {"id": request_id, "aborted": True}
 
+    @app.get("/requests/{request_id}")
+    async def request_record(request_id: str, request: Request, key: str | None = None) -> dict[str, Any]:
+        record = server.requests.find(_owner(request, key), request_id)
+        if record is None:
+            raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
+        return record.as_dict()
+
+    @app.get("/requests")
+    async def request_records(request: Request, key: str | None = None) -> dict[str, Any]:
+        records = server.requests.newest(_owner(request, key), MAX_LISTED)
+        return {"object": "list", "data": [record.as_dict() for record in records]}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": quire.__version__}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics(request: Request) -> Response:
+        caller = caller_of(request)
+        by_key = server.requests.usage(None if caller.is_admin else caller.name)
+        text = generate_latest(server.exposed) + generate_latest(by_key)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    _add_memory_routes(app, server)
+
+
+def _add_memory_routes(app: FastAPI, server: ServerState) -> None:
+    """Add the routes of what is in the device's memory: prefix cache, sleep, weights."""
+
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, Any]:
         await server.reset_prefix_cache(caller_of(request))
@@ -60,29 +89,6 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": server.engine.is_sleeping}
-
-    @app.get("/requests/{request_id}")
-    async def request_record(request_id: str, request: Request, key: str | None = None) -> dict[str, Any]:
-        record = server.requests.find(_owner(request, key), request_id)
-        if record is None:
-            raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
-        return record.as_dict()
-
-    @app.get("/requests")
-    async def request_records(request: Request, key: str | None = None) -> dict[str, Any]:
-        records = server.requests.newest(_owner(request, key), MAX_LISTED)
-        return {"object": "list", "data": [record.as_dict() for record in records]}
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": quire.__version__}
-
-    @app.get("/metrics", response_model=None)
-    async def metrics(request: Request) -> Response:
-        caller = caller_of(request)
-        by_key = server.requests.usage(None if caller.is_admin else caller.name)
-        text = generate_latest(server.exposed) + generate_latest(by_key)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _owner(request: Request, key: str | None) -> str | None:
