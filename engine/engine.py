@@ -31,7 +31,8 @@ from engine.models.families import read_spec
 from engine.models.files import Progress, silent
 from engine.models.hub import resolve_model, short_name
 from engine.models.spec import ModelSpec
-from engine.processing.input_processor import load_tokenizer, vocabulary_of
+from engine.processing.grammars import vocabulary_of
+from engine.processing.input_processor import load_tokenizer
 from engine.setup.drafter import with_drafter
 from engine.setup.options import device_of, drafts_of, quantization_in_memory, runner_options
 from engine.setup.speculative import SpeculativeConfig

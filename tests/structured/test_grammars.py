@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.processing.input_processor import vocabulary_of
+from engine.processing.grammars import vocabulary_of
 from engine.structured.compile_threads import make_executor
 from engine.structured.grammar import (
     Compiler,

@@ -21,7 +21,8 @@ from engine.core.params.sampling import SamplingParams
 from engine.errors import EngineAsleepError, EngineDeadError, EngineError
 from engine.models.pooling_config import Prompts
 from engine.processing.adapters import find_adapter
-from engine.processing.input_processor import InputProcessor, vocabulary_of
+from engine.processing.grammars import vocabulary_of
+from engine.processing.input_processor import InputProcessor
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
 from engine.replicas.in_flight import InFlight
