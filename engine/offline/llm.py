@@ -25,19 +25,15 @@ from engine.errors import ConfigError
 from engine.flags import nearest, settings_of
 from engine.offline.images import load_all, take_images
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
-from engine.processing.adapters import LoRARequest, find_adapter
-from engine.processing.beam_search import Beam, BeamSearch, BeamSearchParams
+from engine.offline.results import beam_sequence, embedding_output, request_output
+from engine.processing.adapters import LoRARequests, adapters_of
+from engine.processing.beam_search import BeamSearch, BeamSearchParams
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import (
     BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
-    Logprob,
     OutputCollector,
     RequestOutput,
-    logprobs_by_id,
     with_samples,
 )
 from engine.processing.prompts import Prompt, as_list, read_prompt
@@ -47,7 +43,6 @@ from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.utils.progress import TerminalProgress
 
 Messages: TypeAlias = list[dict[str, Any]]
-LoRARequests: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 _log = logging.getLogger(__name__)
 
 
@@ -205,21 +200,11 @@ class LLM:
         )
         prefix = own.prompts.prefix(prompt_name)
         several = [prefix + each if isinstance(each, str) else each for each in as_list(prompts)]
-        adapters = self._adapters(lora_request, len(several))
+        adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
         jobs = self._jobs(several, [UNSAMPLED] * len(several), True, priority, params, adapters)
         self._runner.run(jobs, use_tqdm, "Embedding")
         check_all(jobs)
-        return [
-            EmbeddingRequestOutput(
-                job.request_id,
-                EmbeddingOutput.read(job.answers[0].embedding),
-                job.token_ids,
-                True,
-                job.text,
-                job.answers[0].num_cached_tokens,
-            )
-            for job in jobs
-        ]
+        return [embedding_output(job) for job in jobs]
 
     def beam_search(
         self,
@@ -237,7 +222,7 @@ class LLM:
         several = as_list(prompts)
         if any(isinstance(each, Mapping) and each.get("multi_modal_data") for each in several):
             raise ValueError("beam_search takes no images: use a server's API for that")
-        adapters = self._adapters(lora_request, len(several))
+        adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
         jobs = self._jobs(several, [first] * len(several), True, None, None, adapters)
         ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
         searches = []
@@ -260,7 +245,7 @@ class LLM:
                 searches[index].advance(list(itertools.islice(found, len(searches[index].beams))))
         tokenizer = self._input_processor.tokenizer
         return [
-            BeamSearchOutput([_sequence(job.token_ids, beam, params, tokenizer) for beam in search.best()])
+            BeamSearchOutput([beam_sequence(job.token_ids, beam, params, tokenizer) for beam in search.best()])
             for job, search in zip(jobs, searches, strict=True)
         ]
 
@@ -309,10 +294,11 @@ class LLM:
         )
         if len(each) != len(several):
             raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
-        adapters = self._adapters(lora_request, len(several))
+        adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
         jobs = self._jobs(several, each, add_special_tokens, priority, None, adapters)
         self._runner.run(jobs, use_tqdm, "Generating")
-        return [self._result(job) for job in jobs]
+        has_metrics, tokenizer = not self.config.disable_log_stats, self._input_processor.tokenizer
+        return [request_output(job, tokenizer, has_metrics) for job in jobs]
 
     def _jobs(
         self,
@@ -334,16 +320,6 @@ class LLM:
             except (ValueError, TokenizerError) as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         return jobs
-
-    def _adapters(self, given: LoRARequests, count: int) -> list[Adapter | None]:
-        """Return the adapter of each of `count` prompts. Raises `ValueError`, or `ModelError` for unusable folders."""
-        each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
-        if len(each) != count:
-            raise ValueError(f"lora_request must be one, or one for each prompt ({count}), got {len(each)}")
-        if any(each) and not self.config.enable_lora:
-            raise ValueError("lora_request needs LLM(…, enable_lora=True)")
-        found = {one: find_adapter(one.lora_name, one.lora_path) for one in dict.fromkeys(each) if one is not None}
-        return [None if one is None else found[one] for one in each]
 
     def _job(
         self,
@@ -378,53 +354,3 @@ class LLM:
             collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
             answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
         return Job(request_id, text, token_ids, answers)
-
-    def _logprobs(self, answer: Answer) -> list[dict[int, Logprob]] | None:
-        if answer.logprobs is None:
-            return None
-        ranked = not answer.request.sampling.logprob_token_ids
-        return logprobs_by_id(answer.token_ids, answer.logprobs, self._input_processor.tokenizer, ranked)
-
-    def _result(self, job: Job) -> RequestOutput:
-        outputs = [
-            CompletionOutput(
-                index,
-                "".join(answer.text),
-                answer.token_ids,
-                sum(found.logprob for found in answer.logprobs) if answer.logprobs is not None else None,
-                self._logprobs(answer),
-                answer.finish_reason,
-                answer.stop_reason,
-                answer.error,
-            )
-            for index, answer in enumerate(job.answers)
-        ]
-        first = job.answers[0]
-        scores: list[dict[int, Logprob] | None] | None = None
-        if first.prompt_logprobs is not None:
-            scores = [None, *logprobs_by_id(job.token_ids[1:], first.prompt_logprobs, self._input_processor.tokenizer)]
-        return RequestOutput(
-            job.request_id,
-            job.text,
-            job.token_ids,
-            outputs,
-            True,
-            None if self.config.disable_log_stats else first.collector.metrics,
-            first.num_cached_tokens,
-            scores,
-        )
-
-
-def _sequence(
-    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
-) -> BeamSearchSequence:
-    ended = beam.finish_reason == "stop"
-    shown = beam.token_ids[:-1] if ended and not params.include_stop_str_in_output else beam.token_ids
-    return BeamSearchSequence(
-        prompt + shown,
-        beam.cumulative_logprob,
-        tokenizer.decode(prompt + shown) if tokenizer is not None else None,
-        logprobs_by_id(beam.token_ids, beam.logprobs, tokenizer),
-        beam.finish_reason,
-        beam.token_ids[-1] if ended else None,
-    )

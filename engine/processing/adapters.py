@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from engine.core.engine_request import Adapter
 from engine.models.lora import adapter_version, read_adapter_config
@@ -23,6 +25,9 @@ class LoRARequest:
     lora_path: str
 
 
+LoRARequests: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+
+
 def find_adapter(name: str, path: str) -> Adapter:
     """Return the adapter in a folder, or of the Hub, as it is now. Raises `ModelError` if its files are missing or of
     another kind.
@@ -37,3 +42,14 @@ def find_adapter(name: str, path: str) -> Adapter:
     version = adapter_version(folder)
     read_adapter_config(folder)
     return Adapter(name, str(folder.resolve()), version)
+
+
+def adapters_of(given: LoRARequests, count: int, enabled: bool) -> list[Adapter | None]:
+    """Return the adapter of each of `count` prompts. Raises `ValueError`, or `ModelError` for unusable folders."""
+    each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+    if len(each) != count:
+        raise ValueError(f"lora_request must be one, or one for each prompt ({count}), got {len(each)}")
+    if any(each) and not enabled:
+        raise ValueError("lora_request needs LLM(…, enable_lora=True)")
+    found = {one: find_adapter(one.lora_name, one.lora_path) for one in dict.fromkeys(each) if one is not None}
+    return [None if one is None else found[one] for one in each]
