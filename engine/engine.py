@@ -127,12 +127,13 @@ class Engine:
         weights = f" · {spec.quantization.method} weights" if spec.quantization else ""
         own = "" if runner.max_model_len == spec.context_length else f", of the model's own {spec.context_length:,}"
         states = f" · {runner.num_states:,} states" if runner.num_states else ""
+        reads = "" if spec.vision is None else " · reads text and images"
         return (
             f"Quire {__version__} · {self._name} · {str(options.dtype).removeprefix('torch.')}{weights} · "
             f"{runner.device_name} · attention by {runner.attention_backend}\n"
             f"  KV cache {num_tokens:,} tokens ({runner.num_blocks:,} blocks{states}, {size:.1f} {unit}{quantised}): "
             f"{runner.cache_bound}\n"
-            f"  context {runner.max_model_len:,}{own} · up to {options.max_num_seqs:,} requests at once"
+            f"  context {runner.max_model_len:,}{own} · up to {options.max_num_seqs:,} requests at once{reads}"
         )
 
     def add_request(self, engine_request: EngineRequest) -> None:

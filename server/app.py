@@ -116,7 +116,10 @@ def create_app(
 
     app = FastAPI(title="Quire", version=quire.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictJSONRoute
-    max_body_bytes = settings.max_body_bytes or default_body_bytes(engine.model.max_model_len)
+    reads_images = engine.model.images is not None
+    max_body_bytes = settings.max_body_bytes or default_body_bytes(
+        engine.model.max_model_len, reads_images=reads_images
+    )
     app.state.server = server
     app.state.bodies = Bodies(max_body_bytes, settings.body_timeout, workers, strict=settings.strict)
     _add_middleware(app, settings, server_metrics, traces, server.rate_limits)

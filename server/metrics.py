@@ -265,6 +265,22 @@ class AdapterCollector(Collector):
         yield info
 
 
+class ImageCollector(Collector):
+    """Collects what became of the images of requests. An API process serves all replicas."""
+
+    def __init__(self, model_name: str, counts: Callable[[], tuple[int, int]]) -> None:
+        """`counts`: images of requests, and those among them that had been decoded for another one."""
+        self._model_name, self._counts = model_name, counts
+
+    def collect(self) -> Iterator[Metric]:
+        helps = "Images of requests", "Images that had been decoded for another request"
+        names = "vllm:mm_cache_queries", "vllm:mm_cache_hits"
+        for name, help, count in zip(names, helps, self._counts(), strict=True):
+            metric = CounterMetricFamily(name, help, labels=_LABELS)
+            metric.add_metric((self._model_name, "0"), count)
+            yield metric
+
+
 class RequestHistogram(Collector):
     """A histogram for events of each request or token, several times as fast as the library's. Not thread-safe."""
 

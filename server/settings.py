@@ -169,7 +169,8 @@ class ServerConfig:
     )
     max_body_bytes: int | None = flag(
         None,
-        "maximum size of a request body in bytes (default: 4 MiB, plus 32 bytes for each token of the context)",
+        "maximum size of a request body in bytes (default: 4 MiB, plus 32 bytes for each token of the context, plus "
+        "32 MiB for a model that reads images)",
         at_least=1,
         size=True,
     )

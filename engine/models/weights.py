@@ -99,9 +99,9 @@ def bytes_of_parts(model: Decoder) -> dict[str, int]:
     """Return the bytes of the loaded weights by part.
 
     Parts: embedding, tables (a step reads only its tokens' rows of these), attention, mlp, experts, norms, head (0 if
-    tied to the embedding).
+    tied to the embedding), vision (the encoder of images).
     """
-    found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head"), 0)
+    found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head", "vision"), 0)
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             found[_part_of(name, module)] += _own_bytes(module)
@@ -125,6 +125,8 @@ def _own_bytes(module: CheckpointModule) -> int:
 
 
 def _part_of(name: str, module: CheckpointModule) -> str:
+    if name.startswith("vision."):
+        return "vision"
     if isinstance(module, Norm):
         return "norms"
     if isinstance(module, Matrix) and not isinstance(module, Linear):

@@ -34,6 +34,7 @@ from engine.worker.attention.latent import MOST_POSITIONS, can_expand, expanded_
 from engine.worker.block_store.host_blocks import staging_bytes
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CpuDevice, CudaDevice, Memory
+from engine.worker.images import image_bytes
 from engine.worker.kv_cache import (
     KVCacheLayout,
     KVCacheTooSmallError,
@@ -155,7 +156,8 @@ class Plan:
         """The number of parameters active for each token."""
         tied, experts = self.spec.tie_word_embeddings, self.parameters["experts"]
         embedding = self.parameters["tables"] + (0 if tied else self.parameters["embedding"])
-        return self.num_parameters - embedding - experts + round(experts * self._used_experts(1))
+        other = embedding + self.parameters["vision"]
+        return self.num_parameters - other - experts + round(experts * self._used_experts(1))
 
     @property
     def weight_bytes(self) -> int:
@@ -203,7 +205,11 @@ class Plan:
     def bytes_read(self, num_requests: int, context: int) -> float:
         """Return the bytes that a GPU reads in a decode step of such requests."""
         idle = self.weights["experts"] * (1 - self._used_experts(num_requests))
-        idle += self.weights["tables"] + (0 if self.spec.tie_word_embeddings else self.weights["embedding"])
+        idle += (
+            self.weights["tables"]
+            + self.weights["vision"]
+            + (0 if self.spec.tie_word_embeddings else self.weights["embedding"])
+        )
         of_request = self.kv_bytes(context) + self.layout.state_bytes
         return self.weight_bytes - idle + of_request * num_requests
 
@@ -241,6 +247,9 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
     buffers = _buffer_bytes(own, options, len(layout.groups))
     activations = _activation_bytes(own, layout, options)
+    if spec.vision is not None:
+        kept, encoding = image_bytes(spec.vision, spec.hidden_size, options.dtype.itemsize)
+        activations = max(activations, encoding) + kept
     if _compresses(own, options):
         num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
         activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's

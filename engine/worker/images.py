@@ -171,6 +171,13 @@ def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
         yield group
 
 
+def image_bytes(vision: VisionSpec, hidden_size: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the encoded images that are kept, and an estimate of those that encoding needs."""
+    kept = CACHED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
+    widest = vision.hidden_size * 5 + max(vision.hidden_size * 2, vision.intermediate_size * 2)
+    return kept, CACHED_TOKENS * vision.merge_size**2 * widest * itemsize
+
+
 def own_rows(vision: VisionSpec | None, max_tokens: int) -> int:
     """Return how many rows of the RoPE tables steps of `max_tokens` tokens write."""
     return 0 if vision is None else max_tokens

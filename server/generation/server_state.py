@@ -18,7 +18,7 @@ from server.generation.model import Model
 from server.generation.queue import RequestQueue
 from server.generation.rate_limits import RateLimits
 from server.generation.siblings import ListedModel, MergedRegistry, Siblings
-from server.metrics import AdapterCollector, Metrics
+from server.metrics import AdapterCollector, ImageCollector, Metrics
 from server.observability.readiness import Readiness
 from server.observability.recorder import TrafficRecorder
 from server.observability.requests import RequestLog
@@ -58,6 +58,9 @@ class ServerState:
         )
         if self.engine.max_loras:
             metrics.registry.register(AdapterCollector(self.engine.max_loras, self.adapters_in_use))
+        images = self.engine.model.images
+        counts = (lambda: (0, 0)) if images is None else lambda: (images.num_loads, images.num_hits)
+        metrics.registry.register(ImageCollector(model.names[0], counts))
         self.recorder: TrafficRecorder | None = None
         if settings.record_trace is not None:
             self.recorder = TrafficRecorder(Path(settings.record_trace).expanduser(), self.engine.block_size)

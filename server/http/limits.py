@@ -11,9 +11,11 @@ _SMALL_NUM_VALUES = 200
 _PART_BYTES = 16 << 10  # of a body, processed without a pause for other threads
 
 
-def default_body_bytes(max_model_len: int) -> int:
-    """Return the default limit of a body: a prompt that fills the context in any encoding fits, or many short ones."""
-    return (4 << 20) + 32 * max_model_len
+def default_body_bytes(max_model_len: int, *, reads_images: bool = False) -> int:
+    """Return the default limit of a body: a prompt that fills the context in any encoding fits, or many short ones, or
+    some photographs.
+    """
+    return (4 << 20) + 32 * max_model_len + (32 << 20 if reads_images else 0)
 
 
 def is_small(body: bytes) -> bool:

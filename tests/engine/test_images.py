@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine import LLM
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.worker.images import token_positions
-from tests.support.image_models import FAMILIES, MERGE, NUM_TOKENS, SIDE, Case, image, make_case
+from tests.support.fake_engine import make_tokenizer
+from tests.support.image_models import FAMILIES, IMAGE, MERGE, NUM_TOKENS, SIDE, Case, generated, image, make_case
+from tests.support.images import PLACEHOLDER, TEMPLATE, data_url, picture, saved
 
 pytest.importorskip("transformers")
 
@@ -89,3 +93,70 @@ def test_positions_of_an_image() -> None:
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
     assert token_positions(images, MERGE, 4, 9).tolist() == [[2, 2, 2, 2, 5], [2, 3, 3, 3, 5], [4, 2, 3, 4, 5]]
+
+
+def test_llm_reads_pictures(case: Case, tmp_path: Path) -> None:
+    """Pictures of odd sizes through `LLM`: pixels and tokens equal those of transformers."""
+    if "Qwen3VL" not in case.folder.name:
+        pytest.skip("one family is enough: the others differ below")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    special = [f"<{i}>" for i in range(259, IMAGE)] + ["<|image_pad|>", "<291>", "<|vision_start|>", "<|vision_end|>"]
+    tokenizer = make_tokenizer(TEMPLATE, special)
+    tokenizer._backend.save(str(case.folder / "tokenizer.json"))
+    (case.folder / "chat_template.jinja").write_text(TEMPLATE)
+    pictures = [picture(37, 22), picture(9, 30)]
+    pictures[1].save(tmp_path / "a.png")
+    oracle = Qwen2VLImageProcessorPil(
+        patch_size=SIDE, merge_size=MERGE, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        size={"shortest_edge": 64, "longest_edge": 4096},
+    )  # fmt: skip
+    shown: list[tuple[np.ndarray, tuple[int, int]]] = []
+    for each in pictures:
+        found = oracle(each)
+        frames = np.asarray(found["pixel_values"]).reshape(-1, 3, 2, SIDE, SIDE)[:, :, 0]
+        _, rows, columns = map(int, found["image_grid_thw"][0])
+        shown.append((((frames * 0.5 + 0.5) * 255).round().astype(np.uint8), (rows, columns)))
+
+    def parts(first: Any, second: Any) -> list[dict[str, Any]]:
+        content = [{"type": "text", "text": "A"}, first, {"type": "text", "text": "B"}, second]
+        return [{"role": "user", "content": content}]
+
+    llm = LLM(
+        str(case.folder), dtype="float32", device="cpu", max_model_len=256, num_gpu_blocks_override=96,
+        limit_mm_per_prompt={"image": 2},
+    )  # fmt: skip
+    assert "reads text and images" in llm._engine.summary()
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    by_url = {"type": "image_url", "image_url": {"url": data_url(saved(pictures[0]))}}
+    by_path = {"type": "image", "image": str(tmp_path / "a.png")}
+    [answer] = llm.chat(parts(by_url, by_path), sampling, use_tqdm=False)
+    assert answer.prompt_token_ids.count(IMAGE) == sum(len(pixels) // MERGE**2 for pixels, _ in shown)
+    assert answer.outputs[0].token_ids == generated(case.model, answer.prompt_token_ids, shown)[:8]
+    text = "<|im_start|>user\nA" + PLACEHOLDER + "B" + PLACEHOLDER + "<|im_end|>\n<|im_start|>assistant\n"
+    given: Any = {"prompt": text, "multi_modal_data": {"image": pictures}}
+    [same] = llm.generate(given, sampling, use_tqdm=False)
+    assert same.outputs[0].token_ids == answer.outputs[0].token_ids
+    assert same.num_cached_tokens
+    assert same.num_cached_tokens > len(shown[0][0]) // MERGE**2, "the same images, the same prefix"
+    for wrong, reason in (
+        ({"prompt": text, "multi_modal_data": {"image": pictures[0]}}, "2 placeholders for 1 images"),
+        ({"prompt": text, "multi_modal_data": {"image": pictures * 2}}, "at most 2"),
+        ({"prompt": text, "multi_modal_data": {"image": [pictures[0], 5]}}, "image 2: it must be a Pillow image"),
+        ({"prompt": text, "multi_modal_data": {"video": []}}, "multi_modal_data"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            llm.generate(wrong, sampling, use_tqdm=False)
+    llm.close()
+
+
+def test_only_the_text_model_is_loaded_where_that_is_asked_for(case: Case) -> None:
+    for settings in ({"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}):
+        config = EngineConfig(
+            model=str(case.folder), dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
+            num_gpu_blocks_override=8, **settings,
+        )  # fmt: skip
+        engine = Engine(config)
+        assert engine.spec.vision is None
+        assert not any("vision" in name for name, _ in engine.runner.model.named_parameters())  # type: ignore[attr-defined]
+        engine.close()

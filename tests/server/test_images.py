@@ -13,15 +13,9 @@ from engine.core.engine_request import EngineRequest
 from engine.vision import loader as loading
 from engine.vision.decode import decode
 from tests.support.fake_engine import FakeEngine, make_tokenizer
-from tests.support.images import data_url, in_base64, loader, picture, saved
+from tests.support.images import TEMPLATE, data_url, in_base64, loader, picture, saved
 from tests.support.live_server import Live, run_server
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PLAIN = TEMPLATE.partition("{% if m.content is string %}")[0] + "{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 START, PAD, END = 259, 260, 261

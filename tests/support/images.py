@@ -14,6 +14,14 @@ from engine.vision.loader import ImageLoader
 from engine.vision.processors import ImageProcessor
 from engine.vision.sources import Media
 
+PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
     """A smooth picture with noise, so that resizing has both to keep."""
