@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hybrid_shapes import HYBRID_SHAPES
 from engine.errors import ConfigError
 from engine.flags import nearest
 
@@ -263,6 +264,7 @@ def _q4_k_m(layers: int) -> dict[str, Any]:
     return {"quant_method": "gguf", "types": names}
 
 
+SHAPES |= HYBRID_SHAPES
 SHAPES |= {
     f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
     for name, quantization in {

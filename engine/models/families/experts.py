@@ -50,7 +50,7 @@ def experts(
     num_experts = integer(config, name, maximum=MAX_EXPERTS // num_layers(config))
     num_chosen = integer(config, "num_experts_per_tok", maximum=num_experts)
     router = RouterSpec(num_chosen=num_chosen, scoring=scoring, renormalise=renormalise)
-    dense(config, activations=activations)  # checks the activation
+    dense(config | {"intermediate_size": 1}, activations=activations)  # checks the activation
     return MoESpec(num_experts=num_experts, intermediate_size=integer(config, size), router=router)
 
 
