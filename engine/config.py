@@ -101,9 +101,9 @@ class EngineConfig:
     enable_prefix_caching: bool = flag(True, "reuse the KV cache for prompts with a common prefix")
     prefix_cache_file: str | None = flag(
         None,
-        "file in which the prefix cache is saved when the engine is idle or stops; with several ranks, FILE.rank0, "
-        "FILE.rank1 "
-        "and so on; prompts can be reconstructed from it",
+        "file below the KV cache: its blocks are saved there, and read when a prompt comes again, also after a "
+        "restart; with several ranks, FILE.rank0, FILE.rank1 and so on, saved when idle and read at the start; prompts "
+        "can be reconstructed from it",
         metavar="FILE",
     )
     prefix_cache_file_size: int = flag(

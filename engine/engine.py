@@ -95,7 +95,9 @@ class Engine:
         self._runner = EngineRunner(builder, spec, options)
         grammars = GrammarManager[Request](Compiler(partial(_load_vocabulary, config, folder, spec)))
         self.scheduler = _new_scheduler(config, spec, options, self.runner, grammars)
-        self._tiered = TieredCache(self.scheduler, lambda: self.runner)
+        self._tiered = TieredCache(
+            self.scheduler, lambda: self.runner, lambda: self._store, has_host=options.host_cache_bytes > 0
+        )
         self.in_flight = UnreadSteps(options.num_stages)
         self.expert_tokens = ExpertTokens()
         self._recovery = Recovery(self.scheduler, lambda: self.runner.reset())
@@ -181,6 +183,7 @@ class Engine:
         on_device(self._tiered.before_step)
         scheduled = self.scheduler.schedule()
         launched = self._launch(scheduled)
+        self._tiered.after_launch()
         oldest = self.in_flight.take_oldest(launched)
         result = on_device(oldest.read) if oldest is not None else None
         outputs.outputs += self._take_late()
@@ -237,6 +240,7 @@ class Engine:
     def idle(self) -> bool:
         """Do some background work while there is no request. Returns whether there is more to do."""
         self._guided.grammars.idle()
+        self._tiered.before_step()
         return self._store is not None and self._store.idle()
 
     def stats(self) -> SchedulerStats:
@@ -340,7 +344,7 @@ def _new_scheduler(
         runner.cache_groups,
         num_batches=options.num_stages,
         drafts=_draft_policy(drafts, options, grammars, runner) if drafts is not None else None,
-        has_host_tier=options.host_cache_bytes > 0,
+        has_tiers=options.host_cache_bytes > 0 or (config.prefix_cache_file is not None and config.num_ranks == 1),
         whole_prompts=options.whole_prompts,
     )
 
@@ -350,7 +354,7 @@ def _opened_store(
 ) -> PrefixCacheStore | None:
     if config.prefix_cache_file is None:
         return None
-    return open_store(config, folder, options, runner.open_block_file, scheduler.blocks.pools.pools[0])
+    return open_store(config, folder, options, runner.open_block_file, scheduler.blocks)
 
 
 def _log_corrupted(outputs: StepOutputs) -> None:

@@ -362,6 +362,7 @@ _GAUGES: Sequence[_Row] = [
     ("num_requests_waiting", "Requests that wait for the engine", lambda stats: stats.num_waiting + stats.num_deferred),
     ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1", lambda stats: stats.kv_cache_usage),
     ("host_cache_usage_perc", "Fraction of the host memory for evicted blocks in use", lambda stats: stats.host_usage),
+    ("prefix_cache_file_blocks", "Blocks in the prefix cache's file", lambda stats: stats.num_file_blocks),
     ("state_usage_perc", "Fraction of recurrent layers' states in use, from 0 to 1", lambda stats: stats.state_usage),
 ]
 _COUNTERS: Sequence[_Row] = [
@@ -370,10 +371,15 @@ _COUNTERS: Sequence[_Row] = [
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda stats: stats.prefix_hits),
     (
         "external_prefix_cache_queries",
-        "Prompt tokens looked up in host memory, as they were not in the KV cache",
+        "Prompt tokens looked up in host memory and file, as they were not in the KV cache",
         lambda stats: stats.external_queries,
     ),
-    ("external_prefix_cache_hits", "Prompt tokens found in host memory", lambda stats: stats.external_hits),
+    ("external_prefix_cache_hits", "Prompt tokens found in host memory or file", lambda stats: stats.external_hits),
+    (
+        "prefix_cache_damaged_blocks",
+        "Blocks that the prefix cache's file had lost or damaged",
+        lambda stats: stats.num_damaged_blocks,
+    ),
     ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens),
     ("spec_decode_num_drafts", "Times that a request had drafts in a step", lambda stats: stats.num_drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.num_draft_tokens),

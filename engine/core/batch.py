@@ -230,10 +230,12 @@ class SchedulerStats:
     num_corrupted: int = 0  # requests that ended because the model computed NaN or infinity
     num_states: int = 0  # blocks of states of recurrent layers
     num_free_states: int = 0  # free or evictable
-    external_queries: int = 0  # prompt tokens that were looked up in host memory, as they were not on the device
+    external_queries: int = 0  # prompt tokens looked up in host memory and the file, as they were not on the device
     external_hits: int = 0  # prompt tokens found there
     num_host_blocks: int = 0  # slots for blocks in host memory
     num_used_host_blocks: int = 0  # slots with blocks
+    num_file_blocks: int = 0  # blocks in the prefix cache's file, if it is read while requests run
+    num_damaged_blocks: int = 0  # blocks that were to be read from it, and were damaged
     num_drafts: int = 0  # times that a request had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of these

@@ -134,18 +134,18 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         num_batches: int = 1,
         drafts: DraftPolicy | None = None,
-        has_host_tier: bool = False,
+        has_tiers: bool = False,
         whole_prompts: bool = False,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `num_batches`: number of overlapping steps, one for each pipeline
         stage. With more than one, a request whose newest token is in flight is in no other step, so each step takes a
-        fraction of the running requests. `drafts`: None: there are none. `has_host_tier`: see `HostTier`.
+        fraction of the running requests. `drafts`: None: there are none. `has_tiers`: see `HostTier`.
         `whole_prompts`: a step computes a prompt whole or not at all.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1
         self.max_num_seqs = max_num_seqs
         self.blocks = BlockManager(
-            num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens, has_host_tier
+            num_blocks, block_size, enable_prefix_caching, groups, max_num_batched_tokens, has_tiers
         )
         arrivals, deadlines = Arrivals(clock), Deadlines(clock)
         self.queues = RequestQueues(max_num_batched_tokens // 2, arrivals)
@@ -405,6 +405,8 @@ class Scheduler:
             "external_hits": tier.hits,
             "num_host_blocks": tier.num_slots,
             "num_used_host_blocks": tier.num_used,
+            "num_file_blocks": 0 if tier.saved is None else len(tier.saved),
+            "num_damaged_blocks": tier.num_damaged,
         }
 
     def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
@@ -418,7 +420,8 @@ class Scheduler:
         wanted = request.num_tokens - start
         granted = min(wanted, budget)
         end = start + granted
-        num_drafts = self._add_drafts(request, end, budget - 1, plan) if request.request_id in plan.chosen else 0
+        is_chosen = wanted == 1 and request.request_id in plan.chosen  # it may have given way since, and start again
+        num_drafts = self._add_drafts(request, end, budget - 1, plan) if is_chosen else 0
         end += num_drafts
         if plan.num_proposals:
             self._grow_ahead(request, end, plan)

@@ -1,17 +1,20 @@
-"""The tier of the prefix cache in host memory: which evicted blocks it keeps, and which it brings back. Names only."""
+"""The tiers of the prefix cache below the device: which evicted blocks host memory keeps, which ones a file has, and
+which come back. Names only.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from engine.core.batch import BlockLoad, BlockMoves
-from engine.core.host_load import NOTHING_TO_LOAD, HostLoad
+from engine.core.host_load import NOTHING_TO_LOAD, FileLoad, HostLoad
 from engine.core.kv.block_pool import Name
 from engine.core.kv.block_pools import BlockPools, held_ids
+from engine.core.kv.saved_blocks import SavedBlocks
 
-IN_HOST = -2  # block table entry of a block that is not on the device, but in host memory
+IN_HOST = -2  # block table entry of a block that is not on the device, but in host memory or in the file
 MIN_LOADED_TOKENS = 256  # fewer are computed in less time than it takes to wait for them
 MAX_LOADS = 4  # at a time
 
@@ -66,6 +69,10 @@ class HostSlots:
             if self._slots.get(name) != slot:  # forgotten meanwhile
                 self._free.append(slot)
 
+    def slot(self, name: Name) -> int | None:
+        """Return the slot of a block; None: it has none."""
+        return self._slots.get(name)
+
     def forget(self, name: Name) -> None:
         slot = self._slots.pop(name, None)
         if slot is not None and slot not in self._pins:
@@ -94,6 +101,9 @@ class HostTier:
     A block stays in its slot when it is loaded: evicted again, it need not be copied. The worker copies between steps,
     see `BlockMoves`. A load takes blocks and holds them, with those of the prefix that are on the device, until it has
     arrived. Then they are published. The request waits in the queue meanwhile, and others run.
+
+    Below it may be a file, see `PrefixCacheStore`, with blocks of the first pool. It may have no slots then. What is
+    loaded from the file goes straight to the device.
     """
 
     def __init__(self, pools: BlockPools) -> None:
@@ -104,6 +114,12 @@ class HostTier:
         self._loading: dict[Name, HostLoad] = {}  # blocks to publish once they have arrived
         self._num_begun = 0
         self._moves = BlockMoves([], [], [])
+        self.saved: SavedBlocks | None = None  # what the file has; None: there is no file
+        self._file_loads: list[FileLoad] = []  # not begun
+        self._copying: set[int] = set()  # loads that still copy from host memory
+        self._saving: list[tuple[Name, int]] = []  # blocks that are written to the file from their slots
+        self.on_keep: Callable[[Name], None] | None = None  # called with each block of the first pool that gets a slot
+        self.num_damaged = 0  # blocks that the file had lost
         self.queries = self.hits = 0  # prompt tokens: looked up here, since they are not on the device, and found
         for index, pool in enumerate(pools.pools):
             pool.on_evict = partial(self._keep, index)
@@ -125,6 +141,8 @@ class HostTier:
     def _keep(self, pool: int, name: Name, block_id: int) -> None:
         if (slot := self._slots[pool].keep(name)) is not None:
             self._moves.spills.append((pool, block_id, slot))
+            if self.on_keep is not None and not pool:
+                self.on_keep(name)
 
     def take_moves(self) -> BlockMoves | None:
         """Return what to copy before the planned step; None: nothing."""
@@ -136,18 +154,45 @@ class HostTier:
 
     def finder(self, group: int, find: Callable[[bytes], int | None]) -> Callable[[bytes], int | None]:
         """Return a function that finds a group's block as `find` does, or says that it is `IN_HOST`."""
-        slots = self._slots[self._pool_of[group]]
+        pool = self._pool_of[group]
+        slots, saved = self._slots[pool], None if pool else self.saved
 
         def found(block_hash: bytes) -> int | None:
             block_id = find(block_hash)
-            return IN_HOST if block_id is None and (group, block_hash) in slots else block_id
+            if block_id is not None:
+                return block_id
+            name = group, block_hash
+            return IN_HOST if name in slots or (saved is not None and name in saved) else None
 
         return found
+
+    def pin(self, name: Name) -> int | None:
+        """Return the slot of a block of the first pool, which keeps its content until `unpin`; None: it has none."""
+        if self._slots[0].slot(name) is None:
+            return None
+        slot = self._slots[0].pin(name)
+        self._saving.append((name, slot))
+        return slot
+
+    def unpin(self, name: Name, slot: int) -> None:
+        """End `pin`."""
+        self._saving.remove((name, slot))
+        self._slots[0].unpin(slot, name)
+
+    def take_file_loads(self) -> list[FileLoad]:
+        """Return what to read from the file. Its blocks are free for that once the planned step is launched."""
+        loads, self._file_loads = self._file_loads, []
+        return loads
 
     @property
     def has_loads(self) -> bool:
         """True while blocks are on their way to the device."""
         return bool(self._loads)
+
+    @property
+    def copies_from_host(self) -> bool:
+        """True while blocks are on their way from host memory."""
+        return bool(self._copying)
 
     def must_wait(self, names: Iterable[Name]) -> bool:
         """Return whether a load of these blocks must wait: for loads of the same ones, or since there are too many."""
@@ -163,7 +208,7 @@ class HostTier:
             return NOTHING_TO_LOAD
         for group, block_ids in enumerate(held):
             self._pools.of_group[group].hold(block_ids)
-        slots = [self._slots[self._pool_of[name[0]]].pin(name) for name in names]  # before blocks are evicted
+        slots = [self._pinned(name) for name in names]  # before blocks are evicted
         taken = [self._pools.of_group[group].take(count) for group, count in enumerate(counts)]
         rest = [iter(block_ids) for block_ids in taken]
         tables = [[next(rest[g]) if each == IN_HOST else each for each in table] for g, table in enumerate(tables)]
@@ -171,9 +216,27 @@ class HostTier:
         load = HostLoad(self._num_begun, names, slots, [block_id for ids in taken for block_id in ids], tables)
         self._loads[load.number] = load
         self._loading.update(dict.fromkeys(names, load))
-        pools = [self._pool_of[group] for group, _ in names]
-        self._moves.loads.append(BlockLoad(load.number, list(zip(pools, slots, load.block_ids, strict=True))))
+        self._begin_ways(load)
         return load
+
+    def _pinned(self, name: Name) -> int | None:
+        slots = self._slots[self._pool_of[name[0]]]
+        return slots.pin(name) if name in slots else None
+
+    def _begin_ways(self, load: HostLoad) -> None:
+        copies, blocks = list[tuple[int, int, int]](), list[tuple[int, Name, int]]()
+        for name, slot, block_id in zip(load.names, load.slots, load.block_ids, strict=True):
+            if slot is not None:
+                copies.append((self._pool_of[name[0]], slot, block_id))
+            else:
+                assert self.saved is not None
+                blocks.append((self.saved.use(name), name, block_id))
+        if copies:
+            self._moves.loads.append(BlockLoad(load.number, copies))
+            self._copying.add(load.number)
+        if blocks:
+            self._file_loads.append(FileLoad(load.number, blocks))
+        load.num_ways = bool(copies) + bool(blocks)
 
     def record(self, num_queried: int, load: HostLoad, num_found: int) -> None:
         """Count the prompt tokens of a new request that were not on the device, and those that `load` brings."""
@@ -181,24 +244,43 @@ class HostTier:
         self.hits += 0 if load.is_done else num_found
 
     def arrived(self, numbers: Iterable[int]) -> None:
-        """Publish the blocks of these loads: they are on the device."""
+        """Record that what these loads copy from host memory is on the device."""
         for number in numbers:
-            load = self._loads.pop(number, None)
-            if load is None:  # dropped by `clear`
-                continue
-            self._moves.arrived.append(number)
-            for (group, block_hash), block_id in zip(load.names, load.block_ids, strict=True):
-                if self._loading.get((group, block_hash)) is load:
-                    del self._loading[group, block_hash]
-                    self._pools.of_group[group].publish(group, block_hash, block_id)
-            self._end(load)
+            if (load := self._loads.get(number)) is not None:  # else dropped by `clear`
+                self._moves.arrived.append(number)
+                self._copying.discard(number)
+                self._end_way(load)
+
+    def is_loading(self, number: int) -> bool:
+        """Return whether a load goes on: else its blocks are others' by now."""
+        return number in self._loads
+
+    def read(self, number: int, failed: Collection[Name]) -> None:
+        """Record that what a load reads from the file is on the device, but for the blocks that `failed`."""
+        if (load := self._loads.get(number)) is not None:
+            load.failed.update(failed)
+            self._end_way(load)
+
+    def _end_way(self, load: HostLoad) -> None:
+        """Publish the blocks of a load once all of them are on the device."""
+        load.num_ways -= 1
+        if load.num_ways:
+            return
+        del self._loads[load.number]
+        for name, block_id in zip(load.names, load.block_ids, strict=True):
+            if self._loading.get(name) is load:
+                del self._loading[name]
+                if name not in load.failed:
+                    self._pools.of_group[name[0]].publish(*name, block_id)
+        self._end(load)
 
     def _end(self, load: HostLoad) -> None:
         """Release what a load holds, the start of the prefix last."""
         for group, table in enumerate(load.tables):
             self._pools.release(group, reversed(table))
         for name, slot in zip(load.names, load.slots, strict=True):
-            self._slots[self._pool_of[name[0]]].unpin(slot, name)
+            if slot is not None:
+                self._slots[self._pool_of[name[0]]].unpin(slot, name)
         load.is_done = True
 
     def forget(self, group: int, block_hashes: Iterable[bytes]) -> None:
@@ -207,6 +289,8 @@ class HostTier:
         for block_hash in block_hashes:
             slots.forget((group, block_hash))
             self._loading.pop((group, block_hash), None)
+            if self.saved is not None:
+                self.saved.forget((group, block_hash))
 
     def clear(self) -> None:
         """Drop all blocks, and the loads: either there are none, or the worker has dropped them, too."""
@@ -214,6 +298,8 @@ class HostTier:
         for load in self._loads.values():
             self._end(load)
         self._loads.clear()
+        self._file_loads.clear()
+        self._copying.clear()
         for slots in self._slots:
             slots.clear()
         self._moves = BlockMoves([], [], self._moves.arrived)
@@ -225,8 +311,6 @@ class HostTier:
     def check(self) -> None:
         """Assert all invariants."""
         for index, slots in enumerate(self._slots):
-            loads = self._loads.values()
-            slots.check(
-                slot for load in loads for (g, _), slot in zip(load.names, load.slots, strict=True)
-                if self._pool_of[g] == index
-            )  # fmt: skip
+            pairs = [pair for load in self._loads.values() for pair in zip(load.names, load.slots, strict=True)]
+            pins = [slot for (group, _), slot in pairs if slot is not None and self._pool_of[group] == index]
+            slots.check([*pins, *(slot for _, slot in self._saving)] if not index else pins)

@@ -121,7 +121,10 @@ class ModelRunner:
         """Open a file of KV blocks, see `block_file.open_block_file`. `peers`: the other ranks' files, if any."""
         max_blocks = max(options.buffer_bytes // self.kv_layout.block_bytes, 1)
         copier = BlockCopier(self.forward.kv_cache, self.kv_layout, self.device, max_blocks)
-        return open_block_file(options, copier, peers or NoPeers())
+        file = open_block_file(options, copier, peers or NoPeers())
+        if file is not None and self.host is not None:
+            file.use_host(self.host)
+        return file
 
     def close(self) -> None:
         """Release the device's memory."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from string import ascii_letters
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,10 @@ from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.stepping import prefix_cache_store
+from engine.stepping.prefix_cache_store import PrefixCacheStore
 from tests.support.toy import POISON, Launched, ToyRunner, single_answer, single_embedding, states_of
+from tests.support.toy_file import ToyFile
 
 NUM_WORKLOADS = 1400
 NUM_TESTS = 2
@@ -96,6 +100,16 @@ EXPECTED_EVENTS = [
     "states from the host",
     "NaN in blocks in the host",
 ]
+EXPECTED_OF_FILES = [
+    "blocks to the file",
+    "blocks from the file",
+    "blocks that the file has lost",
+    "blocks that the disk had no room for",
+    "NaN in blocks in the file",
+]
+
+
+Left = dict[int, tuple[Name, list[int]]]  # slot in the file → name and content of a block
 
 
 @dataclass
@@ -157,9 +171,13 @@ class _Answer:
 class Workload:
     """A scheduler of random size, and clients that come, wait and leave at random."""
 
-    def __init__(self, seed: int, has_tier: bool = False) -> None:
+    def __init__(
+        self, seed: int, has_tier: bool = False, left: dict[int, tuple[Name, list[int]]] | None = None
+    ) -> None:
+        """`left`: what another workload has left in a file; None: in half of those with a tier, there is a file."""
         self.rng = rng = Random(seed)
         self.seed = seed
+        self.now = 0.0  # the time: a step takes one, and more for each token
         self.block_size = rng.choice([1, 2, 3, 4, 8])
         self.max_model_len = rng.randint(4, 48)
         self.vocab_size = rng.choice([3, 10, 40, 100])
@@ -181,12 +199,13 @@ class Workload:
         self.scheduler = Scheduler(
             num_blocks, self.block_size, max_num_seqs, budget, self.max_model_len, caching, self.groups,
             clock=lambda: self.now, num_batches=self.num_batches, drafts=self._drafts(),
-            has_host_tier=has_tier,
+            has_tiers=has_tier,
         )  # fmt: skip
         self.tier, self.delays = self.scheduler.blocks.tier, Random(seed)
         self.delay = self.delays.choice([0, 0.5, 0.9])  # the part of the steps in which a load does not arrive
         self.most_slots = self.delays.choice([0, 3, 40, 1000])
         self.runner = ToyRunner(num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
+        self.file, self.store = self._file(Random(seed), left)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
@@ -210,7 +229,6 @@ class Workload:
         self.published: dict[Name, int] = {}
         self.last_gone = "a"  # the id of a request that ended, perhaps with a token in flight
         self.in_flight: deque[Launched] = deque()  # the oldest step first
-        self.now = 0.0  # the time: a step takes one, and more for each token
         self.token_time = self.tenants.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
 
@@ -222,6 +240,18 @@ class Workload:
         limits = DraftLimits(limit, rng.choice([1, 4, 100]), max_seqs=rng.choice([2, 100]))
         adaptive, by_model = rng.random() < 0.3, Random(self.seed).choice([0, 0, 1, limit])
         return DraftPolicy(Drafter(self), limits, adaptive, by_model) if limit else None
+
+    def _file(self, rng: Random, left: Left | None) -> tuple[ToyFile | None, PrefixCacheStore | None]:
+        """A file below the tier."""
+        if self.tier is None or (left is None and rng.random() < 0.5):
+            return None, None
+        self.most_slots = rng.choice([0, 0, 2, 20])
+        file: Any = ToyFile(self.runner, rng, rng.choice([3, 1000, 1000]), rng.choice([0, 0.05, 0.3]))
+        pool = self.scheduler.blocks.pools.pools[0]
+        file.slots |= left or {}
+        store = PrefixCacheStore(file, pool, lambda: self.now, self.tier, in_host=self.most_slots > 0)
+        assert not store.load(0)
+        return file, store
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
         def window() -> CacheGroup:
@@ -239,6 +269,7 @@ class Workload:
         with (
             patch.object(deadlines, "MIN_MEASURED", 1),
             patch.object(tiers, "MIN_LOADED_TOKENS", 1),
+            patch.object(prefix_cache_store, "RETRY_SECONDS", 5),
             patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
@@ -297,6 +328,8 @@ class Workload:
         self._observe_states()
         assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
+        if self.store is not None:
+            self.store.begin_reads()
         self.now += 1 + self.token_time * output.batch.total_num_tokens
         for given in scheduler.take_late():
             self._not_begun(given)
@@ -333,6 +366,8 @@ class Workload:
         tier, rng = self.tier, self.delays
         if tier is None:
             return
+        if self.store is not None:
+            self.store.step()
         if rng.random() < 0.2:
             counts = [slots.num_slots for slots in tier._slots]
             tier.resize([min(count + rng.choice([0, 1, 20]), self.most_slots) for count in counts])
@@ -378,6 +413,10 @@ class Workload:
                 self.events["NaN in blocks in the host"] += self.tier is not None and any(
                     (g, block_hash) in slots for slots in self.tier._slots for g in range(2) for block_hash in hashes
                 )
+                self.events["NaN in blocks in the file"] += self.tier is not None and any(
+                    self.tier.saved is not None and (g, block_hash) in self.tier.saved
+                    for g in range(2) for block_hash in hashes
+                )  # fmt: skip
                 self.events["NaN in blocks that others hold"] += any(own & other for other in running.values())
             at += count
         return output, replace(result, token_ids=token_ids, embeddings=embeddings)
@@ -484,6 +523,8 @@ class Workload:
         if self.rng.random() < self.reset_rate:
             idle = not self.scheduler.queues.running and not (self.tier and self.tier.has_loads)
             assert self.scheduler.reset_prefix_cache() == idle
+            if idle and self.store is not None:
+                self.store.clear()
             self.events["cache resets"] += idle
 
     def _add(self, trunk: list[int]) -> None:
@@ -590,6 +631,12 @@ class Workload:
         scheduler.check()
         while self.runner.loads:
             scheduler.arrived([self.runner.arrive(0)])
+        while self.tier is not None and self.tier.has_loads:  # of requests that were aborted
+            assert self.store is not None
+            self.store.begin_reads()
+            self.store.step()
+        if self.file is not None:
+            self.events += self.file.events
         scheduler.check()
         stats = scheduler.stats()
         assert not self.in_flight
@@ -629,3 +676,20 @@ def test_every_answer_is_the_single_request_answer(part: int) -> None:
 def test_every_answer_is_the_single_request_answer_with_a_tier_in_host_memory(part: int) -> None:
     for seed in range(10_000 + part, 11_500, NUM_TESTS):
         run_workload(seed, has_tier=True)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 20))])
+def test_what_a_workload_leaves_in_a_file_is_right_in_the_next_one(part: int) -> None:
+    """The same requests come again, to an empty cache above the file, with other delays and faults."""
+    events: Counter[str] = Counter()
+    for seed in range(part, 1500, 20):
+        try:
+            first = Workload(seed, True, {})
+            first.run()
+            left = {} if first.file is None else first.file.slots
+            events += Workload(seed, True, left).run()
+        except BaseException as error:
+            error.add_note(f"workload seed {seed}")
+            raise
+    missing = [name for name in EXPECTED_OF_FILES if not events[name]] if part == 0 else []
+    assert not missing, f"the workloads do not exercise: {missing}"

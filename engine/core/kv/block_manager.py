@@ -66,10 +66,10 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Sequence[CacheGroup] = (FULL,),
         max_chunk: int = sys.maxsize,
-        has_host_tier: bool = False,
+        has_tiers: bool = False,
     ) -> None:
         """`num_blocks`: of the only pool, or of each. `max_chunk`: maximum number of tokens that a step computes for
-        one request. `has_host_tier`: keep evicted blocks in host memory, see `HostTier`.
+        one request. `has_tiers`: evicted blocks are kept in host memory or a file, see `HostTier`.
         """
         assert block_size >= 1
         assert groups
@@ -78,7 +78,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
         self._history = PrefixHistory(block_size)
-        self.tier = HostTier(self.pools) if has_host_tier and enable_prefix_caching else None
+        self.tier = HostTier(self.pools) if has_tiers and enable_prefix_caching else None
         self._passing = [(index, group) for index, group in enumerate(self.groups) if group.passes]
         self._states = StateBlocks(self.groups, self.pools, block_size, enable_prefix_caching)
         self._state_pools = [self.pools.of_group[g] for g in self._states.groups]

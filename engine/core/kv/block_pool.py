@@ -31,9 +31,9 @@ class BlockPool:
         self.num_releases = 0  # calls of `release`
         self._suspect: set[int] = set()  # held blocks that were unpublished
         self._evicted = RecentHashes(MAX_EVICTED)
-        self.on_evict: Callable[[Name, int], None] | None = (
-            None  # called with each evicted block, not yet written again
-        )
+        # Called with each evicted block, not yet written again; with each one that is published.
+        self.on_evict: Callable[[Name, int], None] | None = None
+        self.on_publish: Callable[[Name, int], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -97,6 +97,8 @@ class BlockPool:
             self._names[block_id] = group, block_hash
             self.num_publications += 1
             self.version += 1
+            if self.on_publish is not None:
+                self.on_publish((group, block_hash), block_id)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Forget the names of these blocks. Held ones are suspect until their last holder releases them."""

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from engine.models.files import fingerprint
 from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_reads import BlockReads, read_entries
 from engine.worker.block_store.cache_file import CacheFile, CacheFileError, Entry, Name
+from engine.worker.block_store.host_blocks import HostBlocks
 from engine.worker.device import Event
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,16 @@ class Found(IntEnum):
     INVALID = 0  # the slot does not hold the block
     UNREAD = 1  # the slot has the block's name; its content was not read
     LOADED = 2  # the content is valid, and is in the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSave:
+    """A block that was written, if it `is_there`."""
+
+    slot: int
+    name: Name
+    is_there: bool
+    host_slot: int | None  # from which it was written; None: from the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,13 @@ class BlockFile:
     def __init__(self, file: CacheFile, copier: BlockCopier, peers: Peers, num_slots: int, max_blocks: int) -> None:
         """Use `open_block_file`. `num_slots`, `max_blocks`: the least of all ranks' files and copiers."""
         self.path, self.num_slots, self.max_blocks = file.path, num_slots, max_blocks
-        self.has_failed = False  # nothing can be saved any more
+        self.block_bytes = copier.block_bytes
+        self.has_failed = False  # nothing can be saved, until `retry`
+        self._has_warned = False  # since something was saved
+        self.reads = BlockReads(file, copier)  # on demand, by a single rank
+        self._host: HostBlocks | None = None
+        self._is_single = isinstance(peers, NoPeers)
+        self._ended: deque[EndedSave] = deque()
         self._file, self._copier, self._peers = file, copier, peers
         self._io = ThreadPoolExecutor(1, "prefix cache file")
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
@@ -117,19 +135,11 @@ class BlockFile:
                 if time.monotonic() > deadline:
                     break
                 part = [index for index in range(start, min(start + size, num_loadable)) if found[index]]
-                buffer = self._buffers.get()
-                pending.append((part, threads.submit(self._read, [entries[index] for index in part], buffer), buffer))
+                buffer, wanted = self._buffers.get(), [entries[index] for index in part]
+                pending.append((part, threads.submit(read_entries, self._file, wanted, buffer), buffer))
             while pending:
                 take()
         return self._peers.agree(found)
-
-    def _read(self, entries: Sequence[Entry | None], buffer: Tensor) -> list[bool]:
-        """Fill the buffer's first rows with the valid entries. Return which entries are valid."""
-        rows, row, valid = buffer.numpy(), 0, []
-        for entry in entries:
-            valid.append(entry is not None and self._file.read(entry, rows[row]))
-            row += valid[-1]
-        return valid
 
     def can_save(self, wait: float = 0) -> bool:
         """Wait for a free buffer, which `save` needs, for at most `wait` seconds. Return whether there is one."""
@@ -144,24 +154,72 @@ class BlockFile:
         self._peers.tell("save", blocks)
         buffer = self._buffers.get()
         event = self._copier.read([block_id for block_id, *_ in blocks], buffer)
-        self._io.submit(self._write, blocks, buffer, event)
+        self._io.submit(self._write_buffer, blocks, buffer, event)
 
-    def _write(self, blocks: Sequence[tuple[int, int, Name, int]], buffer: Tensor, event: Event) -> None:
+    def use_host(self, host: HostBlocks) -> None:
+        """Let `save_from_host` read this memory. For a single rank."""
+        self._host = host
+
+    def save_from_host(self, blocks: Sequence[tuple[int, int, Name, int]]) -> None:
+        """Write blocks from their slots in host memory, given slot there, slot, name and heat of each. Their content
+        must not change until `ended_saves` has them.
+        """
+        assert self._host is not None
+        rows = self._host.rows(0, [slot for slot, *_ in blocks])
+        self._io.submit(self._write, blocks, rows, self._host.last_spill, True)
+
+    def _write_buffer(self, blocks: Sequence[tuple[int, int, Name, int]], buffer: Tensor, event: Event) -> None:
         try:
-            event.synchronize()
-            for row, (_, slot, name, heat) in enumerate(blocks):
-                if not self.has_failed:
-                    self._file.write(slot, name, heat, buffer[row].numpy())
-        except OSError as error:
-            self._fail(error)
+            self._write(blocks, list(buffer), event)
         finally:
             self._agree()
             self._buffers.put(buffer)
 
+    def _write(
+        self,
+        blocks: Sequence[tuple[int, int, Name, int]],
+        rows: Sequence[Tensor],
+        event: Event | None,
+        from_host: bool = False,
+    ) -> None:
+        """Write the first bytes of each row [block_bytes or more], which are there when the event is done."""
+        if event is not None:
+            event.synchronize()
+        for row, (place, slot, name, heat) in zip(rows, blocks, strict=False):
+            try:
+                if not self.has_failed:
+                    self._file.write(slot, name, heat, row[: self.block_bytes].numpy())
+                    self._has_warned = False
+            except OSError as error:
+                self._fail(error)
+            if self._is_single:
+                self._ended.append(EndedSave(slot, name, not self.has_failed, place if from_host else None))
+
+    def ended_saves(self) -> list[EndedSave]:
+        """Return the blocks whose writing has ended since the last call. For a single rank."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def retry(self) -> None:
+        """Save again, after a failure."""
+        self.has_failed = False
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """Empty these slots, after what was to be written before. For a single rank."""
+        self._io.submit(self._erase, slots)
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        try:
+            for slot in slots:
+                self._file.erase(slot)
+        except OSError as error:
+            self._fail(error)
+
     def _fail(self, error: OSError) -> None:
-        if not self.has_failed:
-            self.has_failed = True
-            _log.warning("%s: the prefix cache is not saved any more: %s", self.path, error.strerror)
+        if not self.has_failed and not self._has_warned:
+            self._has_warned = True
+            until = "for now" if self._is_single else "any more"
+            _log.warning("%s: the prefix cache is not saved %s: %s", self.path, until, error.strerror)
+        self.has_failed = True
 
     def _agree(self) -> None:
         """Stop saving if another rank has failed."""
@@ -184,6 +242,7 @@ class BlockFile:
     def close(self, heats: Iterable[tuple[int, int]] = ()) -> None:
         """Finish the queued writes, then write these heats (slot, heat) to this rank's file; only rank 0's are read."""
         self._peers.tell("close")
+        self.reads.close()
         self._io.submit(self._write_heats, heats)
         self._io.shutdown()
         self._file.close()

@@ -122,6 +122,10 @@ class CacheFile:
         if os.pwritev(self._fd, [entry, content], self._offset(slot)) != ENTRY.size + self.block_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def erase(self, slot: int) -> None:
+        """Empty a slot."""
+        os.pwrite(self._fd, bytes(ENTRY.size), self._offset(slot))
+
     def write_heat(self, slot: int, heat: int) -> None:
         os.pwrite(self._fd, HEAT.pack(heat), self._offset(slot) + HEAT_OFFSET)
 

@@ -39,6 +39,10 @@ class HostChunks:
         ready = next((i for i, chunk in enumerate(self._chunks) if not _is_ready(chunk)), len(self._chunks))
         return min(ready * self._in_chunk, self._num_slots)
 
+    def row(self, slot: int) -> Tensor:
+        """Return the memory of a slot, [block_bytes] uint8."""
+        return self._chunks[slot // self._in_chunk].result()[slot % self._in_chunk]
+
     def use(self, slot: int) -> None:
         """Allocate what will be needed after the slot."""
         wanted = min(slot // self._in_chunk + 1 + CHUNKS_AHEAD, -(-self._num_slots // self._in_chunk))
@@ -201,6 +205,14 @@ class HostBlocks:
 
     def _ids(self, block_ids: Sequence[int]) -> Tensor:
         return self._device.upload(torch.tensor(block_ids, dtype=torch.int64))
+
+    def rows(self, pool: int, slots: Iterable[int]) -> list[Tensor]:
+        """Return the memory of these slots, which holds all spills once `last_spill` is done."""
+        return [self._chunks[pool].row(slot) for slot in slots]
+
+    @property
+    def last_spill(self) -> Event | None:
+        return self._last_spill
 
     def finished_loads(self) -> list[int]:
         """Return the loads that have ended since the last call. On rank 0."""

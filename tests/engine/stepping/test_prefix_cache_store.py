@@ -138,6 +138,7 @@ def test_layers_with_windows(tmp_path: Path, start: Callable[..., Engine]) -> No
 
 def test_a_crash_leaves_what_was_saved_on_idle(start: Callable[..., Engine]) -> None:
     engine = start()
+    without_tier(engine)
     answer, _ = ask(engine, PROMPT)
     rest(engine)
     ask(engine, PROMPT[::-1])
@@ -147,9 +148,29 @@ def test_a_crash_leaves_what_was_saved_on_idle(start: Callable[..., Engine]) -> 
     assert ask(again, PROMPT[::-1])[1] == 0
 
 
-def test_nothing_is_saved_while_requests_come(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def without_tier(engine: Engine) -> None:
+    """The store does what it does with several ranks."""
+    assert engine._store is not None
+    engine._store._tier = engine.scheduler.blocks.pools.pools[0].on_publish = None
+
+
+def test_blocks_are_saved_while_requests_come(start: Callable[..., Engine]) -> None:
+    engine = start()
+    for i in range(3):
+        ask(engine, [i, *PROMPT])
+        assert engine._store is not None
+        engine._store._file._io.submit(int).result()
+    assert engine.stats().num_file_blocks >= 24
+    crash(engine)
+    assert ask(start(), [1, *PROMPT])[1] == 192
+
+
+def test_nothing_is_saved_while_requests_come_without_a_tier(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefix_cache_store, "BUFFER_BYTES", 1)  # a block at a time
     engine = start()
+    without_tier(engine)
     assert engine._store is not None
     assert not engine.idle()
     for i in range(5):
@@ -170,6 +191,7 @@ def test_blocks_that_are_evicted_before_they_are_saved_are_left_out(
 ) -> None:
     monkeypatch.setattr(prefix_cache_store, "BUFFER_BYTES", 1)
     engine = start()
+    without_tier(engine)
     assert engine._store is not None
     ask(engine, PROMPT)
     wait(engine, 0)
@@ -264,7 +286,7 @@ def test_a_full_disk_is_one_warning(
         rest(engine)
     engine.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "is not saved any more: No space left" in caplog.text
+    assert "is not saved for now: No space left" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["a folder", "in use", "something else"])

@@ -1,0 +1,201 @@
+"""The prefix cache's file as a tier: what a small cache has evicted is read again while requests run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import tiers
+from engine.core.engine_request import EngineRequest
+from engine.core.params.sampling import SamplingParams
+from engine.engine import Engine
+from engine.stepping import prefix_cache_store
+from engine.worker.block_store.cache_file import CacheFile
+from tests.support.answers import greedy_answers
+
+PROMPTS = [[(7 * i * i + n) % 250 for i in range(60 + n)] for n in range(5)]
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of tokens is loaded, and buffers hold a few blocks."""
+    monkeypatch.setattr(tiers, "MIN_LOADED_TOKENS", 1)
+    monkeypatch.setattr(prefix_cache_store, "BUFFER_BYTES", 1 << 15)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "prefixes.kv"
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(tiny_model: Path, path: Path) -> Iterator[Start]:
+    engines: list[Engine] = []
+
+    def start_one(**settings: Any) -> Engine:
+        settings = {"num_gpu_blocks_override": 16, "prefix_cache_file": str(path), "dtype": "float32", **settings}
+        settings |= {"model": str(tiny_model), "device": "cpu", "skip_tokenizer_init": True, "debug_checks": True}
+        engines.append(Engine(EngineConfig(max_model_len=128, block_size=8, **settings)))
+        return engines[-1]
+
+    yield start_one
+    for engine in engines:
+        engine.close()
+
+
+def turns(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Two turns of each conversation, one after the other; the prompt of the second holds the first one's answer."""
+    found = []
+    for _ in range(2):
+        answers = [greedy_answers(engine, [prompt], LENGTH)[0] for prompt in prompts]
+        found += answers
+        prompts = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    config = EngineConfig(
+        model=str(tiny_model), device="cpu", skip_tokenizer_init=True, max_model_len=128, dtype="float32"
+    )
+    engine = Engine(config)
+    found = turns(engine, PROMPTS)
+    engine.close()
+    return found
+
+
+def written(engine: Engine) -> None:
+    """Wait until the file has what was to be saved."""
+    assert engine._store is not None
+    for _ in range(100):
+        engine.idle()
+        engine._store._file._io.submit(int).result()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 16}, {"kv_offloading_size": 0.1 / 1024}],
+    ids=["plain", "chunked", "below host memory"],
+)
+def test_what_was_evicted_is_found(start: Start, expected: list[list[int]], settings: dict[str, Any]) -> None:
+    engine = start(**settings)
+    assert turns(engine, PROMPTS) == expected
+    written(engine)
+    hits = engine.stats().external_hits
+    assert turns(engine, PROMPTS) == expected
+    stats = engine.stats()
+    assert stats.external_hits - hits >= 2 * sum(len(prompt) // 8 * 8 for prompt in PROMPTS) - 8 * len(PROMPTS)
+    assert stats.num_damaged_blocks == 0
+    assert stats.num_file_blocks > 40
+    assert engine.reset_prefix_cache()
+    assert engine.stats().num_file_blocks == 0
+    assert turns(engine, PROMPTS[:1])[0] == expected[0]
+
+
+def test_a_restart_finds_what_the_cache_has_no_room_for(start: Start, expected: list[list[int]]) -> None:
+    engine = start()
+    turns(engine, PROMPTS)
+    written(engine)
+    engine.close()
+    engine._store = None
+    again = start()
+    assert turns(again, PROMPTS) == expected
+    assert again.stats().external_hits > 300
+
+
+def test_requests_run_while_a_slow_disk_reads(
+    start: Start, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests at once; one of them is aborted while its blocks are on their way."""
+    engine = start(num_gpu_blocks_override=40)
+    assert turns(engine, PROMPTS) == expected
+    written(engine)
+    read = CacheFile.read
+
+    def slow(*arguments: Any) -> bool:
+        time.sleep(0.01)
+        return read(*arguments)
+
+    monkeypatch.setattr(CacheFile, "read", slow)
+    more = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(PROMPTS, expected, strict=False)]
+    engine.add_request(EngineRequest("gone", more[0], SamplingParams(temperature=0, max_tokens=5)))
+    engine.step()
+    tier = engine.scheduler.blocks.tier
+    assert tier is not None
+    assert tier.has_loads
+    engine.abort("gone")
+    assert greedy_answers(engine, more, LENGTH) == expected[len(PROMPTS) :]
+    while tier.has_loads:
+        engine.idle()
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.external_hits > 100
+
+
+def test_damaged_blocks_are_computed_again(
+    start: Start, expected: list[list[int]], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    turns(engine, PROMPTS)
+    written(engine)
+    assert engine._store is not None
+    slot_bytes, num_slots = engine._store._file._file.slot_bytes, engine.stats().num_file_blocks
+    with path.open("r+b") as file:
+        for slot in range(num_slots):
+            file.seek(4096 + slot * slot_bytes + 300)
+            file.write(b"x" * 40)
+    assert turns(engine, PROMPTS) == expected
+    damaged = engine.stats().num_damaged_blocks
+    assert 0 < damaged <= num_slots
+    assert all("damaged blocks are dropped" in record.getMessage() for record in caplog.records)
+    written(engine)
+    assert turns(engine, PROMPTS) == expected, "what was computed again is there"
+
+
+def test_a_full_disk_is_tried_again(
+    start: Start, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    engine = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        assert turns(engine, PROMPTS) == expected
+        written(engine)
+    assert engine.stats().num_file_blocks == 0
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(prefix_cache_store, "RETRY_SECONDS", 0.0)
+    assert turns(engine, PROMPTS) == expected
+    written(engine)
+    assert engine.stats().num_file_blocks > 20
+
+
+def test_what_turns_out_to_be_corrupt_leaves_the_file(start: Start) -> None:
+    """Blocks are unpublished when a request computes NaN: they must not come back from the file."""
+    engine = start(num_gpu_blocks_override=40)
+    greedy_answers(engine, PROMPTS[:1], LENGTH)
+    written(engine)
+    assert engine.stats().num_file_blocks == 8
+    request = EngineRequest("r", PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    engine.add_request(request)
+    engine.step()
+    running = engine.scheduler.queues.running[0]
+    running.num_admitted_tokens = len(running.token_ids)  # as if nothing had been sampled
+    engine.scheduler.blocks.unpublish(running)
+    engine.abort("r")
+    written(engine)
+    assert engine.stats().num_file_blocks == 1, "that of the answer"
+    assert engine._store is not None
+    assert len(engine._store._file.entries()) == 1
