@@ -3,8 +3,9 @@
     python -m benchmarks.micro.drafts                        # the bundled model and a Llama of 100M parameters
     python -m benchmarks.micro.drafts --streams 1 8 64 --models qwen3-8b
 
-Guesses come from lookup in work that repeats itself (`copy`), or from known answers with nine of ten tokens right
-(`right`) or none (`wrong`). The policy is on: drafts that do not pay are not verified.
+Guesses come from lookup in passages that have begun for the fourth time: in those of several whose answers repeat most
+(`copy`), and in any (`mixed`), some of which a model does not go on with; or from known answers with nine of ten tokens
+right (`right`) or none (`wrong`). The policy is on: drafts that do not pay are not verified.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from engine import LLM, SamplingParams
 from engine.core.drafts.policy import DraftPolicy
 from engine.core.drafts.proposer import Guesses, Proposal, Proposer
 from engine.core.engine_request import EngineRequest
+from engine.worker.proposers.ngram import NgramGuesses
 
 # Of CPU time, with OMP_NUM_THREADS=1 and QUIRE_BENCH_CPU_TIME=1: for a busy machine.
 CLOCK = time.process_time if os.environ.get("QUIRE_BENCH_CPU_TIME") else time.perf_counter
-TRUTH = {"copy": 0.0, "right": 0.9, "wrong": 0.0}  # of known answers; copy looks up
+TRUTH = {"copy": 0.0, "mixed": 0.0, "right": 0.9, "wrong": 0.0}  # of known answers
+BY_LOOKUP = ("copy", "mixed")
+CANDIDATES = 16  # passages at least, for `copy`
 
 
 class Known:
@@ -61,7 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4], help="requests at once")
-    parser.add_argument("--output-len", type=int, default=200, help="tokens of an answer")
+    parser.add_argument("--output-len", type=int, default=400, help="tokens of an answer")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each measurement, at least three turns")
     args = parser.parse_args(argv)
     for model in args.models:
@@ -90,11 +94,15 @@ def _measured(llm: LLM, policy: DraftPolicy, lookup: Proposer, work: tuple[str, 
     kind, num, output_len = work
     scheduler = llm._engine.scheduler
     top = min(MAX_TOKEN_ID, llm._engine.spec.vocab_size - 1)
-    prompts = [list(request.prompt) for request in copying(num, 32, output_len, top)]
+    passages = copying(max(CANDIDATES, 4 * num) if kind == "copy" else num, 32, output_len, top)
+    prompts = [list(request.prompt) for request in passages]
     _use(scheduler, None)
     _, answers = _timed(llm, prompts, output_len)
-    known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
-    policy._proposer = lookup if kind == "copy" else Known(known, TRUTH[kind])
+    if kind == "copy":
+        repeated = [num_found(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        prompts = [prompts[i] for i in sorted(range(len(prompts)), key=repeated.__getitem__)[-num:]]
+    known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=kind != "copy")}
+    policy._proposer = lookup if kind in BY_LOOKUP else Known(known, TRUTH[kind])
     _use(scheduler, policy)
     _timed(llm, prompts, output_len)
     before = policy.counts.num_accepted_tokens, policy.counts.num_draft_tokens
@@ -114,6 +122,19 @@ def _measured(llm: LLM, policy: DraftPolicy, lookup: Proposer, work: tuple[str, 
         f"  {kind:<6} {num:>3} at once: {statistics.median(ratios):.2f} x {rate:,.0f} tokens/s ({len(ratios)} turns), "
         f"{accepted} of {tried} drafts accepted, {num_equal} of {num * len(ratios)} texts equal"
     )
+
+
+def num_found(prompt: list[int], answer: list[int]) -> int:
+    """Return how many tokens of an answer lookup finds, if each step verifies eight."""
+    guesses, found, at = NgramGuesses(3, 6), 0, 1
+    while at < len(answer):
+        guessed = guesses.propose(prompt + answer[:at], 8).token_ids
+        came = answer[at : at + len(guessed)]
+        right = 0
+        while right < len(came) and guessed[right] == came[right]:
+            right += 1
+        found, at = found + right, at + right + 1
+    return found
 
 
 def _use(scheduler: Any, policy: DraftPolicy | None) -> None:

@@ -239,7 +239,7 @@ class Scheduler:
         num_first = queues.sort_running()
         while queues.is_shared and queues.num_waiting and self._give_way():
             num_first = queues.sort_running()
-        if self._drafts is not None:
+        if self._drafts is not None and self._drafts.has_drafter:
             plan.num_proposals = self._drafts.num_proposals(len(queues.running) + queues.num_waiting)
         now = self._clock()
         self._fill(plan, num_first, self._budget.num_tokens(now, len(self._steps), queues.is_shared))
@@ -266,12 +266,12 @@ class Scheduler:
 
     def _choose_drafts(self, drafts: DraftPolicy, plan: _Plan) -> bool:
         """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
+        if self._num_undrafted:  # so no step in flight has drafts
+            self._num_undrafted -= 1
+            return True
         one_ahead = self._num_batches == 1 and len(self._steps) > 0
         if one_ahead and self._steps.have_drafts:
             return False
-        if self._num_undrafted:
-            self._num_undrafted -= 1
-            return True
         running = self.queues.running
         if not drafts.may_draft(len(running)):
             return True

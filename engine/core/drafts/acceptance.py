@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from engine.core.drafts.proposer import BY_MODEL
 
@@ -18,12 +19,30 @@ ALL_DECAY = 0.98
 
 def kind_of(basis: int, position: int = 0) -> int:
     """Return the kind of the draft token at `position` of a proposal that rests on `basis`."""
-    if basis == BY_MODEL:
-        return len(KINDS) + min(position, POSITIONS - 1)
-    kind, basis = 0, basis + position
-    while kind + 1 < len(KINDS) and basis >= KINDS[kind + 1]:
-        kind += 1
-    return kind
+    return kinds_of(basis, position + 1)[-1][0]
+
+
+@lru_cache(maxsize=4096)
+def kinds_of(basis: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return the kinds of the first tokens of a proposal that rests on `basis`, in order, and how many are of each."""
+    found, at = list[tuple[int, int]](), 0
+    for kind in range(len(PRIOR)):
+        if (basis == BY_MODEL) != (kind >= len(KINDS)):
+            continue
+        if basis != BY_MODEL:
+            end = KINDS[kind + 1] - basis if kind + 1 < len(KINDS) else num_tokens
+        else:
+            end = kind + 1 - len(KINDS) if kind + 1 < len(PRIOR) else num_tokens
+        end = min(end, num_tokens)
+        if end > at:
+            found.append((kind, end - at))
+            at = end
+    return tuple(found)
+
+
+def _alike(basis: int) -> int:
+    """Return a basis whose tokens are of the same kinds, one of a few."""
+    return basis if basis < KINDS[-2] else KINDS[-2] if basis < KINDS[-1] else KINDS[-1]
 
 
 class _Trials:
@@ -35,9 +54,13 @@ class _Trials:
         self.decay = decay
         self.right, self.total = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
-    def add(self, kind: int, is_right: bool) -> None:
-        self.right[kind] = self.right[kind] * self.decay + is_right
-        self.total[kind] = self.total[kind] * self.decay + 1
+    def add(self, kind: int, num_right: int, num_wrong: int) -> None:
+        """Add trials that succeeded, then others that did not."""
+        decay = self.decay
+        of_wrong = decay**num_wrong
+        of_all = of_wrong * decay**num_right
+        self.right[kind] = self.right[kind] * of_all + (of_wrong - of_all) / (1 - decay)
+        self.total[kind] = self.total[kind] * of_all + (1 - of_all) / (1 - decay)
 
 
 class Acceptance:
@@ -52,11 +75,13 @@ class Acceptance:
 
     def record(self, basis: int, num_right: int, num_tried: int) -> None:
         """Record that `num_right` first tokens of a proposal of `num_tried` tokens were right."""
-        for i in range(min(num_right + 1, num_tried)):
-            kind = kind_of(basis, i)
-            self._own.add(kind, i < num_right)
+        left = num_right
+        for kind, count in kinds_of(_alike(basis), min(num_right + 1, num_tried)):
+            right = min(left, count)
+            left -= right
+            self._own.add(kind, right, count - right)
             if self._all is not None:
-                self._all.add(kind, i < num_right)
+                self._all.add(kind, right, count - right)
 
     def of_kind(self, kind: int) -> float:
         """Return the probability that a token of this kind is right."""
@@ -68,11 +93,10 @@ class Acceptance:
 
     def survival(self, basis: int, num_tokens: int) -> Sequence[float]:
         """Return for each token of a proposal the probability that it and all before it are right."""
-        found, survives, earlier, right = [], 1.0, -1, 0.0
-        for i in range(num_tokens):
-            kind = kind_of(basis, i)
-            if kind != earlier:
-                earlier, right = kind, self.of_kind(kind)
-            survives *= right
-            found.append(survives)
+        found, survives = list[float](), 1.0
+        for kind, count in kinds_of(_alike(basis), num_tokens):
+            right = self.of_kind(kind)
+            for _ in range(count):
+                survives *= right
+                found.append(survives)
         return found

@@ -14,14 +14,14 @@ from engine.core.engine_request import EngineRequest
 from engine.core.request import Request
 
 LEAST_GAIN = 1.1  # speed with drafts over that without, from which on there are drafts
-PLAIN_INTERVAL = 4  # plain steps are measured this often, to spare time
+PLAIN_INTERVAL = 16  # plain steps are measured this often, to spare time
 TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared with the tokens that came
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
 MOST_PATIENCE = 32
 USELESS = 16  # steps in a row whose proposals by a drafter gave no drafts, after which it pauses
 PROBE_INTERVAL = 64  # steps between its proposals then
-MANY_WITHOUT = 16  # after so many times in a row without a proposal, each second token is looked at, then each third …
+MANY_WITHOUT = 8  # after so many times in a row without a proposal, each second token is looked at, then each third …
 MOST_SKIPPED = 7  # tokens
 
 
@@ -60,7 +60,7 @@ class _Drafting:
         self._tried = NO_PROPOSAL  # one that is compared with the tokens that come
         self._position = 0  # of its first token
         self.pause_until = 0  # tokens, before which there is no proposal
-        self._patience = PATIENCE
+        self._patience = PATIENCE if earlier.of_kind(0) >= HOPELESS else MOST_PATIENCE // 2
         self._num_without = 0  # times in a row that there was none
 
     def next(self, token_ids: list[int], most: int) -> Proposal:
@@ -160,6 +160,11 @@ class DraftPolicy:
         self._measured: ScheduledBatch | None = None  # of the last plain step that was measured
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
+    @property
+    def has_drafter(self) -> bool:
+        """Return whether a drafter on the device may propose."""
+        return self._num_by_model > 0
+
     def may_draft(self, num_running: int) -> bool:
         """Return whether a step of so many running requests may have drafts at all."""
         return 0 < num_running <= self._limits.max_seqs
@@ -248,21 +253,23 @@ class DraftPolicy:
 
     def record(self, batch: ScheduledBatch, now: float, has_proposals: bool = False) -> None:
         """Record that a step was read `now`, in monotonic seconds. `has_proposals`: the drafter ran after it."""
-        seconds, self._last_read, costs = now - self._last_read, now, self._costs
-        costs.num_steps += 1
-        num_tokens, num_drafts = batch.total_num_tokens, batch.num_drafts
-        if not num_drafts:
-            if has_proposals:
-                return  # with the time of the drafter, it is no plain step
+        seconds, self._last_read = now - self._last_read, now
+        if batch is self._measured and not has_proposals:
             self._num_unmeasured += 1
-            if batch is self._measured and self._num_unmeasured < PLAIN_INTERVAL:
+            if self._num_unmeasured < PLAIN_INTERVAL:
                 return
-            num_seqs = len(batch.request_ids)
-            if num_tokens == num_seqs:  # no chunks of prompts
-                costs.record(num_tokens, False, seconds)
-                self._num_unmeasured, self._measured = 0, None if costs.is_new(num_seqs) else batch
-        elif num_tokens == len(batch.request_ids) + sum(num_drafts):
-            costs.record(num_tokens, True, seconds)
+        self._record(batch, seconds, has_proposals)
+
+    def _record(self, batch: ScheduledBatch, seconds: float, has_proposals: bool) -> None:
+        costs, num_seqs, num_drafts = self._costs, len(batch.request_ids), batch.num_drafts
+        costs.num_steps += max(self._num_unmeasured, 1)
+        self._num_unmeasured, self._measured = 0, None
+        if has_proposals and not num_drafts:
+            return  # with the time of the drafter, it is no plain step
+        if batch.total_num_tokens == num_seqs + sum(num_drafts):  # no chunks of prompts
+            costs.record(batch.total_num_tokens, bool(num_drafts), seconds)
+            if not num_drafts and not costs.is_new(num_seqs):
+                self._measured = batch
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:
