@@ -34,7 +34,7 @@ from tests.gpu.encoders import check_bidirectional, check_encoder_models
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
-from tests.gpu.host_tier import check_host_speed, check_host_texts
+from tests.gpu.host_tier import check_file_texts, check_host_speed, check_host_texts
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.images import check_image_models, check_image_speed
 from tests.gpu.latent import check_latent
@@ -59,7 +59,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
     "sleep": (check_sleep_texts, check_sleep_speed),
-    "host": (check_host_texts, check_host_speed),
+    "host": (check_host_texts, check_file_texts, check_host_speed),
     "families": (check_families,),
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),

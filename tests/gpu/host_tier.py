@@ -58,6 +58,34 @@ def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]
     checks.saw(f"host tier: {name}: tokens from the host", stats.external_hits > 500, str(stats.external_hits))
 
 
+def check_file_texts(checks: Checks) -> None:
+    """Float32: the same tokens with a small cache above a file as with a large one and none; and after a restart."""
+    if importlib.util.find_spec("transformers") is None or not checks.wants("file tier: texts"):
+        print("left out: texts with a file")
+        return
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(60, 100))] for _ in range(12)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with tempfile.TemporaryDirectory() as folder, patch.object(tiers, "MIN_LOADED_TOKENS", 1):
+        make_checkpoint("qwen3", Path(folder))
+        found: list[list[list[int]]] = []
+        hits: list[int] = []
+        file = {"prefix_cache_file": str(Path(folder, "cache")), "num_gpu_blocks_override": 64}
+        for more in ({}, file, file | {"kv_offloading_size": 0.002}):
+            llm = LLM(
+                model=folder, device=checks.device, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
+                max_num_seqs=4, debug_checks=True, **{"num_gpu_blocks_override": 400} | more,
+            )  # fmt: skip
+            for _ in range(3):
+                found.append([list(a.outputs[0].token_ids) for a in llm.generate(given, params, use_tqdm=False)])
+            hits.append(llm._engine.stats().external_hits)
+            llm.close()
+    differing = sum(a != b for texts in found for a, b in zip(texts, found[0], strict=True)) / len(prompts)
+    checks.add("file tier: texts differ", differing, 0.0)
+    checks.saw("file tier: tokens from the file", min(hits[1:]) > 100, str(hits[1:]))
+
+
 def check_host_speed(checks: Checks) -> None:
     """A model's shape in bfloat16, dummy weights: conversations that the cache holds in part go on."""
     if checks.device == "cpu" or not checks.wants("host tier: speed"):
