@@ -6,29 +6,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.core.batch import EngineOutput, SchedulerStats, total
+from engine.core.batch import SchedulerStats, total
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.errors import EngineAsleepError, EngineDeadError, EngineError, ParameterError
+from engine.errors import EngineDeadError, EngineError, ParameterError
 from engine.models.errors import ModelError
 from engine.models.files import Progress
 from engine.processing.adapters import find_adapter
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
-from engine.replicas.deadline_timers import DeadlineTimers
+from engine.replicas.availability import Availability
 from engine.replicas.dispatcher import Dispatcher
-from engine.replicas.in_flight import InFlight
 from engine.replicas.messages import Ready, Shutdown, Start
 from engine.replicas.replica import Listener, Replica, check_gpus
 from engine.replicas.start_times import remember
 from engine.replicas.state import EngineState, StateBoard, combined
-from engine.replicas.streams import Pace, Stream, Updates
-from engine.structured.compile_threads import IDLE_SECONDS, CompileThreads
-from engine.utils.fair_tasks import FairTasks
+from engine.replicas.stream_table import StreamTable
+from engine.replicas.streams import Stream
+from engine.structured.compile_threads import CompileThreads, ReleasedThreads
 from engine.worker.parallel.cores import num_cores
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ _log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2  # at most; one core stays free for requests without a grammar
 FEW_TEXTS = 16  # tokenizing so few texts takes less time than a thread switch
-UPDATES_AT_ONCE = 16  # most updates made and sent in one iteration of the event loop
-# Of all streams together: about half of what one core can send. With many streams, each gets fewer and longer updates.
-UPDATES_PER_SECOND = 20_000
 
 
 class AsyncEngine:
@@ -62,21 +58,17 @@ class AsyncEngine:
         self._config = config
         self._states = StateBoard()
         self._processor: InputProcessor | None = None  # None until loaded
-        self._streams: dict[str, Stream] = {}  # all streams with a reader
-        self.in_flight = InFlight()
-        self._deadlines = DeadlineTimers(lambda request_id: self._end_early(request_id, "timeout"))
-        self._pace, self._fair = Pace(), FairTasks(UPDATES_AT_ONCE)
         self._closed = False
-        self._changes_sleep, self._refuses, self._is_updating = asyncio.Lock(), False, False
-        self.weights_path, self.weights_version = config.model, 0  # the version counts replacements
-        self._compile_threads = CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1))
-        self._release: asyncio.TimerHandle | None = None  # the next check whether these threads are idle
+        self._compile_threads = ReleasedThreads(CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1)))
         self._launched = time.perf_counter()
         self._replicas: list[Replica] = []
-        listener = Listener(self._show_state, self._started, self._freed, self._request_ended)
+        listener = Listener(self._show_state, self._started, self._freed, lambda stream: self._streams.ended(stream))
         for index in range(config.data_parallel_size):  # they import PyTorch while this process reads small files
             self._replicas.append(Replica(config, index, listener))
-        self._dispatcher = Dispatcher(self._replicas)
+        self._dispatcher = dispatcher = Dispatcher(self._replicas)
+        self._streams = StreamTable(dispatcher, config.stream_interval)
+        self.in_flight = self._streams.in_flight
+        self._availability = Availability(self._replicas, dispatcher, config.model, self._check_alive, self.abort_all)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `ready` raises it
         self._task = asyncio.create_task(self._run())
@@ -158,14 +150,7 @@ class AsyncEngine:
             sampling.prediction or ""
         ) <= FEW_TEXTS:
             return prepare(sampling)
-        if self._release is None:
-            self._release = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._release_threads)
-        return await asyncio.wrap_future(self._compile_threads.submit(tenant, prepare, sampling))
-
-    def _release_threads(self) -> None:
-        again = self._compile_threads.release()
-        loop = asyncio.get_running_loop()
-        self._release = loop.call_later(IDLE_SECONDS, self._release_threads) if again else None
+        return await self._compile_threads.run(tenant, prepare, sampling)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """Generate a completion as updates; the last one has a `finish_reason`. An embedding is one update.
@@ -181,46 +166,17 @@ class AsyncEngine:
             reason = "must be 1 for one answer (see engine.processing.output_collector.with_samples), got"
             raise ParameterError("n", f"{reason} {request.sampling.n}")
         request = self._input_processor.check(request)
-        self._check_alive()
-        request_id = request.request_id
-        if request_id in self._streams:
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
+        self._availability.check()
         output = OutputCollector(request.prompt_token_ids, request.sampling, self.model.tokenizer)
-        stream = self._streams[request_id] = Stream(
-            request, output, self._config.stream_interval, self._pace, self._fair
-        )
-        self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-        self.in_flight.add(request_id, request.tenant)
-        self._dispatcher.assign(stream)
-        self._deadlines.add(request)
-        return Updates(stream, lambda: self._forget(request_id, stream))
-
-    def _forget(self, request_id: str, stream: Stream) -> None:
-        """The stream has lost its reader: abort the request if it is unfinished."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self._deadlines.remove(request_id)
-            self._pace.seconds = len(self._streams) / UPDATES_PER_SECOND
-            self._end_request(stream)
-
-    def _end_request(self, stream: Stream) -> None:
-        self.in_flight.end(stream.request.request_id)
-        self._dispatcher.remove(stream)
+        return self._streams.open(request, output)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its reader gets the output so far, with `finish_reason` "abort". Unknown ids are ignored."""
-        self._end_early(request_id, "abort")
+        self._streams.end_early(request_id, "abort")
 
     def abort_all(self) -> None:
         """Abort every request, as `abort` does."""
-        for request_id in list(self._streams):
-            self._end_early(request_id, "abort")
-
-    def _end_early(self, request_id: str, finish_reason: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.output.finished:
-            self._end_request(stream)
-            stream.add(EngineOutput(request_id, [], finish_reason), time.monotonic())
+        self._streams.end_all("abort")
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches of all replicas. Returns False if one was not: requests are running there.
@@ -250,12 +206,12 @@ class AsyncEngine:
     @property
     def is_sleeping(self) -> bool:
         """Return whether the engine sleeps, goes to sleep or wakes up: it takes no requests."""
-        return self._refuses and not self._is_updating
+        return self._availability.is_sleeping
 
     @property
     def sleep_level(self) -> int:
         """The level at which all replicas sleep; 0: one is awake."""
-        return min(replica.sleep_level for replica in self._replicas)
+        return self._availability.sleep_level
 
     async def sleep(self, level: int = 1, *, abort: bool = False) -> None:
         """Free the memory of KV cache and weights until `wake_up`, see `Engine.sleep`. New requests are refused.
@@ -263,23 +219,21 @@ class AsyncEngine:
         Waits for the running requests, or ends them with `abort`. A process that is lost is started again awake.
         Raises `EngineError`; the engine is awake then.
         """
-        async with self._changes_sleep:
-            if self.sleep_level:
-                return
-            self._check_alive()
-            self._refuses = True
-            try:
-                if abort:
-                    self.abort_all()
-                await asyncio.gather(*(replica.sleep(level) for replica in self._replicas))
-            except BaseException:
-                await self._wake_replicas()
-                raise
+        await self._availability.sleep(level, abort=abort)
 
     async def wake_up(self) -> None:
         """End `sleep`. Raises `EngineError` if memory is too low by now; the engine is still asleep then."""
-        async with self._changes_sleep:
-            await self._wake_replicas()
+        await self._availability.wake_up()
+
+    @property
+    def weights_path(self) -> str:
+        """The folder or name of the weights."""
+        return self._availability.weights_path
+
+    @property
+    def weights_version(self) -> int:
+        """The number of times that the weights were replaced."""
+        return self._availability.weights_version
 
     async def update_weights(self, path: str, *, abort: bool = False) -> None:
         """Replace the weights by those in another folder, see `Engine.update_weights`. New requests are refused.
@@ -287,34 +241,7 @@ class AsyncEngine:
         Waits for the running requests, or ends them with `abort`. Raises `EngineError`: all weights are those of before
         then.
         """
-        async with self._changes_sleep:
-            self._check_alive()
-            self._refuses = self._is_updating = True
-            try:
-                if abort:
-                    self.abort_all()
-                await self._update_replicas(path)
-                self.weights_path, self.weights_version = path, self.weights_version + 1
-            finally:
-                self._refuses = self._is_updating = False
-                for replica in self._replicas:
-                    self._dispatcher.started(replica)  # with an empty cache
-
-    async def _update_replicas(self, path: str) -> None:
-        updates = (replica.update_weights(path) for replica in self._replicas)
-        results = await asyncio.gather(*updates, return_exceptions=True)
-        errors = [result for result in results if result is not None]
-        if not errors:
-            return
-        done = [replica for replica, result in zip(self._replicas, results, strict=True) if result is None]
-        await asyncio.gather(*(replica.update_weights(self.weights_path) for replica in done), return_exceptions=True)
-        raise errors[0]
-
-    async def _wake_replicas(self) -> None:
-        await asyncio.gather(*(replica.wake_up() for replica in self._replicas))
-        self._refuses = False
-        for replica in self._replicas:
-            self._dispatcher.started(replica)  # with an empty cache
+        await self._availability.update_weights(path, abort=abort)
 
     async def restart(self, drain_seconds: float) -> None:
         """Restart the processes, one replica after the other.
@@ -333,8 +260,6 @@ class AsyncEngine:
         if self._closed:
             return
         self._closed = True
-        if self._release is not None:
-            self._release.cancel()
         self._compile_threads.shutdown()
         if self.state.phase != "dead":
             self._end("the engine was closed")
@@ -347,7 +272,8 @@ class AsyncEngine:
     async def _run(self) -> None:
         """Load the parts of the model that this process needs, then keep the replicas running."""
         try:
-            self._processor = processor = await asyncio.to_thread(_load_processor, self._config, self._progress())
+            progress = _progress(self._replicas)
+            self._processor = processor = await asyncio.to_thread(_load_processor, self._config, progress)
             start = Start(processor.local(self._config), processor.eos_token_ids)
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(replica.run(start)) for replica in self._replicas]
@@ -363,20 +289,6 @@ class AsyncEngine:
         else:
             self._ready.set_exception(error)
         self._end(str(error))
-
-    def _progress(self) -> Callable[[str, int, int], None]:
-        """Return a thread-safe progress callback."""
-        loop, replicas = asyncio.get_running_loop(), self._replicas
-
-        def show(phase: str, fraction: float | None) -> None:
-            for replica in replicas:
-                replica.states.advance(phase, fraction)
-
-        def progress(phase: str, done: int, total: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(show, phase, done / total if total else None)
-
-        return progress
 
     # ---- callbacks of the replicas ----
 
@@ -413,10 +325,6 @@ class AsyncEngine:
         if all(replica.states.state.phase == "dead" for replica in self._replicas):
             self._end(replica.states.state.reason)
 
-    def _request_ended(self, stream: Stream) -> None:
-        self.in_flight.end(stream.request.request_id)
-        self._dispatcher.ended(stream)
-
     def _end(self, reason: str) -> None:
         """Fail all requests: the processes have ended and are not restarted."""
         if not self._ready.done():
@@ -424,16 +332,26 @@ class AsyncEngine:
         for replica in self._replicas:
             replica.stats = None
             replica.states.enter("dead", reason=reason)
-        for stream in self._streams.values():
-            stream.close(reason)
+        self._streams.close(reason)
 
     def _check_alive(self) -> None:
         if self.state.phase == "dead":
             raise EngineDeadError(self.state.reason)
-        if self._is_updating:
-            raise EngineAsleepError("the model's weights are being replaced")
-        if self._refuses:
-            raise EngineAsleepError("the model is asleep: POST /wake_up wakes it up")
+
+
+def _progress(replicas: Sequence[Replica]) -> Progress:
+    """Return a thread-safe callback that shows progress in the states of the replicas."""
+    loop = asyncio.get_running_loop()
+
+    def show(phase: str, fraction: float | None) -> None:
+        for replica in replicas:
+            replica.states.advance(phase, fraction)
+
+    def progress(phase: str, done: int, total: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(show, phase, done / total if total else None)
+
+    return progress
 
 
 def _load_processor(config: EngineConfig, progress: Progress) -> InputProcessor:

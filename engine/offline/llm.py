@@ -126,7 +126,7 @@ class LLM:
             for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
                 if not isinstance(message, Mapping) or "role" not in message:
                     raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
-        renderer = self._chat_renderer(chat_template, has_tools=bool(tools))
+        renderer = _chat_renderer(self._input_processor, self.get_tokenizer(), chat_template, bool(tools))
         loader = self._input_processor.images
         with_images = [take_images(conversation) for conversation in conversations]
         rendered = [
@@ -267,16 +267,6 @@ class LLM:
         """Release the device's memory. The LLM cannot be used afterwards."""
         self._runner.close()
 
-    def _chat_renderer(self, given: str | None, has_tools: bool) -> ChatRenderer:
-        """Return the renderer of a chat template: `given`, its path, or the model's."""
-        tokenizer = self.get_tokenizer()
-        sources: Mapping[str, str] = tokenizer.chat_templates
-        if given is not None:
-            sources = {"default": given if "{" in given else Path(given).read_text(encoding="utf-8")}
-        elif not sources:
-            raise ValueError(f"{self._input_processor.model_name} has no chat template: give one as chat_template")
-        return choose_renderer(sources, tokenizer.special_tokens_map, has_tools=has_tools)
-
     def _generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -354,3 +344,13 @@ class LLM:
             collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
             answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
         return Job(request_id, text, token_ids, answers)
+
+
+def _chat_renderer(processor: InputProcessor, tokenizer: Tokenizer, given: str | None, has_tools: bool) -> ChatRenderer:
+    """Return the renderer of a chat template: `given`, its path, or the model's."""
+    sources: Mapping[str, str] = tokenizer.chat_templates
+    if given is not None:
+        sources = {"default": given if "{" in given else Path(given).read_text(encoding="utf-8")}
+    elif not sources:
+        raise ValueError(f"{processor.model_name} has no chat template: give one as chat_template")
+    return choose_renderer(sources, tokenizer.special_tokens_map, has_tools=has_tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -72,6 +73,30 @@ class CompileThreads:
         """End the threads. Queued tasks are cancelled."""
         if self._fair is not None:
             self._fair.shutdown()
+
+
+class ReleasedThreads:
+    """Compile threads of an event loop, which releases them when they are idle."""
+
+    def __init__(self, threads: CompileThreads) -> None:
+        self._threads = threads
+        self._next_check: asyncio.TimerHandle | None = None  # whether the threads are idle; None: there are none
+
+    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a task as `submit` does, and return its result."""
+        if self._next_check is None:
+            self._next_check = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._check)
+        return await asyncio.wrap_future(self._threads.submit(tenant, function, *args, **kwargs))
+
+    def _check(self) -> None:
+        again = self._threads.release()
+        self._next_check = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._check) if again else None
+
+    def shutdown(self) -> None:
+        """End the threads. Queued tasks are cancelled."""
+        if self._next_check is not None:
+            self._next_check.cancel()
+        self._threads.shutdown()
 
 
 class _DeepThreads(ThreadPoolExecutor):

@@ -333,11 +333,11 @@ def test_a_deadline_holds_wherever_the_request_is(run: Run, where: str, monkeypa
         finally:
             monkeypatch.undo()
             os.kill(replica.pid, signal.SIGCONT)
-        assert (last.finish_reason, len(engine.in_flight), len(engine._deadlines)) == ("timeout", 0, 0)
+        assert (last.finish_reason, len(engine.in_flight), len(engine._streams._deadlines)) == ("timeout", 0, 0)
         assert not begun or where == "it has begun"
         in_time = EngineRequest("in time", [1, 2], SamplingParams(max_tokens=4), deadline=time.monotonic() + 100)
         assert (await collect(engine.generate(in_time)))[-1].finish_reason in ("length", "stop")
-        assert len(engine._deadlines) == 0
+        assert len(engine._streams._deadlines) == 0
 
     run(test)
 
