@@ -496,6 +496,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 60, "int4", 32, fractions=True),
     functools.partial(quantized, 60, "int8", 32, fractions=True),
     functools.partial(quantized, 1, "int4", 32, fractions=True),
+    functools.partial(quantized, 1, "int8", 16),
     functools.partial(experts, 64, "int4 minima"),
     functools.partial(quantized, 60, "e2m1", 16, e4m3_scales=True),
     functools.partial(sampling, F32),

@@ -51,23 +51,26 @@ def _x_layout(warps, channels, tokens):
 @gluon.jit
 def _add_products(
     total, packed, x_low, x_high, scales, zeros,
-    SHAPE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr,
-    GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    SHAPE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, X: gl.constexpr, KIND: gl.constexpr, HALVES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """total + the products of one step's codes and channels."""
-    low, high = decode_words(packed, KIND, W)
-    if ZERO:
-        low = low - zeros[0].to(gl.bfloat16)[:, :, None]
-        if HALVES == 2:
-            high = high - zeros[1].to(gl.bfloat16)[:, :, None]
-    if GROUPED:
-        total += mma_v2(low, x_low, gl.zeros(SHAPE, gl.float32, MMA)) * scale_of(scales[0])[:, :, None]
-        if HALVES == 2:
-            total += mma_v2(high, x_high, gl.zeros(SHAPE, gl.float32, MMA)) * scale_of(scales[1])[:, :, None]
-    else:
-        total = mma_v2(low, x_low, total)
-        if HALVES == 2:
-            total = mma_v2(high, x_high, total)
+    """total + the products of one step's codes and channels, which belong to PARTS groups."""
+    codes = decode_words(packed, KIND, W)
+    CHUNK: gl.constexpr = x_low.shape[1]
+    place = middle(X, CHUNK)
+    group = (place // 8 % 4 * (CHUNK // 4) + place // 32 * 8) // (CHUNK // PARTS)  # see `_arranged`
+    for half in gl.static_range(HALVES):
+        x = x_high if half == 1 else x_low
+        for part in gl.static_range(PARTS):
+            w = codes[half]
+            if ZERO:
+                w = w - zeros[half * PARTS + part].to(gl.bfloat16)[:, :, None]
+            own = x if PARTS == 1 else gl.where(group == part, x, gl.zeros_like(x))
+            if GROUPED:
+                products = mma_v2(w, own, gl.zeros(SHAPE, gl.float32, MMA))
+                total += products * scale_of(scales[half * PARTS + part])[:, :, None]
+            else:
+                total = mma_v2(w, own, total)
     return total
 
 
@@ -75,17 +78,20 @@ def _add_products(
 def _load_step(
     code_pointers, scale_pointers, zero_pointers, warps, z_warps, i,
     BYTES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, GROUP: gl.constexpr, BY_GROUP: gl.constexpr,
-    HALVES: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    HALVES: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
     """The codes of one step, and the scales and zero points of their groups."""
     packed = gl.load(code_pointers + i * STEP // 4, eviction_policy="evict_first")
     scales = ()
     zeros = ()
     for half in gl.static_range(HALVES):
-        if GROUPED:
-            scales = scales + (gl.load(scale_pointers + (half * BYTES + i * STEP + warps * CHUNK) // GROUP * BY_GROUP),)
-        if ZERO:
-            zeros = zeros + (gl.load(zero_pointers + (half * BYTES + i * STEP + z_warps * CHUNK) // GROUP * BY_GROUP),)
+        for part in gl.static_range(PARTS):
+            if GROUPED:
+                group = (half * BYTES + i * STEP + warps * CHUNK) // GROUP + part
+                scales = scales + (gl.load(scale_pointers + group * BY_GROUP),)
+            if ZERO:
+                group = (half * BYTES + i * STEP + z_warps * CHUNK) // GROUP + part
+                zeros = zeros + (gl.load(zero_pointers + group * BY_GROUP),)
     return packed, scales, zeros
 
 
@@ -164,6 +170,7 @@ def _few_quantized_kernel(
     STEP: gl.constexpr = CHUNK * WARPS
     STEPS: gl.constexpr = BYTES // STEP
     GROUPED: gl.constexpr = GROUP < K
+    PARTS: gl.constexpr = CHUNK // GROUP if GROUP < CHUNK else 1
     TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
@@ -199,14 +206,28 @@ def _few_quantized_kernel(
     for i in gl.static_range(AHEAD):
         ahead = ahead + (
             _load_step(
-                w_here, s_here, z_here, s_warps, z_warps, i, BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO
+                w_here,
+                s_here,
+                z_here,
+                s_warps,
+                z_warps,
+                i,
+                BYTES,
+                STEP,
+                CHUNK,
+                GROUP,
+                BY_GROUP,
+                HALVES,
+                PARTS,
+                GROUPED,
+                ZERO,
             ),
         )
         if SWIGLU:
             ups = ups + (
                 _load_step(
                     w_here + N * BYTES // 4, s_here + UP_SCALES, z_here + N * BY_ROW, s_warps, z_warps, i,
-                    BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO,
+                    BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, PARTS, GROUPED, ZERO,
                 ),
             )  # fmt: skip
     gs = ()
@@ -262,7 +283,7 @@ def _few_quantized_kernel(
             ahead = ahead + (
                 _load_step(
                     w_from, s_from, z_from, s_warps, z_warps, (i + AHEAD) % STEPS,
-                    BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO,
+                    BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, PARTS, GROUPED, ZERO,
                 ),
             )  # fmt: skip
             if SWIGLU:
@@ -271,7 +292,7 @@ def _few_quantized_kernel(
                 ups = ups + (
                     _load_step(
                         w_from + N * BYTES // 4, s_from + UP_SCALES, z_from + N * BY_ROW, s_warps, z_warps,
-                        (i + AHEAD) % STEPS, BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, GROUPED, ZERO,
+                        (i + AHEAD) % STEPS, BYTES, STEP, CHUNK, GROUP, BY_GROUP, HALVES, PARTS, GROUPED, ZERO,
                     ),
                 )  # fmt: skip
             if KEEP_X:
@@ -283,11 +304,25 @@ def _few_quantized_kernel(
                 if HALVES == 2:
                     high = _load_x(x_pointers + BYTES + i * STEP, g_pointers + BYTES + i * STEP, NORM, X)
             total = _add_products(
-                total, step[0], low, high, step[1], step[2], SHAPE, MMA, W, KIND, HALVES, GROUPED, ZERO
+                total, step[0], low, high, step[1], step[2], SHAPE, MMA, W, X, KIND, HALVES, PARTS, GROUPED, ZERO
             )
             if SWIGLU:
                 up_total = _add_products(
-                    up_total, up_step[0], low, high, up_step[1], up_step[2], SHAPE, MMA, W, KIND, HALVES, GROUPED, ZERO
+                    up_total,
+                    up_step[0],
+                    low,
+                    high,
+                    up_step[1],
+                    up_step[2],
+                    SHAPE,
+                    MMA,
+                    W,
+                    X,
+                    KIND,
+                    HALVES,
+                    PARTS,
+                    GROUPED,
+                    ZERO,
                 )
         w_here = w_next
         s_here = s_next
@@ -334,17 +369,22 @@ class Config(NamedTuple):
     max_registers: int | None = None  # of a thread
 
 
+WIDE_CHUNKS = False  # also of several groups; not yet measured
+
+
 @functools.cache
 def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int, swiglu: bool) -> Config | None:
-    """x in registers where it fits into those of 16 warps; a step of a warp within one group."""
+    """x in registers where it fits into those of 16 warps; a step of a warp in few groups."""
     if row_bytes == k and m == 8 and (num_groups == 1 or group % 128 == 0):
         if swiglu and k % (16 * 128) == 0 and k <= 4096:
             return Config(16, 16, 128, 1, per_sm=1, keep_x=True, max_registers=128)
         if k > 8192 and k % (8 * 128) == 0:
             return Config(16, 8, 128, 1, per_sm=2, max_registers=128)
-    chunk = 64 if num_groups == 1 or group % 64 == 0 else 32
+    chunk = 64 if num_groups == 1 or group % 64 == 0 or (WIDE_CHUNKS and row_bytes % 64 == 0) else 32
     chunks = row_bytes // chunk
-    if row_bytes % chunk or (num_groups > 1 and group % chunk):
+    if row_bytes % chunk or (num_groups > 1 and group % chunk and chunk % group):
+        return None
+    if group < 32 and row_bytes < k:  # four bits in groups of 16: not yet measured
         return None
     if chunks % 16 == 0 and k * m <= 16 * 4096:
         ahead = min(1 if row_bytes < k else 2, chunks // 16)

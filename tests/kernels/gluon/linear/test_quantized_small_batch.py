@@ -89,12 +89,20 @@ def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
         assert (got.double() - want).norm() < 8e-3 * want.norm(), i
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "int4 desc_act" and FORMS[name][1] != 16])
+@pytest.mark.parametrize("form", [name for name in FORMS if name not in ("int4 desc_act", "nvfp4")])
 @pytest.mark.parametrize(("num_tokens", "n"), [(1, 128), (11, 200)])
 def test_every_form(form: str, num_tokens: int, n: int, without_layouts: Any) -> None:
     if form == "fp8 blocks":
         n = 128 * num_tokens
     check(form, num_tokens, n, 768, "cpu")
+
+
+@pytest.mark.parametrize("form", ["int4 minima", "int8 groups of 16"])
+def test_steps_of_several_groups(form: str, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "WIDE_CHUNKS", True)
+    few._choose.cache_clear()
+    check(form, 3, 128, 768, "cpu")
+    few._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,9 @@ def test_chosen_configurations_divide_the_channels(n: int, k: int) -> None:
             config = few._choose(n, weight.codes.shape[1], k, weight.group, weight.scale.shape[1], 8, swiglu)
             if config is not None:
                 assert weight.codes.shape[1] % (config.chunk * config.warps) == 0
-                assert weight.scale.shape[1] == 1 or weight.group % config.chunk == 0
+                assert (
+                    weight.scale.shape[1] == 1 or weight.group % config.chunk == 0 or config.chunk % weight.group == 0
+                )
 
 
 def test_what_it_does_not_apply_to(without_layouts: Any) -> None:
@@ -158,6 +168,6 @@ def test_bits(first: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not run Gluon")
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 13, 16])
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "int4 desc_act" and FORMS[name][1] != 16])
+@pytest.mark.parametrize("form", [name for name in FORMS if name not in ("int4 desc_act", "nvfp4")])
 def test_on_a_gpu(form: str, num_tokens: int) -> None:
     check(form, num_tokens, 1024, 2048, "cuda")
