@@ -189,6 +189,13 @@ class EngineConfig:
         None, "folder whose images requests may name by file: URLs (default: none)", metavar="FOLDER"
     )
 
+    deterministic: bool = flag(
+        False,
+        "the same request gives the same bytes, whatever runs beside it and however its prompt is cut: every operation "
+        "has one order of sums; see docs/determinism.md",
+        common=True,
+    )
+
     speculative_config: dict[str, Any] | None = flag(  # noqa: RUF009
         None,
         'drafts (speculative decoding), with vLLM\'s names: \'{"method": "ngram", "num_speculative_tokens": 8}\'; 0 '

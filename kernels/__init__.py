@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kernels import reference
+from kernels.data.activation import Activation as Activation
 from kernels.data.activation import ExpertActivation as ExpertActivation
 from kernels.data.activation import Gate as Gate
 from kernels.data.attention import AttentionArgs as AttentionArgs
@@ -27,6 +28,7 @@ from kernels.data.block_parts import BlockParts as BlockParts
 from kernels.data.block_sparse import BlockSparse as BlockSparse
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
+from kernels.data.forms import FORMS as FORMS
 from kernels.data.kv_cache import KV_SCALES as KV_SCALES
 from kernels.data.kv_cache import WideCopy as WideCopy
 from kernels.data.lora import AdapterTokens as AdapterTokens
@@ -124,6 +126,31 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
     },
 }
 
+# Operations whose form above depends on the other tokens of a step, in a form that does not: see `FORMS`.
+DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {
+        "kernels.cpu.alone": (
+            "absorb_and_store",
+            "activation",
+            "adapted_linear",
+            "gated_rms_norm",
+            "grouped_rms_norm",
+            "head_linear",
+            "latent_attention_decode",
+            "latent_attention_prefill",
+            "lora_add",
+            "pack_router",
+            "pack_weight",
+            "paged_attention_decode",
+            "paged_attention_prefill",
+            "rotate_and_store",
+            "sample",
+            "token_logprobs",
+        ),
+        "kernels.cpu.token_by_token": ("delta_rule", "kda", "mamba2"),
+    },
+}
+
 
 def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, R]:
     """Return the backend's implementation of an operation, or the reference implementation `operation` itself."""
@@ -132,7 +159,8 @@ def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, 
             f"there are no kernels for devices of type {device_type!r}, only for {', '.join(BACKENDS)}"
         )
     name = operation.__name__
-    for module, names in BACKENDS[device_type].items():
+    chosen = DETERMINISTIC.get(device_type, {}) if FORMS.deterministic else {}
+    for module, names in (*chosen.items(), *BACKENDS[device_type].items()):
         if name in names:
             implementation: Callable[P, R] = getattr(importlib.import_module(module), name)
             return implementation
@@ -147,6 +175,12 @@ def _dispatched(operation: Callable[P, R]) -> Callable[P, R]:
     """
     on_cpu: Callable[P, R] | None = None
     on_other: Callable[P, R] | None = None
+
+    def forget() -> None:
+        nonlocal on_cpu, on_other
+        on_cpu = on_other = None
+
+    FORMS.on_change(forget)
 
     @functools.wraps(operation)
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -166,6 +200,7 @@ rms_norm = _dispatched(reference.rms_norm)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 rms_norm_add = _dispatched(reference.rms_norm_add)
 gate_and_mul = _dispatched(reference.gate_and_mul)
+activation = _dispatched(reference.activation)
 sigmoid = _dispatched(reference.sigmoid)
 add_scaled = _dispatched(reference.add_scaled)
 scale = _dispatched(reference.scale)
@@ -202,6 +237,7 @@ paged_attention_prefill = _dispatched(reference.paged_attention_prefill)
 embedding = _dispatched(reference.embedding)
 greedy_sample = _dispatched(reference.greedy_sample)
 store_tokens = _dispatched(reference.store_tokens)
+head_linear = _dispatched(reference.head_linear)
 absorb_and_store = _dispatched(reference.absorb_and_store)
 rotate_and_store = _dispatched(reference.rotate_and_store)
 latent_attention_decode = _dispatched(reference.latent_attention_decode)

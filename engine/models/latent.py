@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         )
         if metadata.prefill_kv is None:
             query = kernels.absorb_and_store(query, key_up, new)  # [T, H, L + R]
-            out = projected(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
+            out = kernels.head_linear(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
         else:
             kernels.rotate_and_store(query, new)
             out = attend_expanded(query, cache, key_up, value_up, metadata, spec)
@@ -137,16 +137,11 @@ def attend_expanded(
     starts, lens = m.query_start[n : n + e.num_seqs + 1], m.context_lens[n : n + e.num_seqs]
     out = e.attend(query, cache, key_up, value_up, starts, lens, spec.scale)[..., : spec.value_dim]
     if n:  # one query of each sequence: absorbed
-        absorbed = torch.cat([projected(query[:n, :, : spec.plain_dim], key_up.mT), query[:n, :, spec.plain_dim :]], 2)
+        absorbed = torch.cat(
+            [kernels.head_linear(query[:n, :, : spec.plain_dim], key_up.mT), query[:n, :, spec.plain_dim :]], 2
+        )
         sums = query.new_empty(n, spec.num_heads, spec.latent_dim)
         latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
         kernels.latent_attention_decode(absorbed, latents, scale=spec.scale, out=sums, plan=m.plan)
-        out[:n] = projected(sums, value_up)
-    return out
-
-
-def projected(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply each head's vectors by its matrix: x [T, H, K], weight [H, M, K] -> [T, H, M]."""
-    out = x.new_empty(*x.shape[:2], weight.shape[1])
-    torch.bmm(x.transpose(0, 1), weight.mT, out=out.transpose(0, 1))
+        out[:n] = kernels.head_linear(sums, value_up)
     return out

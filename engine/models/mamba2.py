@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -76,7 +75,7 @@ class Mamba2(CheckpointModule):
         if spec.scales[0] != 1:
             z = z * spec.scales[0]
         if self.norm is None:
-            return (x * F.silu(z.float())).to(x.dtype)
+            return (x * kernels.activation(z.float(), "silu")).to(x.dtype)
         if self._sums_squares:
             return self._gated_over_ranks(x, z, self.norm.weight)
         return kernels.grouped_rms_norm(x, z, self.norm.weight, spec.norm_eps, spec.num_norm_groups, spec.gate_first)
@@ -85,7 +84,7 @@ class Mamba2(CheckpointModule):
         """Compute the norm of all ranks' channels."""
         assert self.spec.num_norm_groups == 1
         assert self._norm_size == self._scope.shard.size * self.spec.inner, "a group is that of all ranks"
-        scale = F.silu(z.float())
+        scale = kernels.activation(z.float(), "silu")
         wide = x * scale if self.spec.gate_first else x.float()
         squares = self._communicator.all_reduce(wide.square().sum(1, keepdim=True))
         wide = wide * (squares / self._norm_size + self.spec.norm_eps).rsqrt() * weight

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import kernels
 from engine.models.layers import Linear
@@ -14,14 +11,6 @@ from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm
 from engine.models.residual import GateEpilogue, ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.spec import DenseSpec
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # for MLPs without a gate
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square_(),
-}
 
 
 class MLP(nn.Module):
@@ -55,8 +44,8 @@ class MLP(nn.Module):
             return self.gate_up.run(x, self._gate)
         if self._splits:
             gate, up = self.gate_up.run(x).chunk(2, 1)
-            return F.gelu(gate).mul_(up)
-        return ACTIVATIONS[self.spec.activation](self.gate_up.run(x))
+            return kernels.activation(gate, "gelu").mul_(up)
+        return kernels.activation(self.gate_up.run(x), self.spec.activation)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import kernels
 from engine.models.layers import Embedding, Linear
@@ -55,5 +54,5 @@ class PerLayerInput(nn.Module):
         vector = stream.context.vector
         assert vector is not None
         x = SublayerInput(stream.hidden, context=stream.context)
-        gated = F.gelu(self.gate.run(x), approximate="tanh") * vector
+        gated = kernels.activation(self.gate.run(x), "gelu_tanh") * vector
         return self.projection.run(gated, self.after.into(stream))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import kernels
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope, empty
-from engine.models.mlp import ACTIVATIONS
 from engine.models.norms import LayerNorm
 from engine.models.shard import Span
 from engine.models.spec import HeadLayerSpec, HeadSpec
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "tanh": torch.tanh}
 
 
 class PoolingHead(nn.Module):
@@ -48,7 +46,7 @@ class HeadLayer(CheckpointModule):
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.weight, self.bias)
         if self.spec.activation:
-            x = _ACTIVATIONS[self.spec.activation](x)
+            x = torch.tanh(x) if self.spec.activation == "tanh" else kernels.activation(x, self.spec.activation)
         return x if self.norm is None else self.norm(x)
 
     def tensors(self) -> Iterator[CheckpointTensor]:

@@ -323,7 +323,7 @@ class VisionSpec:
     # Pairs of the text model's RoPE that turn by time, row and column. They take turns, as long as there are some.
     rope_sections: tuple[int, int, int]
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
-    activation: str = "gelu_tanh"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
     # Pixels are divided by 255; then the mean of a channel is subtracted, and the result divided by `std`.
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import kernels
 from engine.models.layers import Linear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope
-from engine.models.mlp import ACTIVATIONS
 from engine.models.norms import LayerNorm
 from engine.models.shard import SINGLE, SingleRank, Span
 from engine.models.spec import VisionSpec
@@ -169,7 +169,7 @@ class EncoderLayer(nn.Module):
         images = zip(q.split(lengths, 1), k.split(lengths, 1), v.transpose(0, 1).split(lengths, 1), strict=True)
         mixed = [F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in each))[0] for each in images]
         x = x + self.proj.run(torch.cat(mixed, 1).transpose(0, 1).reshape(len(x), -1))
-        return x + self.down.run(ACTIVATIONS[self.spec.activation](self.up.run(self.norm2(x))))
+        return x + self.down.run(kernels.activation(self.up.run(self.norm2(x)), self.spec.activation))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
+from engine.setup.deterministic import check_deterministic
 from engine.setup.speculative import SpeculativeConfig, speculative_config
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
@@ -60,6 +61,8 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
     device = device or device_of(config)
     dtype = _dtype(config, spec, device)
     _check_caches(config, spec, device)
+    if config.deterministic:
+        check_deterministic(config, spec, device, dtype)
     drafts = drafts_of(config, spec, device)
     _check_compression(config, device, dtype)
     state_dtype = config.mamba_ssm_cache_dtype
@@ -85,6 +88,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         num_states_override=config.num_states_override if spec.has_states else None,
         enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
         compress_experts=config.compress_experts,
         expert_load_interval=config.expert_load_interval,
         adapters=_adapters(config),

@@ -128,6 +128,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the device's memory."""
+        kernels.FORMS.release(self)
         self.release_cache()
         if self.adapters is not None:
             self.adapters.close()

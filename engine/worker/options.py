@@ -44,6 +44,7 @@ class RunnerOptions:
     num_states_override: int | None = None  # blocks of states of recurrent layers
     calculate_kv_scales: bool = False
     enforce_eager: bool = False
+    deterministic: bool = False  # every operation in its deterministic form, see `kernels.FORMS`
     compress_experts: bool = False  # without loss, where kernels can multiply by them so
     expert_load_interval: int = 0  # count experts' tokens in every n-th step with prompts; 0: never
     adapters: AdapterOptions | None = None  # None: no LoRA

@@ -21,6 +21,7 @@ from engine.core.params.structured import StructuredOutputs
 from engine.models.attention import Attention
 from engine.models.checkpoints import GGUFCheckpoint, open_checkpoint
 from engine.models.decoder import DecoderLayer
+from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
 from engine.models.formats import log_compression, weight_formats
 from engine.models.matrix import Scope
@@ -76,7 +77,11 @@ def build_runner(
     """
     if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
-    kernels.choose_kernels(options.device.torch_device, partial(progress, "compiling"))
+    try:
+        kernels.FORMS.choose(options.deterministic)
+        kernels.choose_kernels(options.device.torch_device, partial(progress, "compiling"))
+    except RuntimeError as error:
+        raise ModelError(str(error)) from None
     with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
         member = Membership(options, SingleRank(), None) if connect is None else connect()
         options = member.options
@@ -102,6 +107,7 @@ def build_runner(
         if options.compress_experts:
             log_compression(model)
         runner = ModelRunner(model, spec, options, member.link)
+        kernels.FORMS.hold(runner)
         if options.drafter is not None:
             runner.use_proposer(load_proposer(options.drafter, runner, scope, progress))
         runner.mapped = mapped

@@ -33,10 +33,10 @@ class _Struct(ctypes.Structure):
 
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
     """See `kernels.reference.gate_and_mul`."""
-    if gate != "gelu_tanh" or not _is_native(x):
+    if not _is_native(x):
         return reference.gate_and_mul(x, gate)
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    return _run("quire_gelu_and_mul", x, out)
+    return _run("quire_silu_and_mul" if gate == "silu" else "quire_gelu_and_mul", x, out)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu.each_row import alone
 from kernels.cpu.elementwise import FLOATS, gate_and_mul
 from kernels.cpu.library import layout, library
 from kernels.cpu.packed_weight import NativeWeight, pack_codes, pack_floats, pack_stack, unpacked
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Gate
+from kernels.data.forms import FORMS
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference import silu_and_mul
@@ -73,6 +75,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return _product(x, weight, bias, x.new_empty(x.shape[0], weight.num_rows))
     if isinstance(weight, Tensor) and weight.is_mkldnn:
         return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
+    if FORMS.deterministic:
+        return alone(lambda row: reference.linear(row, weight, bias), x)
     return reference.linear(x, weight, bias)
 
 
@@ -80,7 +84,7 @@ def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     """silu(gate) * up [T, N]; gate and up are the halves of linear(x [T, K], weight [2N, K], bias [2N])."""
     if weight.num_rows % (2 * layout().tile_rows) == 0:
         return _product(x, weight, bias, x.new_empty(len(x), weight.num_rows // 2), then=SWIGLU)
-    return silu_and_mul(linear(x, weight, bias))
+    return gate_and_mul(linear(x, weight, bias), "silu")
 
 
 def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -90,6 +94,8 @@ def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias
         return _product(x, weight, bias, residual, then=ADD)
     if isinstance(weight, Tensor) and weight.is_mkldnn:
         return residual.copy_(_onednn._linear_pointwise.binary(x, residual, weight, bias, "add"))
+    if FORMS.deterministic:
+        return residual.add_(linear(x, weight, bias))
     return reference.linear_add(residual, x, weight, bias)
 
 

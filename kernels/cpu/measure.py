@@ -20,6 +20,7 @@ from kernels.cpu.matmul import multiply, multiply_by_pytorch
 from kernels.cpu.packed_weight import pack_codes, pack_floats
 from kernels.cpu.rotary import norm_rows
 from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.forms import FORMS
 from kernels.data.quantized_weight import QuantizedWeight
 
 ROUNDS, ATTEMPTS = 3, 3
@@ -34,12 +35,21 @@ logger = logging.getLogger("engine.kernels")
 
 
 def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
-    """Read the choice of this library and CPU, or measure it: about a second.
+    """Read the choice of this library and CPU, or measure it: about a second. RuntimeError: a deterministic form is
+    wanted, and there is none.
 
     What a busy machine makes uncertain is not kept: the next start measures again. `compiling`: see `build.compiling`.
     """
     build.compiling = compiling
     native = library()
+    if FORMS.deterministic:
+        if native is None:
+            raise RuntimeError(
+                "deterministic needs the CPU's kernels in C++: "
+                + ("unset QUIRE_CPU_KERNELS" if mode() == "pytorch" else "install a C++ compiler")
+            )
+        native.choices = Choices()  # PyTorch's products depend on the number of tokens
+        return
     if native is None or mode() != "auto":
         return
     folder, name = build.cache_folder(), native.instruction_set

@@ -11,6 +11,7 @@ from kernels.cpu.packed_weight import NativeWeight
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.forms import FORMS
 from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import Weight
@@ -63,7 +64,10 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
         token, choice = (local == expert).nonzero(as_tuple=True)
         inner = _gated(x[token], stack.gate_up, stack.gate_up_bias, expert, stack.activation)
         parts[token, choice] = to_wide(_linear(inner, stack.down, stack.down_bias, expert))
-    result = torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
+    if FORMS.deterministic:
+        result = (parts * weights.to(parts.dtype)[:, :, None]).cumsum(1)[:, -1]
+    else:
+        result = torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
 
 

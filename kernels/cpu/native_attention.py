@@ -42,7 +42,7 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
     assert not isinstance(out, QuantizedRows)
-    if not _is_native(query, context, args, 1):
+    if not is_native(query, context, args, 1):
         return attention.paged_attention_decode(query, context, args, plan=plan, out=out)
     out = torch.empty_like(query) if out is None else out
     attend(query, None, context, args, out)
@@ -59,14 +59,15 @@ def paged_attention_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_prefill`."""
-    if not _is_native(query, context, args, query.shape[0]):
+    if not is_native(query, context, args, query.shape[0]):
         return attention.paged_attention_prefill(query, query_start, context, args, tiles=tiles, out=out)
     out = torch.zeros_like(query) if out is None else out
     attend(query, query_start, context, args, out)
     return out
 
 
-def _is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tokens: int) -> bool:
+def is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tokens: int) -> bool:
+    """Return whether the CPU's own kernel computes the attention of so many tokens."""
     key_cache, value_cache = context.key_cache, context.value_cache
     head_dim = key_cache.shape[3]
     return (

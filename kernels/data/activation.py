@@ -6,6 +6,7 @@ import math
 from typing import Literal, TypeAlias
 
 Gate: TypeAlias = Literal["silu", "gelu_tanh"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 UNGATED: ExpertActivation = "relu2"  # relu(x)²: experts have no gate
 

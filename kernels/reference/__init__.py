@@ -11,13 +11,22 @@ KV_SCALES for each KV head: kv_scale [2, Hkv] float32, which is None for caches 
 cache hold the same numbers in another dtype.
 """
 
-from kernels.reference.activation import add_scaled, gate_and_mul, gelu_and_mul, scale, sigmoid, silu_and_mul
+from kernels.reference.activation import (
+    activation,
+    add_scaled,
+    gate_and_mul,
+    gelu_and_mul,
+    scale,
+    sigmoid,
+    silu_and_mul,
+)
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.blocks import gather_blocks, scatter_blocks
 from kernels.reference.kda import kda
 from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (
     absorb_and_store,
+    head_linear,
     latent_attention_decode,
     latent_attention_prefill,
     rotate_and_store,
@@ -66,6 +75,7 @@ from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [
     "absorb_and_store",
+    "activation",
     "adapted_linear",
     "add_rms_norm",
     "add_scaled",
@@ -86,6 +96,7 @@ __all__ = [
     "greedy_sample",
     "grouped_rms_norm",
     "gumbel",
+    "head_linear",
     "kda",
     "latent_attention_decode",
     "latent_attention_prefill",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.activation import Gate
+from kernels.data.activation import Activation, Gate
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -23,6 +23,19 @@ def gelu_and_mul(x: Tensor) -> Tensor:
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
     """x [..., 2n] -> [..., n]: `silu_and_mul` or `gelu_and_mul`."""
     return silu_and_mul(x) if gate == "silu" else gelu_and_mul(x)
+
+
+def activation(x: Tensor, kind: Activation) -> Tensor:
+    """Return the activation of x [T, n], of MLPs without a gate and of gates: "gelu_tanh" is GELU by tanh, "relu2"
+    relu(x)².
+    """
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "sigmoid":
+        return x.sigmoid()
+    if kind in ("gelu", "gelu_tanh"):
+        return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return F.relu(x) if kind == "relu" else F.relu(x).square_()
 
 
 def sigmoid(x: Tensor) -> Tensor:

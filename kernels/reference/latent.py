@@ -50,6 +50,13 @@ def _store(new: NewLatents) -> None:
     new.cache[slots // block_size, 0, slots % block_size] = values[written]
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head's vectors by its matrix: x [T, H, K], weight [H, M, K] -> [T, H, M]."""
+    out = x.new_empty(*x.shape[:2], weight.shape[1])
+    torch.bmm(x.transpose(0, 1), weight.mT, out=out.transpose(0, 1))
+    return out
+
+
 def latent_attention_decode(
     query: Tensor, latents: PagedLatents, *, scale: float, out: Tensor, plan: DecodePlan | None = None
 ) -> Tensor:

@@ -68,6 +68,7 @@ class LatentGroupAttention(GroupAttention):
         self._mixer, self._options = mixer, options
         # Maximum number of positions that a step expands; 0: none ever does.
         self.max_positions = MOST_POSITIONS * options.max_num_batched_tokens // PAGE * PAGE if can_expand(mixer) else 0
+        self.max_positions *= kernels.FORMS.expand_latents
         self._fewest_queries, self._expanded_tile_queries = 1, 0
         if options.device.is_accelerator:
             width, heads = mixer.plain_dim + mixer.rope.rotary_dim, mixer.num_heads

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+import kernels
 from engine.models.files import fingerprint
 from engine.worker.block_store.block_copier import BlockCopier
 from engine.worker.block_store.block_reads import BlockReads, read_entries
@@ -262,6 +263,7 @@ def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers
         **options.identity,
         "model": fingerprint(options.folder),
         "layout of the KV cache": sha256(repr(copier.layout).encode()).hexdigest(),
+        **({"forms": "deterministic"} if kernels.FORMS.deterministic else {}),
     }
     file, numbers = None, [-1, -1]
     try:

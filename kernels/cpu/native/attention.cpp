@@ -149,25 +149,27 @@ template <class T, class C> struct Worker {
         }
     }
 
-    // Rows from `top` to `bottom` attend to the keys from `first` to `past` of a sequence.
+    // Rows from `top` to `bottom` attend to the keys from `first` to `past` of a sequence. Tiles begin at multiples of KEYS, so
+    // that a row's sums are the same in whatever tile of queries it is; keys before `first` are not read.
     void read(int seq, int kv_head, int first, int past, int top, int bottom) {
         const int group = a.heads / a.kv_heads;
         const int32_t* table = a.tables + a.rows[seq] * a.table_stride;
-        for (int key = first; key < past; key += KEYS) {
+        for (int key = first / KEYS * KEYS; key < past; key += KEYS) {
+            const int from = key < first ? first - key : 0;
             const int count = past - key < KEYS ? past - key : KEYS;
             int64_t at[KEYS];
-            for (int j = 0, block = key / a.block_size, within = key % a.block_size; j < count; ++block, within = 0)
+            for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count; ++block, within = 0)
                 for (; within < a.block_size && j < count; ++within, ++j)
                     at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
-            read_keys(at, count);
+            read_keys(at, from, count);
             by_rows<TALL>(top, bottom, [&](auto m, int r) { score<m>(r, count); });
-            const bool all_plain = count == KEYS && !a.slopes && !a.soft_cap && !a.window;
+            const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window;
             for (int r = top; r < bottom; ++r) {
                 const int own = buffers.positions[r / group];
                 if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
                 else soften<false>(r, kv_head * group + r % group, own, key, count);
             }
-            by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, at, count); });
+            by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, at, from, count); });
         }
     }
 
@@ -177,15 +179,15 @@ template <class T, class C> struct Worker {
     }
 
     // A tile of keys in float32, a channel's keys side by side.
-    void read_keys(const int64_t* at, int count) {
+    void read_keys(const int64_t* at, int from, int count) {
         for (int j = 0; j < KEYS; j += LANES) {
-            if (j >= count) {
+            if (j >= count || j + LANES <= from) {
                 for (int i = 0; i < a.head_dim; ++i) store(&keys[i * KEYS + j], Floats{});
                 continue;
             }
             for (int i = 0; i < a.head_dim; i += LANES) {
                 Floats v[LANES];
-                each<LANES>([&](auto n) { v[n] = j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
+                each<LANES>([&](auto n) { v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
                 transpose(v, &keys[i * KEYS + j], KEYS);
             }
         }
@@ -241,17 +243,17 @@ template <class T, class C> struct Worker {
             for (int i = 0; i < a.head_dim; i += LANES) store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
     }
 
-    template <int M> void add_values(int r, const int64_t* at, int count) {
+    template <int M> void add_values(int r, const int64_t* at, int from, int count) {
         int i = 0;
-        for (; i + WIDE * LANES <= a.head_dim; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, count);
-        for (; i < a.head_dim; i += LANES) add_channels<M, 1>(r, i, at, count);
+        for (; i + WIDE * LANES <= a.head_dim; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, from, count);
+        for (; i < a.head_dim; i += LANES) add_channels<M, 1>(r, i, at, from, count);
     }
 
-    template <int M, int N> void add_channels(int r, int channel, const int64_t* at, int count) {
+    template <int M, int N> void add_channels(int r, int channel, const int64_t* at, int from, int count) {
         Floats acc[M][N];
         float* to = &out[r * a.head_dim + channel];
         each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
-        for (int j = 0; j < count; ++j) {
+        for (int j = from; j < count; ++j) {
             Floats v[N];
             each<N>([&](auto n) { v[n] = load_lanes((const C*)a.values + at[j] + channel + n * LANES); });
             each<M>([&](auto m) {

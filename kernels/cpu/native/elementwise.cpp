@@ -1,4 +1,4 @@
-// What stands between the products of some families: the GELU of a gated MLP, scaled sums, multiplied and capped values.
+// What stands between the products of some families: the SiLU or GELU of a gated MLP, scaled sums, multiplied and capped values.
 #include "pool.h"
 #include "simd.h"
 
@@ -23,13 +23,14 @@ template <class Work> void each_vector(const Elementwise& a, const Work& work) {
     });
 }
 
+inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 inline Floats gelu(Floats x) { return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x))); }
 
-template <class T> void gelu_and_mul(const Elementwise& a) {
+template <class T, Floats activate(Floats)> void gate_and_mul(const Elementwise& a) {
     each_vector(a, [&](int64_t row, int64_t k, int count) {
         const T* gate = (const T*)a.x + row * 2 * a.n + k;
         T narrow[LANES];
-        store_lanes(narrow, gelu(load_up_to(gate, count)));  // rounded in between, as the reference does
+        store_lanes(narrow, activate(load_up_to(gate, count)));  // rounded in between, as the reference does
         store_up_to((T*)a.out + row * a.n + k, load_lanes(narrow) * load_up_to(gate + a.n, count), count);
     });
 }
@@ -52,6 +53,7 @@ template <class T> void scale(const Elementwise& a) {
 
 }  // namespace
 
-extern "C" void quire_gelu_and_mul(const Elementwise* a) { a->is_bf16 ? gelu_and_mul<bf16>(*a) : gelu_and_mul<float>(*a); }
+extern "C" void quire_silu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, silu>(*a) : gate_and_mul<float, silu>(*a); }
+extern "C" void quire_gelu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, gelu>(*a) : gate_and_mul<float, gelu>(*a); }
 extern "C" void quire_add_scaled(const Elementwise* a) { a->is_bf16 ? add_scaled<bf16>(*a) : add_scaled<float>(*a); }
 extern "C" void quire_scale(const Elementwise* a) { a->is_bf16 ? scale<bf16>(*a) : scale<float>(*a); }

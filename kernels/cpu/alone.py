@@ -1,0 +1,213 @@
+"""Deterministic forms of operations that PyTorch computes: each token alone.
+
+PyTorch's matrix products choose their order of sums by the number of rows, its sums split one long row among threads,
+and its functions round the last elements of a tensor otherwise than whole vectors. Alone, a token always has the same
+shape, so the same bytes. The CPU's own kernels need no such form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import attention, lora, mamba2, matmul, native_attention, recurrent
+from kernels.cpu.each_row import alone
+from kernels.cpu.elementwise import gate_and_mul
+from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
+from kernels.cpu.rotary import rms_norm
+from kernels.data.activation import Activation, Gate
+from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
+from kernels.data.lora import AdapterTokens, LoraWeights
+from kernels.data.quantized_rows import QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.data.sampling import Part, SamplingRows
+from kernels.reference.precision import to_wide
+
+
+def pack_weight(weight: Weight) -> Weight:
+    """See `kernels.reference.pack_weight`. What the CPU's own kernels cannot read is dequantised to float32."""
+    packed = matmul.pack_weight(weight)
+    if isinstance(packed, NativeWeight):
+        return packed
+    if isinstance(weight, QuantizedWeight):
+        if weight.codes.dim() == 2:
+            floats = reference.dequantize(weight.codes, weight, torch.float32)
+        else:
+            floats = torch.stack([reference.dequantize(each.codes, each, torch.float32) for each in _matrices(weight)])
+        weight = floats
+    native = pack_stack(weight) if weight.dim() == 3 else pack_floats(weight)
+    assert native is not None, f"no deterministic form of a weight of {weight.dtype}"
+    return native
+
+
+def _matrices(stack: QuantizedWeight) -> list[QuantizedWeight]:
+    found = [stack[i] for i in range(len(stack.codes))]
+    return [each for each in found if isinstance(each, QuantizedWeight)]
+
+
+def pack_router(weight: Tensor) -> Tensor:
+    """See `kernels.reference.pack_router`."""
+    packed = pack_weight(to_wide(weight.detach()))
+    assert isinstance(packed, Tensor)
+    return packed
+
+
+def activation(x: Tensor, kind: Activation) -> Tensor:
+    """See `kernels.reference.activation`."""
+    return alone(lambda row: reference.activation(row, kind), x)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See `kernels.reference.head_linear`."""
+    return alone(lambda row: reference.head_linear(row, weight), x)
+
+
+def paged_attention_decode(
+    query: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    *,
+    plan: object = None,
+    out: Tensor | QuantizedRows | None = None,
+) -> Tensor:
+    """See `kernels.reference.paged_attention_decode`."""
+    assert not isinstance(out, QuantizedRows)
+    if native_attention.is_native(query, context, args, 1):
+        return native_attention.paged_attention_decode(query, context, args, out=out)
+    starts = torch.arange(len(query) + 1, dtype=torch.int32)
+    return paged_attention_prefill(query, starts, context, args, out=out)
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    query_start: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    *,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.paged_attention_prefill`. A query has the shape that it has when it is decoded."""
+    if native_attention.is_native(query, context, args, len(query)):
+        return native_attention.paged_attention_prefill(query, query_start, context, args, out=out)
+    out = torch.zeros_like(query) if out is None else out
+    for token, row, length in _queries(query_start, context.rows, context.lens):
+        own = replace(context, rows=row, lens=length)
+        out[token] = attention.paged_attention_decode(query[token].clone(), own, args)
+    return out
+
+
+def _queries(query_start: Tensor, rows: Tensor, lens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each token of a step: its place, its sequence's row [1], and the length of the context up to it [1]."""
+    starts = query_start.tolist()
+    for i, length in enumerate(lens.tolist()):
+        for token in range(starts[i], starts[i + 1]):
+            seen = length - (starts[i + 1] - 1 - token) if length else 0
+            yield slice(token, token + 1), rows[i : i + 1], torch.tensor([seen], dtype=lens.dtype)
+
+
+def absorb_and_store(query: Tensor, key_up: Tensor, new: NewLatents) -> Tensor:
+    """See `kernels.reference.absorb_and_store`."""
+    plain = key_up.shape[1]
+    rotated = query.clone()
+    rotate_and_store(rotated, new)
+    return torch.cat([head_linear(query[..., :plain], key_up.mT), rotated[..., plain:]], 2)
+
+
+def rotate_and_store(query: Tensor, new: NewLatents) -> None:
+    """See `kernels.reference.rotate_and_store`."""
+    for i in range(len(query)):
+        own = slice(i, i + 1)
+        latent, positions, slots = new.latent[own].clone(), new.positions[own], new.slot_mapping[own]
+        one = replace(new, latent=latent, positions=positions, slot_mapping=slots)
+        reference.rotate_and_store(query[own], one)
+
+
+def latent_attention_decode(
+    query: Tensor, latents: PagedLatents, *, scale: float, out: Tensor, plan: object = None
+) -> Tensor:
+    """See `kernels.reference.latent_attention_decode`."""
+    starts = torch.arange(len(query) + 1, dtype=torch.int32)
+    return latent_attention_prefill(query, starts, latents, scale=scale, out=out)
+
+
+def latent_attention_prefill(
+    query: Tensor,
+    query_start: Tensor,
+    latents: PagedLatents,
+    *,
+    scale: float,
+    out: Tensor,
+    tiles: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.latent_attention_prefill`."""
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    for token, row, length in _queries(query_start, latents.rows, latents.lens):
+        own = replace(latents, rows=row, lens=length)
+        reference.latent_attention_prefill(query[token].clone(), start, own, scale=scale, out=out[token])
+    return out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.reference.gated_rms_norm`."""
+    return alone(lambda row, own: recurrent.gated_rms_norm(row, own, weight, eps), x, gate)
+
+
+def grouped_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, gate_first: bool) -> Tensor:
+    """See `kernels.reference.grouped_rms_norm`."""
+    return alone(lambda row, own: mamba2.grouped_rms_norm(row, own, weight, eps, num_groups, gate_first), x, gate)
+
+
+def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
+    """See `kernels.reference.lora_add`."""
+    for i in range(len(y)):
+        own = slice(i, i + 1)
+        y[own] = lora.lora_add(y[own].clone(), x[own].clone(), weights, tokens[own])
+    return y
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    weights: LoraWeights,
+    tokens: AdapterTokens,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate: Gate | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.adapted_linear`."""
+    value = x if norm is None else rms_norm(x, *norm)
+    y = lora_add(matmul.linear(value, weight, bias), value, weights, tokens)
+    if gate is not None:
+        y = gate_and_mul(y, gate)
+    return y if residual is None else residual.add_(y)
+
+
+def sample(
+    logits: Tensor,
+    rows: SamplingRows,
+    part: Part = Part.ALL,
+    mask_of: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.sample`."""
+    out = torch.zeros(len(logits), dtype=torch.int64) if out is None else out
+    for i in range(len(logits)):
+        own = slice(i, i + 1)
+        mask = None if mask_of is None else mask_of[own]
+        reference.sample(logits[own].clone(), SamplingRows(*(each[own] for each in rows)), part, mask, out[own])
+    return out
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.reference.token_logprobs`."""
+    logprobs = alone(lambda row: row.float().log_softmax(-1), logits)  # its sums are never divided among threads
+    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
+    top, top_ids = logprobs.topk(num_top)
+    return chosen.squeeze(1), (logprobs > chosen).sum(-1) + 1, top_ids, top

@@ -1,0 +1,52 @@
+"""The one owner of the choice between fast forms of operations and deterministic ones.
+
+A deterministic form has one order of sums: what it computes for a token depends neither on the other tokens of the step
+nor on how many there are. Kernels ask `FORMS`; nothing above them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakSet
+
+
+class Forms:
+    """The forms that this process uses. Who uses operations holds them meanwhile, so that they do not change."""
+
+    def __init__(self) -> None:
+        self.deterministic = False
+        self._holders: WeakSet[object] = WeakSet()
+        self._changed: list[Callable[[], None]] = []
+
+    def on_change(self, forget: Callable[[], None]) -> None:
+        """Call `forget` whenever the forms change."""
+        self._changed.append(forget)
+
+    def choose(self, deterministic: bool) -> None:
+        """Choose the forms. RuntimeError: the others are in use."""
+        if deterministic == self.deterministic:
+            return
+        if self._holders:
+            raise RuntimeError(
+                f"another engine of this process runs {'without' if deterministic else 'with'} deterministic: close it "
+                "first, or use another process"
+            )
+        self.deterministic = deterministic
+        for forget in self._changed:
+            forget()
+
+    @property
+    def expand_latents(self) -> bool:
+        """Whether a step may expand latents to keys and values: prefill then rounds otherwise than decode."""
+        return not self.deterministic
+
+    def hold(self, user: object) -> None:
+        """Keep the forms until `release`, or until nothing refers to `user`."""
+        self._holders.add(user)
+
+    def release(self, user: object) -> None:
+        """Undo `hold`."""
+        self._holders.discard(user)
+
+
+FORMS = Forms()
