@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, integer
 from engine.models.spec import VisionSpec
 
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "silu": "silu",
+}
 
 
 def qwen3_vl(config: Config, text: Config) -> VisionSpec:
