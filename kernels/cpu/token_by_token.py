@@ -1,6 +1,6 @@
 """Deterministic forms of recurrent layers on a CPU: one token after the other, each as it is decoded.
 
-A prompt's tokens run over two blocks of their own, in turn, from which those that are held are copied.
+A prompt's tokens run over two blocks of their own, alternately, from which those that are held are copied.
 """
 
 from __future__ import annotations
