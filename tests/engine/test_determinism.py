@@ -29,7 +29,7 @@ NGRAMS = {
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks": {"max_num_batched_tokens": 11, "max_num_seqs": 8},
-    "few blocks": {"num_gpu_blocks_override": 30},
+    "few blocks": {"num_gpu_blocks_override": 20},
     "eager": {"enforce_eager": True, "enable_prefix_caching": False},
     "drafts": {"speculative_config": NGRAMS},
     "host tier": {"kv_offloading_size": 0.01, "num_gpu_blocks_override": 34},
