@@ -37,7 +37,7 @@ class Forms:
 
     @property
     def expand_latents(self) -> bool:
-        """Return True if steps may expand latents to keys and values, with which prefill rounds otherwise than decode."""
+        """Return True if steps may expand latents to keys and values: prefill then rounds otherwise than decode."""
         return not self.deterministic
 
     def hold(self, user: object) -> None:

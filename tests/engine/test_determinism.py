@@ -29,7 +29,7 @@ NGRAMS = {
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks": {"max_num_batched_tokens": 11, "max_num_seqs": 8},
-    "few blocks": {"num_gpu_blocks_override": 20},
+    "few blocks": {"num_gpu_blocks_override": 14},
     "eager": {"enforce_eager": True, "enable_prefix_caching": False},
     "drafts": {"speculative_config": NGRAMS},
     "host tier": {"kv_offloading_size": 0.01, "num_gpu_blocks_override": 34},
@@ -61,6 +61,11 @@ GROUPS = {"gemma2": 2, "gpt_oss": 3, "gemma4_small": 2}  # groups of layers, of 
 HYBRIDS = {"qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"}
 
 
+def grows(i: int) -> bool:
+    """Return True for a request with a short prompt and a long answer: several of these make an engine preempt."""
+    return i % 4 == 1
+
+
 def sampling(i: int) -> SamplingParams:
     """Parameters of request `i`: greedy, sampled, filtered, with penalties."""
     kinds: list[dict[str, Any]] = [
@@ -69,10 +74,14 @@ def sampling(i: int) -> SamplingParams:
         {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
         {"temperature": 1.1, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     ]
-    return SamplingParams(max_tokens=10, seed=i, logprobs=2, ignore_eos=True, **kinds[i % len(kinds)])
+    return SamplingParams(
+        max_tokens=44 if grows(i) else 10, seed=i, logprobs=2, ignore_eos=True, **kinds[i % len(kinds)]
+    )
 
 
 def prompt(i: int) -> list[int]:
+    if grows(i):
+        return [5 + i]
     own = [(11 * i + 5 * j) % 200 + 3 for j in range(1 + 3 * i % 29)]
     return own if i % 3 else SHARED + own
 
