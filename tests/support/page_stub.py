@@ -103,6 +103,7 @@ class Stub:
     delay: float = 0.0  # seconds within each event
     api_key: str | None = None
     models: list[str] = field(default_factory=lambda: ["quire-demo"])
+    reads: list[str] = field(default_factory=lambda: ["text"])  # of all models
     ready: dict[str, Any] = field(default_factory=lambda: {"phase": "ready"})
     answers: dict[str, str] = field(default_factory=dict)  # of questions, word for word
     requests: list[dict[str, Any]] = field(default_factory=list)  # the bodies of chat completions
@@ -181,7 +182,10 @@ def build_app(stub: Stub) -> FastAPI:
 
     @app.get("/v1/models")
     def models() -> JSONResponse:
-        cards = [{"id": name, "object": "model", "root": name, "max_model_len": 2048} for name in stub.models]
+        cards = [
+            {"id": name, "object": "model", "root": name, "max_model_len": 2048, "input_modalities": stub.reads}
+            for name in stub.models
+        ]
         return JSONResponse({"object": "list", "data": cards})
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -196,6 +200,8 @@ def build_app(stub: Stub) -> FastAPI:
 def answer(stub: Stub, body: dict[str, Any]) -> Response:
     last = body["messages"][-1]
     question = last["content"]
+    if isinstance(question, list):  # with images
+        question = " ".join(part.get("text", "") for part in question)
     if "refuse" in question:
         message = "This model's maximum context length is 2048 tokens. However, your prompt contains 3101 tokens."
         error = {"message": message, "type": "BadRequestError", "param": "messages", "code": 400}

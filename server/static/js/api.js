@@ -28,6 +28,11 @@ export async function listModels(server = "") {
   return (await (await request("v1/models", {}, server)).json()).data;
 }
 
+/** Return { key, id, server, images: it reads them } of a model card. */
+export function modelFrom({ id, input_modalities: reads }, server = "") {
+  return { key: server ? `${server} ${id}` : id, id, server, images: Boolean(reads?.includes("image")) };
+}
+
 /** Return the schema of a chat completion's parameters, with types, ranges and descriptions. */
 export async function chatParameters() {
   const { components } = await (await request("openapi.json")).json();

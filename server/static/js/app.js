@@ -1,5 +1,5 @@
 // The page: the open conversation, and sending questions and answers.
-import { countTokens } from "./api.js";
+import { countTokens, modelFrom } from "./api.js";
 import { Composer } from "./composer.js";
 import { Conversation, isBusy, newId, ROOT } from "./conversation.js";
 import { $, announce, copy, download, nameOf, toast } from "./dom.js";
@@ -21,7 +21,7 @@ const STALE = 10_000; // milliseconds without an update by the tab that writes a
 let conversation = Conversation.create(defaultSettings());
 let model = ""; // key of the one chosen in the header; default: the server's first model
 let own = []; // this server's models
-let models = []; // those of other servers, too: { key, id, server }
+let models = []; // those of other servers, too: see modelFrom
 const runs = new Map(); // message id → Run, for all conversations
 const gone = new Set(); // ids of conversations deleted while an answer was being written
 const live = new Map(); // conversation id → the Conversation that answers are being written into
@@ -115,13 +115,18 @@ async function begin(within, question) {
 
 /** Generate the answer to the message `parent`, or one answer from each compared model. */
 async function answer(within, parent, round = 0) {
-  const chosen = (within.settings.models ?? []).map(modelOf).filter(Boolean);
-  const asked = chosen.length > 1 ? chosen : [chosen[0] ?? modelOf(model) ?? { id: "", server: "" }];
+  const asked = askedModels(within);
   const group = asked.length > 1 ? newId() : "";
   const answers = asked.map(({ id, server }) => within.add({ role: "assistant", parent, model: id, server, group, ...EMPTY }));
   within.select(answers[0]);
   announce("Answering");
   await Promise.all(answers.map((message) => write(within, message, { round })));
+}
+
+/** Return the models that answer in a conversation: the compared ones, or the one in the header. */
+function askedModels(within) {
+  const chosen = (within.settings.models ?? []).map(modelOf).filter(Boolean);
+  return chosen.length > 1 ? chosen : [chosen[0] ?? modelOf(model) ?? { id: "", server: "" }];
 }
 
 const modelOf = (key) => models.find((each) => each.key === key);
@@ -217,7 +222,11 @@ const actions = {
 // ---- the parts of the page ----
 
 const thread = new Thread(actions);
-const composer = new Composer({ send: ask, editLast: () => thread.editLastQuestion() });
+const composer = new Composer({
+  send: ask,
+  editLast: () => thread.editLastQuestion(),
+  takesImages: () => askedModels(conversation).every(({ images }) => images),
+});
 const sidebar = new Sidebar({
   async renamed(id, names) {
     const found = live.get(id) ?? (id === conversation.id ? conversation : await store.loadConversation(id));
@@ -246,7 +255,7 @@ const others = new Others(showModels);
 const status = new Status({
   connected(cards) {
     settings.keyAccepted();
-    own = cards.map(({ id }) => ({ key: id, id, server: "" }));
+    own = cards.map((card) => modelFrom(card));
     settings.showContext(cards[0]?.max_model_len);
     showModels();
     showConversation();
@@ -268,6 +277,7 @@ function showModels() {
   $("model-select").replaceChildren(...models.map((each) => new Option(nameOf(each), each.key, false, each.key === chosen)));
   if (own.length) model = chosen;
   settings.showModels(models);
+  $("take-photo").hidden = !models.some(({ images }) => images) || !matchMedia("(pointer: coarse)").matches;
   status.showChoice();
 }
 

@@ -1,5 +1,6 @@
 // The message field: draft, attached files, sending.
 import { $, element, iconButton, load, save, toast } from "./dom.js";
+import { isImage, readImage } from "./images.js";
 
 const MOST_BYTES = 1_000_000; // of an attached file
 const draftName = (id) => `quire.draft.${id}`;
@@ -7,30 +8,31 @@ const draftName = (id) => `quire.draft.${id}`;
 const prompt = $("prompt");
 
 export class Composer {
-  #attachments = []; // { name, text }
+  #attachments = []; // { name, text }, or { name, image: a data URL }
   #draft = "new";
   #busy = false;
 
-  /** Callbacks: `send(text, attachments)`, and `editLast()` to edit the last question. */
-  constructor({ send, editLast }) {
-    this.send = send;
-    this.editLast = editLast;
+  /** Callbacks: `send(text, attachments)`, `editLast()` to edit the last question, and `takesImages()`: the model does. */
+  constructor({ send, editLast, takesImages }) {
+    Object.assign(this, { send, editLast, takesImages });
     $("form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
     });
     prompt.addEventListener("input", () => this.#changed());
     prompt.addEventListener("keydown", (event) => this.#keyPressed(event));
-    prompt.addEventListener("paste", ({ clipboardData }) => this.#attach(clipboardData.files));
-    $("attach").addEventListener("click", () => $("file").click());
-    $("file").addEventListener("change", () => {
-      this.#attach($("file").files);
-      $("file").value = "";
-    });
+    prompt.addEventListener("paste", ({ clipboardData }) => this.#attach([...clipboardData.files]));
+    for (const [button, input] of [["attach", "file"], ["take-photo", "camera"]]) {
+      $(button).addEventListener("click", () => $(input).click());
+      $(input).addEventListener("change", () => {
+        this.#attach([...$(input).files]);
+        $(input).value = "";
+      });
+    }
     document.addEventListener("dragover", (event) => event.preventDefault());
     document.addEventListener("drop", (event) => {
       event.preventDefault();
-      this.#attach(event.dataTransfer.files);
+      this.#attach([...event.dataTransfer.files]);
     });
   }
 
@@ -70,6 +72,7 @@ export class Composer {
     const text = prompt.value.trim();
     if (this.#busy || (text === "" && !this.#attachments.length)) return;
     const attachments = this.#attachments;
+    if (attachments.some(({ image }) => image) && !this.takesImages()) return toast("This model reads text only: remove the images, or choose another model.");
     prompt.value = "";
     this.#attachments = [];
     this.#showAttachments();
@@ -96,6 +99,12 @@ export class Composer {
 
   async #attach(files) {
     for (const file of files) {
+      if (isImage(file) && this.takesImages()) {
+        const image = await readImage(file);
+        if (image) this.#attachments = [...this.#attachments, { name: file.name || "image", image }];
+        else toast(`${file.name || "This image"} cannot be read.`);
+        continue;
+      }
       const text = file.size <= MOST_BYTES ? await file.text() : null;
       if (text === null) toast(`${file.name} is larger than 1 MB.`);
       else if (text.includes("\0") || text.includes("\ufffd")) toast(`${file.name} is not a text file: this model reads text only.`);
@@ -112,7 +121,7 @@ export class Composer {
       this.#changed();
     };
     const chips = this.#attachments.map((each) =>
-      element("li", { class: "chip" }, element("bdi", {}, each.name), iconButton("close", `Remove ${each.name}`, () => remove(each))),
+      element("li", { class: "chip" }, ...(each.image ? [element("img", { src: each.image, alt: "" })] : []), element("bdi", {}, each.name), iconButton("close", `Remove ${each.name}`, () => remove(each))),
     );
     $("chips").replaceChildren(...chips);
     $("chips").hidden = chips.length === 0;

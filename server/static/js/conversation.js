@@ -1,7 +1,7 @@
 // A conversation: a tree of messages, one branch of which is shown. Plain data, without DOM or storage.
 //
 // A message: { conversation, id, index, parent, role: "user" | "assistant", content, created }, and
-//   for a user: attachments: [{ name, text }];
+//   for a user: attachments: [{ name, text } or { name, image: a data URL }];
 //   for an assistant: model, server: its address or "" for this page's own, state: "waiting" | "streaming" | "done" | "stopped" | "failed", error, reasoning, thoughtSeconds,
 //   calls: [{ id, name, arguments, result }], tokens: [[text, logprob, [[text, logprob], …]], …], finish, stats, and
 //   group: the same for answers of several models shown side by side.

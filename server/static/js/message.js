@@ -1,6 +1,7 @@
 // One message on the page: its elements and actions.
 import { isBusy } from "./conversation.js";
 import { $, copy, element, iconButton, nameOf, place } from "./dom.js";
+import { thumbnail } from "./images.js";
 import { fenced, indented, isJSON, MarkdownView } from "./markdown.js";
 import { splitThoughts } from "./run.js";
 import { tokensView } from "./tokens.js";
@@ -81,8 +82,8 @@ class QuestionView extends MessageView {
     super("question-template", message, conversation, actions);
     this.part("question-text").textContent = message.content;
     this.part("question-text").hidden = message.content === "";
-    const files = (message.attachments ?? []).map(({ name, text }) =>
-      element("details", { class: "attachment" }, element("summary", { dir: "auto" }, name), element("pre", { tabindex: "0" }, text)),
+    const files = (message.attachments ?? []).map(({ name, text, image }) =>
+      image ? thumbnail({ name, image }) : element("details", { class: "attachment" }, element("summary", { dir: "auto" }, name), element("pre", { tabindex: "0" }, text)),
     );
     this.part("attachments").append(...files);
     this.button("copy", (event) => copy(message.content, event.currentTarget));

@@ -1,5 +1,5 @@
 // The models of other servers (--page-servers), with a key for each server that requires one.
-import { apiKey, listModels, SERVERS } from "./api.js";
+import { apiKey, listModels, modelFrom, SERVERS } from "./api.js";
 import { $, element, hostOf } from "./dom.js";
 
 export class Others {
@@ -12,7 +12,7 @@ export class Others {
     SERVERS.forEach((server, index) => this.#row(server, `key-${index}`));
   }
 
-  /** Return all models, as { key, id, server }. */
+  /** Return all models, see modelFrom. */
   get models() {
     return SERVERS.flatMap((server) => this.#models.get(server) ?? []);
   }
@@ -33,7 +33,7 @@ export class Others {
     const { row, problem } = this.#rows.get(server);
     try {
       const cards = await listModels(server);
-      this.#models.set(server, cards.map(({ id }) => ({ key: `${server} ${id}`, id, server })));
+      this.#models.set(server, cards.map((card) => modelFrom(card, server)));
       problem.textContent = "";
     } catch ({ message, status }) {
       problem.textContent = status === 0 ? message : `${hostOf(server)}: ${message}`;

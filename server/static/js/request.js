@@ -44,6 +44,9 @@ function answered({ content, calls = [] }) {
 }
 
 function withAttachments({ content, attachments = [] }) {
-  const files = attachments.map(({ name, text }) => `${name}:\n${fenced(text)}`);
-  return [...files, content].filter(Boolean).join("\n\n");
+  const files = attachments.filter(({ image }) => !image).map(({ name, text }) => `${name}:\n${fenced(text)}`);
+  const text = [...files, content].filter(Boolean).join("\n\n");
+  const images = attachments.filter(({ image }) => image).map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  if (!images.length) return text;
+  return text ? [...images, { type: "text", text }] : images;
 }

@@ -14,7 +14,8 @@ export function toMarkdown(conversation) {
   if (conversation.settings.system?.trim()) parts.push(`> **System:** ${conversation.settings.system.replace(/\n/g, "\n> ")}`);
   for (const { role, content, model, attachments = [], calls = [] } of conversation.path()) {
     parts.push(role === "user" ? "## You" : `## ${model || "Answer"}`);
-    for (const { name, text } of attachments) parts.push(`${name}:\n\n\`\`\`\`\n${text}\n\`\`\`\``);
+    for (const { name, image } of attachments) if (image) parts.push(`![${name.replace(/[[\]]/g, "")}](${image})`);
+    for (const { name, text } of attachments.filter(({ image }) => !image)) parts.push(`${name}:\n\n\`\`\`\`\n${text}\n\`\`\`\``);
     if (content) parts.push(content);
     for (const call of calls) parts.push(`Calls \`${call.name}(${call.arguments})\`: ${call.result ?? "no result"}`);
   }
@@ -37,6 +38,7 @@ export function copyOf({ meta, messages }) {
 const idOf = (id) => (/^[0-9a-f]{24}$/.test(id) ? id : newId());
 const string = (value) => (typeof value === "string" ? value : "");
 const object = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
+const isImageURL = (value) => /^data:image\/[a-z]+;base64,[\w+/=]*$/.test(string(value));
 const list = (value) => (Array.isArray(value) ? value : []);
 
 // Only known fields are read, each converted to its type.
@@ -59,8 +61,8 @@ function readConversation({ id, title, named, folder, created, updated, settings
 
 function readMessage(message) {
   const base = { index: Number(message.index) || 0, created: Number(message.created) || 0, content: string(message.content) };
-  const name = ({ name, text }) => ({ name: string(name), text: string(text) });
-  if (message.role === "user") return { ...base, role: "user", attachments: list(message.attachments).map(name) };
+  const file = ({ name, text, image }) => ({ name: string(name), ...(isImageURL(image) ? { image } : { text: string(text) }) });
+  if (message.role === "user") return { ...base, role: "user", attachments: list(message.attachments).map(file) };
   const call = (each) => ({
     id: string(each.id),
     name: string(each.name),

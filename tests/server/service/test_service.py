@@ -41,6 +41,7 @@ def test_models(serve: Callable[..., Live]) -> None:
         "root": "org/one",
         "parent": None,
         "max_model_len": 512,
+        "input_modalities": ["text"],
     }
     assert live.http.get("/v1/models/org/one").json() == body["data"][0]
 

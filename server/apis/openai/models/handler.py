@@ -75,6 +75,12 @@ def _all_cards(server: ServerState, caller: Caller) -> list[dict[str, Any]]:
     return [card for listed in server.listed() for card in _cards(listed, caller)]
 
 
+def _modalities(model: Model | None) -> list[str] | None:
+    if model is None:
+        return None
+    return ["text", "image"] if model.info.images is not None else ["text"]
+
+
 def _cards(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
     """Return one card for each served name, also those of adapters. Clients read `max_model_len`; null: the model has
     not been loaded so far.
@@ -92,6 +98,7 @@ def _cards(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
             "root": listed.names[0],
             "parent": parent,
             "max_model_len": None if model is None else model.info.max_model_len,
+            "input_modalities": _modalities(model),
             "permission": [
                 {
                     "id": f"modelperm-{number}",
