@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from struct import pack
 
 from engine.core import tiers
 from engine.core.host_load import NOTHING_TO_LOAD
 from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
-from engine.core.kv.prefix_history import PrefixHistory, salt_hash
+from engine.core.kv.prefix_matcher import PrefixMatcher
 from engine.core.kv.state_blocks import StateBlocks
 from engine.core.request import Request
 from engine.core.tiers import IN_HOST, HostTier
-
-HASHED_AT_ONCE = 256  # blocks: a long prompt is hashed in parts, each just before it is needed
 
 
 @dataclass(slots=True)
@@ -40,15 +36,9 @@ class BlockManager:
     `Request.num_passed`. Groups with blocks of one size in bytes share a pool, which is not divided among them. Groups
     of recurrent layers hold few blocks, see `StateBlocks`.
 
-    **Prefix cache.** The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the
-    chain starts at `sha256(salt)`, or with a LoRA adapter at a hash of that and the adapter's version. Name ids are the
-    token ids, except for placeholders (`Request.name_ids`). So a name stands for a whole prefix, equal prefixes have
-    equal names, and a chain survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof
-    of equal content: no one can construct two prefixes with the same name, as would be possible with Python's `hash()`
-    of token tuples. A name takes 32 bytes; the tokens to compare would take a kilobyte.
-
-    If two requests compute the same content at the same time, each keeps its own block. The first block is published;
-    the other stays private and is empty once it is released.
+    `PrefixMatcher` says what a block's name is, and finds cached prefixes. If two requests compute the same content at
+    the same time, each keeps its own block. The first block is published; the other stays private and is empty once it
+    is released.
 
     **No locks.** Steps run on the device in launch order, and within each layer a step stores the KV of all its tokens
     before any of them attends. Therefore
@@ -77,10 +67,12 @@ class BlockManager:
         self.pools = BlockPools([num_blocks] if isinstance(num_blocks, int) else num_blocks, self.groups)
         self.block_size = block_size
         self.enable_prefix_caching, self.max_chunk = enable_prefix_caching, max_chunk
-        self._history = PrefixHistory(block_size)
         self.tier = HostTier(self.pools) if has_tiers and enable_prefix_caching else None
         self._passing = [(index, group) for index, group in enumerate(self.groups) if group.passes]
         self._states = StateBlocks(self.groups, self.pools, block_size, enable_prefix_caching)
+        self._prefixes = PrefixMatcher(
+            self.groups, self.pools, self._states, self.tier, block_size, enable_prefix_caching
+        )
         self._state_pools = [self.pools.of_group[g] for g in self._states.groups]
         self.num_states = sum(pool.num_blocks for pool in self._state_pools)
         self.num_blocks = sum(self.pools.num_blocks) - self.num_states  # of the KV cache
@@ -124,96 +116,17 @@ class BlockManager:
         of_kv = ((pool.num_blocks, most) for pool, most in most_held if pool not in self._state_pools)
         return min(num_blocks * num_tokens // most for num_blocks, most in of_kv)
 
-    def match_prefix(self, request: Request, with_new: bool = False, in_host: bool = False) -> list[list[int]]:
-        """Find the longest cached prefix. Returns the first block table entries of each group.
-
-        The prefix never includes the last token, since at least one token must be computed. In a group with a window or
-        states, only the blocks that the next query reads need to be cached. `with_new`: as if the states that the
-        planned step computes were there. `in_host`: blocks in host memory, too, as `IN_HOST`.
-        """
-        tables: list[list[int]] = [[] for _ in self.groups]
-        if not self.enable_prefix_caching:
-            return tables
-        size = self.block_size
-        num_blocks = (len(request.token_ids) - 1) // size
-        for g, group in enumerate(self.groups):
-            if not group.passes:
-                find = self._finder(g, with_new, in_host)
-                for index in range(num_blocks):
-                    if (block_id := find(self._hash(request, index))) is None:
-                        break
-                    tables[g].append(block_id)
-                num_blocks = len(tables[g])
-        if self._passing:
-            num_attended, num_blocks = num_blocks, self._match_passing(request, num_blocks, tables, with_new, in_host)
-            if self._states.groups and not (with_new or in_host):
-                request.branch = num_attended - 1 if num_attended > num_blocks else -1
-        for table in tables:
-            del table[num_blocks:]
-        return tables
+    def match_prefix(self, request: Request) -> list[list[int]]:
+        """See `PrefixMatcher.match`."""
+        return self._prefixes.match(request)
 
     def awaits_state(self, request: Request, num_matched: int) -> bool:
-        """Return whether the planned step computes a state from which more than `num_matched` blocks of the request's
-        prefix would be found in the next step.
-        """
-        return self._states.has_new and len(self.match_prefix(request, with_new=True)[0]) > num_matched
+        """See `PrefixMatcher.awaits_state`."""
+        return self._prefixes.awaits_state(request, num_matched)
 
     def explain_miss(self, request: Request, num_matched: int) -> tuple[str, int]:
-        """Return why `match_prefix` found only the first `num_matched` blocks of a new request, or "" if it found the
-        whole prompt; and how many tokens of the prompt the cache holds or held: there the prompt parted from what it
-        knew. Call it once per request.
-
-        "disabled": there is no prefix cache; "not_read": every token of the prompt must be computed for its own result;
-        "evicted"; "no_state": KV blocks were found, but no state of recurrent layers; "other_salt": the tenant last
-        sent this start with another salt; "other_tokens": requests with this salt went on differently; "not_seen": none
-        went on, or one did long ago.
-        """
-        size, num_known = self.block_size, num_matched
-        if not self.enable_prefix_caching:
-            return "disabled", 0
-        if not request.reads_cache:
-            return "not_read", 0
-        has_other_salt = self._history.record_salt(request)
-        num_blocks = (request.num_prompt_tokens - 1) // size
-        if num_matched >= num_blocks:
-            return "", num_matched * size
-        while num_known < num_blocks and self.pools.was_cached(self._hash(request, num_known)):
-            num_known += 1
-        if num_known > num_matched:
-            return "no_state" if request.branch >= num_matched else "evicted", num_known * size
-        if not num_matched and has_other_salt:
-            return "other_salt", 0
-        return "other_tokens" if self._history.went_on(request, num_matched) else "not_seen", num_matched * size
-
-    def _match_passing(
-        self, request: Request, num_blocks: int, tables: list[list[int]], with_new: bool, in_host: bool
-    ) -> int:
-        """Return the length, in blocks, of the longest prefix of up to `num_blocks` blocks whose end is published in
-        every group with a window or states.
-
-        Fills the tables of these groups, except for entries that the query after that prefix does not read.
-        """
-        size, longest = self.block_size, 0
-        finders = [(self._finder(g, with_new, in_host), group, tables[g]) for g, group in self._passing]
-        runs = [0] * len(finders)  # consecutive published blocks, up to the current one
-        for index in range(num_blocks):
-            block_hash, is_end = self._hash(request, index), True
-            for i, (find, group, table) in enumerate(finders):
-                block_id = find(block_hash)
-                runs[i] = 0 if block_id is None else runs[i] + 1
-                table.append(UNHELD if block_id is None else block_id)
-                is_end &= runs[i] > index - group.first_needed((index + 1) * size) // size
-            if is_end:
-                longest = index + 1
-        for _, group, table in finders:
-            num_passed = group.first_needed(longest * size) // size
-            table[:num_passed] = [UNHELD] * num_passed
-        return longest
-
-    def _finder(self, group: int, with_new: bool, in_host: bool) -> Callable[[bytes], int | None]:
-        is_state = self.groups[group].is_state
-        find = self._states.finder(group, with_new) if is_state else self.pools.finder(group)
-        return self.tier.finder(group, find) if in_host and self.tier is not None else find
+        """See `PrefixMatcher.explain_miss`."""
+        return self._prefixes.explain_miss(request, num_matched)
 
     def awaits_load(self, request: Request, num_spare: int) -> bool:
         """Return whether a waiting request should wait for blocks of its prefix, which come from host memory. Begins to
@@ -224,10 +137,10 @@ class BlockManager:
             return False
         if request.load is None:
             on_device = self.match_prefix(request)
-            tables = self.match_prefix(request, in_host=True)
+            tables = self._prefixes.match(request, in_host=True)
             num_tokens = (len(tables[0]) - len(on_device[0])) * self.block_size
             at = [(g, i) for g, table in enumerate(tables) for i, block_id in enumerate(table) if block_id == IN_HOST]
-            names = [(g, self._hash(request, i)) for g, i in at]
+            names = [(g, self._prefixes.hash(request, i)) for g, i in at]
             if names and num_tokens >= tiers.MIN_LOADED_TOKENS:
                 if tier.must_wait(names):
                     return True
@@ -329,7 +242,7 @@ class BlockManager:
         ready, size = min(len(request.token_ids), request.num_computed_tokens), self.block_size
         for end in range(request.next_commit, ready + 1, size):
             index = end // size - 1
-            block_hash = self._hash(request, index)
+            block_hash = self._prefixes.hash(request, index)
             for g, table in enumerate(request.block_tables):
                 if index < request.num_passed[g] or table[index] == UNHELD:
                     continue
@@ -337,7 +250,7 @@ class BlockManager:
                     self._states.publish(g, block_hash, table[index])
                 else:
                     self.pools.of_group[g].publish(g, block_hash, table[index])
-            self._history.published(request, index)
+            self._prefixes.history.published(request, index)
             request.next_commit = end + size
 
     def unpublish(self, request: Request) -> None:
@@ -352,7 +265,7 @@ class BlockManager:
             self.pools.unpublish(g, table[max(num_passed, num_sound) :])
             if self.groups[g].is_state:  # passed ones may be found, too
                 find = self.pools.finder(g)
-                passed = (find(self._hash(request, index)) for index in range(num_sound, num_passed))
+                passed = (find(self._prefixes.hash(request, index)) for index in range(num_sound, num_passed))
                 self.pools.unpublish(g, [block_id for block_id in passed if block_id is not None])
             if self.tier is not None:
                 self.tier.forget(g, request.block_hashes[num_sound:])
@@ -369,28 +282,10 @@ class BlockManager:
         """Empty the prefix cache. Returns False, without any change, while a request or a load holds a block."""
         was_reset = self.pools.reset()
         if was_reset:
-            self._history.clear()
+            self._prefixes.history.clear()
             if self.tier is not None:
                 self.tier.clear()
         return was_reset
-
-    def _hash(self, request: Request, index: int) -> bytes:
-        """Return the hash of the request's first `index + 1` blocks, all full. Kept across preemptions."""
-        hashes = request.block_hashes
-        if index >= len(hashes):
-            self._hash_more(request, index + 1)
-        return hashes[index]
-
-    def _hash_more(self, request: Request, count: int) -> None:
-        """Hash the next full blocks: up to block `count`, and more of them if their tokens are known."""
-        hashes, size = request.block_hashes, self.block_size
-        start = len(hashes)
-        end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
-        data, width = pack(f"<{(end - start) * size}q", *request.name_ids(start * size, end * size)), 8 * size
-        name = hashes[-1] if hashes else salt_hash(request)
-        for at in range(0, len(data), width):
-            name = sha256(name + data[at : at + width]).digest()
-            hashes.append(name)
 
     def check(self, holders: Iterable[Request]) -> None:
         """Assert all invariants, given all requests that hold blocks."""
@@ -426,4 +321,4 @@ class BlockManager:
             elif name is None:
                 assert held[block_id] == 1 or pool.is_suspect(block_id), "a shared block is not published"
             else:
-                assert name == (g, self._hash(request, index)), "a published block holds other tokens"
+                assert name == (g, self._prefixes.hash(request, index)), "a published block holds other tokens"
