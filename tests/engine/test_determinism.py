@@ -18,7 +18,7 @@ from tests.oracles.random_adapters import write_random_adapter
 
 SHARED = [7 * i % 250 + 1 for i in range(40)]  # the beginning of some prompts
 COMMON: dict[str, Any] = {
-    "device": "cpu", "skip_tokenizer_init": True, "deterministic": True, "max_model_len": 96, "block_size": 8,
+    "device": "cpu", "skip_tokenizer_init": True, "deterministic": True, "max_model_len": 72, "block_size": 8,
     "num_gpu_blocks_override": 600, "debug_checks": True,
 }  # fmt: skip
 ALONE: dict[str, Any] = {"max_num_seqs": 1, "enforce_eager": True, "enable_prefix_caching": False}
@@ -82,7 +82,7 @@ def sampling(i: int) -> SamplingParams:
 def prompt(i: int) -> list[int]:
     if grows(i):
         return [5 + i]
-    own = [(11 * i + 5 * j) % 200 + 3 for j in range(1 + 3 * i % 29)]
+    own = [(11 * i + 5 * j) % 200 + 3 for j in range(1 + 3 * i % 19)]
     return own if i % 3 else SHARED + own
 
 
