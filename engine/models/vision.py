@@ -164,18 +164,18 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
         """x [N, C]; cos, sin [N, head_dim / 2] float32; lengths: patches of each image."""
         qkv = self.qkv.run(self.norm1(x)).view(len(x), 3, self.spec.num_heads, -1)
-        q, k, v = qkv.unbind(1)
-        q, k = (rotated(each, cos, sin).transpose(0, 1) for each in (q, k))
-        images = zip(q.split(lengths, 1), k.split(lengths, 1), v.transpose(0, 1).split(lengths, 1), strict=True)
+        q, k = rotated(qkv[:, :2], cos, sin).permute(1, 2, 0, 3)
+        v = qkv[:, 2].transpose(0, 1)
+        images = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
         mixed = [F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in each))[0] for each in images]
         x = x + self.proj.run(torch.cat(mixed, 1).transpose(0, 1).reshape(len(x), -1))
         return x + self.down.run(kernels.activation(self.up.run(self.norm2(x)), self.spec.activation))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [N, heads, D] by angles whose cos and sin are [N, D / 2]: element i with element i + D / 2."""
+    """Turn x [N, 2, heads, D] by angles whose cos and sin are [N, D / 2]: element i with element i + D / 2."""
     low, high = x.float().chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
 

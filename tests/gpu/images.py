@@ -66,11 +66,10 @@ def _tokens(case: Case, device: str, settings: dict[str, Any]) -> list[int]:
     return found
 
 
-@torch.inference_mode()
 def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> None:
     engine = _engine(case, checks.device, dtype, {"enforce_eager": True})
-    reader = engine.runner.images  # type: ignore[attr-defined]
-    got = torch.cat([each.embeddings for each in reader._run(case.images)])
+    with torch.inference_mode():
+        got = torch.cat([each.embeddings for each in engine.runner.images._run(case.images)])  # type: ignore[attr-defined]
     engine.close()
     theirs = case.model.model.visual
     want = _encoded(theirs.double(), case)
@@ -82,6 +81,7 @@ def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> Non
     checks.add(f"images {family} encoder {dtype}", relative_error(got, want.to(got.device)), limit)
 
 
+@torch.inference_mode()
 def _encoded(visual: Any, case: Case) -> Tensor:
     data = [np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, SIDE, SIDE) for image in case.images]
     values = (np.repeat(np.concatenate(data), 2, 2).astype(np.float64) / 255 - 0.5) / 0.5

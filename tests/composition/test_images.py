@@ -1,0 +1,85 @@
+"""Images beside other features: answers are those of each request alone in the plainest engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from engine import LLM, SamplingParams
+from tests.support.image_models import END, IMAGE, START, make_case
+from tests.support.images import picture
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "block_size": 4,
+}  # fmt: skip
+ALONE = {"max_num_seqs": 1, "enforce_eager": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 64}
+MANY = {"num_gpu_blocks_override": 256}
+FEATURES: dict[str, dict[str, Any]] = {
+    "recorded steps, prefix cache": MANY,
+    "chunked prefill": MANY | {"max_num_batched_tokens": 11, "max_num_seqs": 4},
+    "preemption": {"num_gpu_blocks_override": 41, "max_num_batched_tokens": 32},
+    "host tier": {"num_gpu_blocks_override": 48, "kv_offloading_size": 0.01},
+    "drafts": MANY | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    "tensor parallel": MANY | {"tensor_parallel_size": 2},
+    "pipeline parallel": MANY | {"pipeline_parallel_size": 2},
+}
+HEAVY = {"tensor parallel", "pipeline parallel"}
+
+
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(request.param, tmp_path_factory.mktemp("model")).folder
+
+
+def prompts() -> list[Any]:
+    rng = np.random.default_rng(0)
+
+    def text(count: int) -> list[int]:
+        found: list[int] = rng.integers(1, 250, count).tolist()
+        return found
+
+    image = [START, IMAGE, END]
+    shared = [*text(9), *image, *text(5), *image]
+    pictures = [picture(30, 18), picture(16, 44), picture(40, 40)]
+    return [
+        {"prompt_token_ids": [*shared, *text(3)], "multi_modal_data": {"image": pictures[:2]}},
+        {"prompt_token_ids": text(20)},
+        {"prompt_token_ids": [*shared, *text(12)], "multi_modal_data": {"image": pictures[:2]}},
+        {"prompt_token_ids": [*image, *text(30)], "multi_modal_data": {"image": pictures[2]}},
+        {"prompt_token_ids": [*shared, *text(4)], "multi_modal_data": {"image": [pictures[0], pictures[0]]}},
+        {"prompt_token_ids": text(3) * 9},
+    ]
+
+
+SAMPLING = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, logprobs=0, n=2)
+
+
+def answers(llm: LLM, asked: list[Any]) -> list[list[list[int]]]:
+    found = llm.generate(asked, SAMPLING, use_tqdm=False)
+    assert all(output.error == "" for each in found for output in each.outputs)
+    return [[output.token_ids for output in each.outputs] for each in found]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Iterator[list[list[list[int]]]]:
+    llm = LLM(str(model), **COMMON | ALONE)
+    yield [answers(llm, [each])[0] for each in prompts()]
+    llm.close()
+
+
+@pytest.mark.parametrize("feature", [pytest.param(e, marks=pytest.mark.heavy if e in HEAVY else ()) for e in FEATURES])
+def test_answers_are_those_of_each_request_alone(feature: str, model: Path, expected: Any) -> None:
+    llm = LLM(str(model), **COMMON | FEATURES[feature])
+    assert answers(llm, prompts()) == expected
+    assert answers(llm, prompts()) == expected, "again, with what is cached"
+    if feature.startswith("recorded"):
+        llm.sleep()
+        llm.wake_up()
+        assert answers(llm, prompts()) == expected, "after sleep"
+    llm.close()
