@@ -234,6 +234,7 @@ class EngineConfig:
         4, "with LoRA: adapters that run at a time, each in device memory of its own", at_least=1, at_most=1024
     )
     max_lora_rank: int = flag(16, "with LoRA: maximum rank of an adapter", at_least=1, at_most=512)
+    lora_experts: bool = flag(False, "with LoRA: slots have room for adapters of an MoE's experts, too")
     max_cpu_loras: int | None = flag(
         None,
         "with LoRA: adapters kept in host memory; the least recently used ones are dropped (default: 4 × max_loras)",
@@ -281,6 +282,8 @@ class EngineConfig:
                 )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("distributed_executor_backend ray needs Ray: pip install 'quire[ray]'")
+        if self.lora_experts and self.compress_experts:
+            raise ConfigError("lora_experts needs compress_experts off: compressed weights have kernels of their own")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras must be at least max_loras={self.max_loras}, got {self.max_cpu_loras}")
         if self.expert_load_interval and self.pipeline_parallel_size > 1:

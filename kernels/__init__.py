@@ -32,6 +32,7 @@ from kernels.data.forms import FORMS as FORMS
 from kernels.data.kv_cache import KV_SCALES as KV_SCALES
 from kernels.data.kv_cache import WideCopy as WideCopy
 from kernels.data.lora import AdapterTokens as AdapterTokens
+from kernels.data.lora import ExpertLora as ExpertLora
 from kernels.data.lora import LoraWeights as LoraWeights
 from kernels.data.lora import RowGroup as RowGroup
 from kernels.data.moe import Experts as Experts
@@ -67,7 +68,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.cpu.kda": ("kda",),
         "kernels.cpu.lora": ("adapted_linear", "lora_add"),
         "kernels.cpu.mamba2": ("grouped_rms_norm", "mamba2"),
-        "kernels.cpu.moe": ("experts", "experts_add_norm", "norm_route", "pack_router", "route"),
+        "kernels.cpu.moe": ("adapted_experts", "experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (
             "pack_weight",
             "linear",
@@ -98,7 +99,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.lora": ("lora_add",),
-        "kernels.cuda.lora": ("adapted_linear", "fuses_adapters"),
+        "kernels.cuda.lora": ("adapted_experts", "adapted_linear", "fuses_adapters"),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.cuda.linear": (
@@ -227,6 +228,7 @@ pack_experts = _dispatched(reference.pack_experts)
 compress_experts = _dispatched(reference.compress_experts)
 experts = _dispatched(reference.experts)
 experts_add_norm = _dispatched(reference.experts_add_norm)
+adapted_experts = _dispatched(reference.adapted_experts)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
 gather_blocks = _dispatched(reference.gather_blocks)

@@ -20,6 +20,7 @@ from engine.models.attention import Attention
 from engine.models.checkpoints.safetensors import open_safetensors
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.expert_adapters import UNIT, ExpertAdapters, ExpertTarget
 from engine.models.formats.floats import FloatFormat
 from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
@@ -28,6 +29,7 @@ from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_conf
 from engine.models.mamba2 import Mamba2
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
+from engine.models.moe import MoE
 from engine.models.per_layer import PerLayerInput
 from engine.models.quantization import renamed
 from engine.models.recurrent import GatedDeltaNet, ShortConv
@@ -44,7 +46,7 @@ OWNERS = (
     MLP,
     PerLayerInput,
 )  # of layers that are adapted
-ALIGNMENT = 64  # values: addresses of a matrix in a slot
+ALIGNMENT = UNIT  # values: addresses of a matrix in a slot
 RANKS = 16  # a slot's ranks are padded to a multiple
 EYE_ROWS = 256  # rows of the identity that a packed matrix is multiplied by at a time
 PREFIX = "base_model.model."  # of PEFT's names
@@ -103,10 +105,14 @@ class LoadedAdapter:
 
 
 class AdapterLayout:
-    """The layers of a decoder that may have adapters: those of mixers and of dense MLPs."""
+    """The layers of a decoder that may have adapters: those of mixers and of dense MLPs, and experts."""
 
-    def __init__(self, model: Decoder, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> None:
-        """`model`: may be on the "meta" device. `max_rank`: the most that an adapter's rank may be."""
+    def __init__(
+        self, model: Decoder, spec: ModelSpec, max_rank: int, dtype: torch.dtype, experts: bool = False
+    ) -> None:
+        """`model`: may be on the "meta" device. `max_rank`: the most that an adapter's rank may be. `experts`: a slot
+        has room for adapters of experts.
+        """
         self.spec, self.max_rank, self.dtype = spec, max_rank, dtype
         self.rank = -(-max_rank // RANKS) * RANKS
         self.layers: list[LayerLayout] = []
@@ -116,6 +122,10 @@ class AdapterLayout:
         for linear in _adaptable(model):
             self._add(linear, linear not in others)
         self.own_layers = [layer for layer in self.layers if layer.is_own]
+        self.experts = ExpertAdapters(self.rank)
+        for module in model.modules() if experts else ():
+            if isinstance(module, MoE):
+                self.num_values = self.experts.add(module, module not in others, self.num_values)
         self._norms: dict[int, Tensor] = {}  # layer → squared norms of this rank's part of each row [out] float32
 
     def _add(self, linear: Linear, is_own: bool) -> None:
@@ -147,6 +157,7 @@ class AdapterLayout:
     def attach(self, values: Tensor, floats: Tensor) -> None:
         """Let the layers read adapters from slots: values [S, V], floats [S, F] float32, which become empty slots."""
         values.zero_()
+        self.experts.attach(values)
         for layer in self.own_layers:
             down, up = self._matrices(layer, values)
             factor, shift = self._vectors(layer, floats)
@@ -198,8 +209,12 @@ class AdapterLayout:
             header = opened.get_slice(name)
             if header.get_dtype() not in FLOAT_DTYPES:
                 raise ModelError(f"{path}: {name!r} is stored as {header.get_dtype()}, adapters are floats")
-            want, has = self._shape(config, tensor), header.get_shape()
-            if has != want:
+            has = header.get_shape()
+            if tensor.experts is not None:
+                rank = config.rank_of(tensor.module)
+                if problem := self.experts.problem(tensor.experts, tensor.kind, has, rank):
+                    raise ModelError(f"{path}: holds {name!r}, {problem}{_other_base(config)}")
+            elif has != (want := self._shape(config, tensor)):
                 raise ModelError(f"{path}: {name!r} has shape {has}, it must be {want}{_other_base(config)}")
             found[name] = tensor
             halves.setdefault(tensor.module, set()).add(tensor.kind)
@@ -222,8 +237,11 @@ class AdapterLayout:
             ours = _renamed(candidate, self.spec)
             if ours in self.targets:
                 return _PeftTensor(kind, module, ours)
+            if (experts := self.experts.find(ours)) is not None:
+                return _PeftTensor(kind, module, ours, experts)
         if ".experts" in module:
-            raise ModelError(f"{path}: changes experts ({module}), which is not served; {ADVICE}")
+            advice = f"which is not served; {ADVICE}" if self.experts.layers else "start with lora_experts"
+            raise ModelError(f"{path}: changes experts ({module}): {advice}")
         if WHOLE_MODULE.search(module):
             raise ModelError(f"{path}: changes {module}, an embedding or output head, which is not served; {ADVICE}")
         raise ModelError(
@@ -243,6 +261,10 @@ class AdapterLayout:
         if not _is_finite(value):
             raise ModelError(f"{config.path.parent / WEIGHTS}: {name!r} holds NaN or infinity")
         scale = config.scale_of(tensor.module)
+        if tensor.experts is not None:
+            rank = config.rank_of(tensor.module)
+            self.experts.fill(tensor.experts, tensor.kind, value, rank, scale, into.values)
+            return
         for target in self.targets[tensor.target]:
             layer = self.layers[target.layer]
             if not layer.is_own:
@@ -310,6 +332,7 @@ class _PeftTensor(NamedTuple):
     kind: str  # lora_A, lora_B, lora_bias, lora_magnitude_vector, or bias: the base layer's own, retrained
     module: str  # its name in the base model, as PEFT knows it
     target: str  # in `AdapterLayout.targets`
+    experts: ExpertTarget | None = None  # if it changes experts
 
 
 def _adaptable(model: Decoder) -> Iterator[Linear]:

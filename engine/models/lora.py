@@ -30,7 +30,6 @@ OTHER_KINDS = {
     "layer_replication": "LoRA with replicated layers, which the base model does not have",
     "kasa_config": "a KaSA, which changes the base weights too",
     "monteclora_config": "a MonteCLoRA",
-    "target_parameters": "LoRA of stacked parameters (experts)",
     "trainable_token_indices": "LoRA with retrained embeddings of single tokens",
     "modules_to_save": "LoRA with retrained copies of whole modules",
 }

@@ -45,6 +45,7 @@ class MoE(nn.Module):
             MLP(spec.shared, hidden_size, scope / spec.names.shared, reduce_results=False) if spec.shared else None
         )
         self.shared_gate = Gate(hidden_size, scope / spec.names.shared_gate) if spec.shared_gate else None
+        self.adapters: kernels.ExpertLora | None = None  # of all slots; None: the experts have none
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add the experts' output for x [T, hidden] to the residual stream [T, hidden] in place."""
@@ -61,7 +62,11 @@ class MoE(nn.Module):
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
             return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen))
-        total = kernels.experts(*chosen, add_to=epilogue.hidden if in_place else None)
+        add_to = epilogue.hidden if in_place else None
+        if self.adapters is not None and x.context.adapters is not None:
+            total = kernels.adapted_experts(*chosen, self.adapters, x.context.adapters, add_to)
+        else:
+            total = kernels.experts(*chosen, add_to)
         if self.latent_out is not None:
             total = self.latent_out.run(SublayerInput(total, context=x.context))
         if self.shared is not None and inner is not None:

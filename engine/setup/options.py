@@ -165,7 +165,12 @@ def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> Speculat
 def _adapters(config: EngineConfig) -> AdapterOptions | None:
     if not config.enable_lora:
         return None
-    return AdapterOptions(num_slots=config.max_loras, max_rank=config.max_lora_rank, num_loaded=config.num_loaded_loras)
+    return AdapterOptions(
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        num_loaded=config.num_loaded_loras,
+        experts=config.lora_experts,
+    )
 
 
 def _encoder_step_tokens(config: EngineConfig, spec: ModelSpec, wanted: int) -> int:

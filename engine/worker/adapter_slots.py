@@ -55,7 +55,7 @@ class AdapterSlots:
         self, model: Decoder, spec: ModelSpec, options: AdapterOptions, dtype: torch.dtype, device: Device
     ) -> None:
         self._options, self._device = options, device
-        self.layout = AdapterLayout(model, spec, options.max_rank, dtype)
+        self.layout = AdapterLayout(model, spec, options.max_rank, dtype, options.experts)
         num_slots, where = options.num_slots, device.torch_device
         self._values = torch.empty(num_slots, self.layout.num_values, dtype=dtype, device=where)
         self._floats = torch.empty(num_slots, self.layout.num_floats, dtype=torch.float32, device=where)

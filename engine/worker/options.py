@@ -21,6 +21,7 @@ class AdapterOptions:
     num_slots: int  # adapters that steps can use
     max_rank: int
     num_loaded: int  # adapters in host memory, at most
+    experts: bool = False  # adapters may change experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

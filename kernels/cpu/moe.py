@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.elementwise import gate_and_mul, sigmoid
+from kernels.cpu.lora import lora_add
 from kernels.cpu.matmul import linear, pack_weight, swiglu
 from kernels.cpu.packed_weight import NativeWeight
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.forms import FORMS
+from kernels.data.lora import AdapterTokens, ExpertLora
 from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import Weight
@@ -68,6 +70,35 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
         result = (parts * weights.to(parts.dtype)[:, :, None]).cumsum(1)[:, -1]
     else:
         result = torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
+    return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+
+
+def adapted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: Experts,
+    lora: ExpertLora,
+    tokens: AdapterTokens,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.adapted_experts`."""
+    down = stack.down
+    count = len(down.stack) if isinstance(down, NativeWeight) else len(down)
+    routed, local = lora.routed(ids, stack.first, count, tokens), (ids - stack.first).flatten()
+    x = x.repeat_interleave(ids.shape[1], 0)
+    rows = [
+        (expert, (local == expert).nonzero().flatten()) for expert in local.unique().tolist() if 0 <= expert < count
+    ]
+    y = x.new_zeros(len(x), lora.gate_up.up.shape[1])
+    for expert, at in rows:
+        y[at] = _linear(x[at], stack.gate_up, stack.gate_up_bias, expert)
+    inner = activate(lora_add(y, x, lora.gate_up, routed), stack.activation)
+    parts = x.new_zeros(len(x), lora.down.up.shape[1])
+    for expert, at in rows:
+        parts[at] = _linear(inner[at], down, stack.down_bias, expert)
+    wide = to_wide(lora_add(parts, inner, lora.down, routed)).unflatten(0, ids.shape)
+    result = torch.bmm(weights.to(wide.dtype)[:, None, :], wide)[:, 0]
     return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
 
 

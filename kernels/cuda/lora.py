@@ -10,16 +10,22 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cuda.choice import CHOICE, GLUON
 from kernels.cuda.linear import linear, small_batch_config
-from kernels.data.activation import Gate
-from kernels.data.lora import AdapterTokens, LoraWeights
+from kernels.cuda.moe import tile_height
+from kernels.data.activation import CLAMP, SLOPE, ExpertActivation, Gate
+from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.lora import SMALL_TILE, UNUSED, AdapterTokens, ExpertLora, LoraWeights, Tiles
+from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.lora import expand, gates, shrink
+from kernels.triton.lora import expand, gates, lora_add, shrink
+from kernels.triton.moe import grouped, sum_experts
 from kernels.triton.norm import rms_norm
+from kernels.triton.pairs import sort_pairs
 
 if GLUON:
     from kernels.gluon.linear import adapters, small_batch
@@ -109,3 +115,52 @@ def _beside(
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def adapted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: Experts,
+    lora: ExpertLora,
+    tokens: AdapterTokens,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.adapted_experts`. GEMMs are grouped by expert, adapters by expert and slot."""
+    gate_up, down = stack.gate_up, stack.down
+    assert not isinstance(gate_up, CompressedWeight)
+    assert not isinstance(down, CompressedWeight)
+    chosen, count = ids.shape[1], len(stack)
+    routed = lora.routed(ids, stack.first, count, tokens)
+    routed.tiles = _tiles(routed, chosen)
+    tiles = sort_pairs(ids, count, stack.first, tile_height(ids.numel() / count))
+    x, order, ones = x.repeat_interleave(chosen, 0), tiles.order.long(), torch.ones_like(weights)
+    y = x.new_zeros(len(x), lora.gate_up.up.shape[1])  # routed tokens of other ranks are not written
+    grouped(x[order], gate_up, stack.gate_up_bias, ones, tiles, y, "", chosen)
+    inner = _activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
+    parts = torch.zeros_like(x)
+    grouped(inner[order], down, stack.down_bias, ones, tiles, parts, "", chosen)
+    parts = lora_add(parts, inner, lora.down, routed) * weights.flatten()[:, None]
+    out = torch.empty(len(ids), x.shape[1], dtype=x.dtype, device=x.device) if add_to is None else add_to
+    sum_experts(parts, ids, out, add_to is not None, stack.first, count)
+    return out
+
+
+def _activated(y: Tensor, activation: ExpertActivation) -> Tensor:
+    """Return the activation of gate and up [n, 2I], or of up alone [n, I]: [n, I]."""
+    if activation == "relu2":
+        return F.relu(y).square()
+    if activation == "clamped_swiglu":
+        gate, up = y.float().chunk(2, 1)
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return ((up + 1) * gate * (SLOPE * gate).sigmoid()).to(y.dtype)
+    return gate_and_mul(y, activation)
+
+
+def _tiles(routed: AdapterTokens, chosen: int) -> Tiles:
+    """Return `AdapterTokens.tiles` of routed tokens, sorted as experts' tokens are."""
+    assert routed.numbers is not None
+    found = sort_pairs(routed.slots.view(-1, chosen), routed.num_slots, 0, SMALL_TILE)
+    slot = found.entries[:, 0]
+    number = torch.where(slot >= 0, routed.numbers[slot.clamp(min=0).long()], UNUSED)
+    return Tiles(found.order, torch.cat([number[:, None], found.entries[:, 1:]], 1), SMALL_TILE)

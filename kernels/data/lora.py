@@ -74,14 +74,16 @@ class Tiles(NamedTuple):
 class AdapterTokens:
     """The slots of a step's T tokens. What kernels need of them is computed once, when the first layer asks for it."""
 
-    def __init__(self, slots: Tensor, num_slots: int) -> None:
-        """slots [T] int32: of each token, below `num_slots`; -1: no adapter."""
-        self.slots, self.num_slots = slots, num_slots
+    def __init__(self, slots: Tensor, num_slots: int, numbers: Tensor | None = None) -> None:
+        """slots [T] int32: of each token, below `num_slots`; -1: no adapter. numbers [num_slots] int32: of each slot's
+        matrices in `LoraWeights`; None: the slot itself.
+        """
+        self.slots, self.num_slots, self.numbers = slots, num_slots, numbers
         self._counters: Iterator[Tensor] = iter(())
 
     def __getitem__(self, tokens: slice | Tensor) -> AdapterTokens:
         """Return the slots of some of the tokens."""
-        return AdapterTokens(self.slots[tokens], self.num_slots)
+        return AdapterTokens(self.slots[tokens], self.num_slots, self.numbers)
 
     def next_counter(self) -> Tensor:
         """Return a counter [1] int32 for the next kernel alone, in which its programs count. The device sets it to 0
@@ -95,10 +97,15 @@ class AdapterTokens:
 
     @cached_property
     def by_slot(self) -> list[tuple[int, Tensor | None]]:
-        """The slots in use, with the indices of their tokens; None: all tokens. Waits for the device."""
+        """The slots in use (their numbers), with the indices of their tokens; None: all tokens. Waits for the
+        device.
+        """
         used = [slot for slot in self.slots.unique().tolist() if slot >= 0]
         found = [(slot, (self.slots == slot).nonzero().flatten()) for slot in used]
-        return [(slot, None if len(at) == len(self.slots) else at) for slot, at in found]
+        numbers = used if self.numbers is None else self.numbers[used].tolist()
+        return [
+            (number, None if len(at) == len(self.slots) else at) for number, (_, at) in zip(numbers, found, strict=True)
+        ]
 
     @cached_property
     def tiles(self) -> Tiles:
@@ -118,5 +125,25 @@ class AdapterTokens:
         end = torch.minimum(first + size, token_ends[kind])
         slot = torch.where(found < num_slots, found, torch.where(found == num_slots, -1, UNUSED))
         used = slot > UNUSED
+        if self.numbers is not None:
+            slot = torch.where(slot >= 0, self.numbers[slot.clamp(min=0)], slot)
         tiles = torch.stack([slot, torch.where(used, first, 0), torch.where(used, end, 0)], 1)
         return Tiles(order.int(), tiles.int(), size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLora:
+    """The adapters of a rank's E experts in S slots. Each expert of each slot counts as a slot of its own."""
+
+    gate_up: LoraWeights
+    down: LoraWeights
+    numbers: Tensor  # [S · E] int32: of expert e in slot s, at s · E + e, in both
+
+    def routed(self, ids: Tensor, first: int, count: int, tokens: AdapterTokens) -> AdapterTokens:
+        """Return the adapters of routed tokens [T · k]: ids [T, k] int32 of their experts, of which this rank has
+        `count` from `first` on.
+        """
+        local, slots = ids - first, tokens.slots[:, None]
+        is_own = (local >= 0) & (local < count) & (slots >= 0)
+        found = torch.where(is_own, slots * count + local, -1)
+        return AdapterTokens(found.flatten().int(), len(self.numbers), self.numbers)

@@ -44,6 +44,7 @@ from kernels.reference.matmul import (
     pack_weight,
     quantized_input,
 )
+from kernels.reference.moe import adapted_experts as adapted_experts
 from kernels.reference.moe import (
     compress_experts,
     experts,

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from kernels.data.activation import CLAMP, SLOPE, UNGATED, ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
+from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
 from kernels.data.moe import Experts, Router
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul
+from kernels.reference.lora import lora_add
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
 from kernels.reference.quantized import dequantize
@@ -131,6 +133,38 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
     if add_to is not None:
         return add_to.copy_(result + add_to)
     return result.to(x.dtype).contiguous()
+
+
+def adapted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: Experts,
+    lora: ExpertLora,
+    tokens: AdapterTokens,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """Return `experts` with each token's adapter of its experts' matrices: see `ExpertLora`."""
+    assert not isinstance(stack.gate_up, CompressedWeight)
+    assert not isinstance(stack.down, CompressedWeight)
+    routed, local = lora.routed(ids, stack.first, len(stack), tokens), (ids - stack.first).flatten()
+    x = x.repeat_interleave(ids.shape[1], 0)
+    y = lora_add(_of_routed(x, stack.gate_up, stack.gate_up_bias, local, lora.gate_up), x, lora.gate_up, routed)
+    inner = activate(y, stack.activation)
+    parts = lora_add(_of_routed(inner, stack.down, stack.down_bias, local, lora.down), inner, lora.down, routed)
+    wide = to_wide(parts).unflatten(0, ids.shape)
+    result = (wide * weights.to(wide.dtype)[:, :, None]).cumsum(1)[:, -1]
+    return result.to(x.dtype).contiguous() if add_to is None else add_to.copy_(result + add_to)
+
+
+def _of_routed(x: Tensor, stack: Weight, biases: Tensor | None, local: Tensor, lora: LoraWeights) -> Tensor:
+    """Multiply each routed token x [T · k, K] by the matrix of its expert; 0 for those of other ranks."""
+    y = x.new_zeros(len(x), lora.up.shape[1])
+    for expert in local.unique().tolist():
+        if 0 <= expert < len(stack):
+            at = (local == expert).nonzero().flatten()
+            y[at] = expert_linear(x[at], stack, biases, expert)
+    return y
 
 
 def experts_add_norm(

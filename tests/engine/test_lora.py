@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 # name → (case of tests.oracles.families, fields of PEFT's LoraConfig)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +62,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sublayers in parallel": ("cohere", {"r": 8, "target_modules": "all-linear"}),
     "no gate": ("starcoder2", {"r": 8, "target_modules": "all-linear"}),
     "experts without adapters": ("qwen3_moe", {"r": 8, "target_modules": ATTENTION}),
+    "experts": ("qwen3_moe", {"r": 8, "target_parameters": EXPERTS, "target_modules": ["q_proj"]}),
+    "experts with gates between": ("gpt_oss", {"r": 4, "target_parameters": EXPERTS, "target_modules": []}),
+    "experts down alone": ("qwen3_moe", {"r": 8, "target_parameters": EXPERTS[1:], "target_modules": []}),
     "dense MLP beside experts": ("gemma4_moe", {"r": 8, "target_modules": r".*(self_attn\..*|mlp\..*)_proj"}),
     "shared expert": ("qwen2_moe", {"r": 8, "target_modules": [*ATTENTION, "shared_expert.up_proj"]}),
     "transposed matrices": ("gpt2", {"r": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
@@ -117,7 +121,7 @@ def check(got: list[tuple[list[int], torch.Tensor]], want: list[tuple[list[int],
         assert (scores - expected_scores).abs().max() <= MAX_ERROR
 
 
-QUICK = ("all linear layers", "patterns", "DoRA with biases", "fused projections")
+QUICK = ("experts", "all linear layers", "patterns", "DoRA with biases", "fused projections")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_answers_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> Non
     merged = make_adapter(copy.deepcopy(base), tmp_path / "adapter", 1, **config)
     expected.append(answers(merged, NUM_TOKENS))
     assert expected[0] != expected[1]
-    with started(tmp_path / "model") as llm:
+    with started(tmp_path / "model", lora_experts="target_parameters" in config) as llm:
         for got, want in zip(run(llm, [None, LoRARequest("a", 1, str(tmp_path / "adapter"))]), expected, strict=True):
             check(got, want)
 

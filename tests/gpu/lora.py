@@ -14,7 +14,14 @@ from torch import Tensor
 import kernels
 from engine import LLM, LoRARequest, SamplingParams
 from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, captured, relative_error
-from tests.oracles.random_adapters import merge, merged, random_adapter, random_slots, write_adapter
+from tests.oracles.random_adapters import (
+    merge,
+    merged,
+    random_adapter,
+    random_expert_slots,
+    random_slots,
+    write_adapter,
+)
 from tests.support.tiny_model import write_model
 
 NUM_SLOTS = 32
@@ -112,6 +119,34 @@ def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
         torch.cuda.synchronize()
         same = all(torch.equal(each, outputs[-1]) for each in outputs[REPEATS:])
         checks.saw(f"{label}, {kind}, {REPEATS} launches", same, "equal" if same else "they differ")
+
+
+def check_expert_adapters(checks: Checks) -> None:
+    """Experts with adapters, of Qwen3-30B-A3B's shape and an eighth of its experts."""
+    count, hidden, inner, chosen = 16, 2048, 768, 8
+    lora = random_expert_slots(4, count, 16, hidden, (inner, inner), dtype=BF16, device=checks.device)
+    gate_up = checks.random(count, 2 * inner, hidden, dtype=F32).mul_(hidden**-0.5).bfloat16()
+    down = checks.random(count, hidden, inner, dtype=F32).mul_(inner**-0.5).bfloat16()
+    stack = kernels.Experts(gate_up, down)
+    for tokens in (1, 8, 200, 3000):
+        label = f"lora experts: {tokens} tokens"
+        if not checks.wants(label):
+            continue
+        x, generator = checks.random(tokens, hidden), torch.Generator().manual_seed(tokens)
+        ids = torch.rand(tokens, 2 * count, generator=generator).argsort(1)[:, :chosen].int().to(checks.device)
+        weights = torch.rand(tokens, chosen, generator=generator).to(checks.device)
+        slots = torch.randint(-1, 4, (tokens,), dtype=torch.int32, generator=generator).to(checks.device)
+        given = x, ids, weights, stack, lora, kernels.AdapterTokens(slots, 4)
+        want = kernels.reference.adapted_experts(*given)
+        timed = lambda given=given: kernels.adapted_experts(*given)  # noqa: E731
+        checks.add(
+            label,
+            relative_error(kernels.adapted_experts(*given), want),
+            3 * LIMITS[BF16],
+            timed,
+            gate_up.nbytes,
+            graph=True,
+        )
 
 
 def _slots(checks: Checks, count: int) -> dict[str, Tensor]:

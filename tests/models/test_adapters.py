@@ -78,7 +78,6 @@ A, B = (MODULE.replace(".", "__") + f"__lora_{half}__weight" for half in "AB")
         ({"layer_replication": [[0, 2]]}, "replicated layers"),
         ({"modules_to_save": ["lm_head"]}, "retrained copies of whole modules"),
         ({"trainable_token_indices": [5]}, "retrained embeddings"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "stacked parameters"),
     ],
 )
 def test_other_adapters_are_refused_by_name(folder: Path, config: dict[str, Any], reason: str) -> None:

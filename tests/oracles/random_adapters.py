@@ -15,7 +15,7 @@ from engine.models.adapters import PREFIX, AdapterLayout
 from engine.models.families import read_spec
 from engine.models.lora import WEIGHTS
 from engine.models.weights import decoder_of_shapes
-from kernels.data.lora import LoraWeights, RowGroup
+from kernels.data.lora import ExpertLora, LoraWeights, RowGroup
 
 
 def random_slots(
@@ -45,6 +45,23 @@ def random_slots(
     return LoraWeights(down, up, factor, shift, groups, *blocks)
 
 
+def random_expert_slots(
+    num_slots: int,
+    num_experts: int,
+    rank: int,
+    hidden: int,
+    group_rows: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ExpertLora:
+    """Return adapters of a rank's experts in every slot. `group_rows`: of gate and up."""
+    count = num_slots * num_experts
+    gate_up = random_slots(2 * count, rank, hidden, group_rows, dtype=dtype, device=device)
+    down = random_slots(2 * count, rank, group_rows[0], (hidden,), dtype=dtype, device=device)
+    return ExpertLora(gate_up, down, 2 * torch.arange(count, dtype=torch.int32, device=device))
+
+
 def merged(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:
     """Return a layer's result y [T, out] for x [T, in] with each token's adapter, in float64, by merged matrices."""
     rank, result = weights.rank, y.double().clone()
@@ -64,7 +81,7 @@ def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
     """Write an adapter as PEFT does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8} | config))
-    save_file({PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    save_file({PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     return folder
 
 
