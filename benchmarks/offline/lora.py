@@ -117,6 +117,12 @@ def loading(llm: LLM, running: list[LoRARequest], late: LoRARequest) -> dict[str
         engine.step()
         times.append(time.perf_counter())
     usual = max(after - before for before, after in pairwise(times[20:]))
+    engine.add_request(EngineRequest("new", [5] * 4, sampling, adapter=adapter))  # whose adapter is there
+    times = [time.perf_counter()]
+    for _ in range(4):
+        engine.step()
+        times.append(time.perf_counter())
+    with_new = max(after - before for before, after in pairwise(times))
     sent = time.perf_counter()
     added = find_adapter(late.lora_name, late.lora_path)
     engine.add_request(EngineRequest("late", [5] * 4, sampling, adapter=added))
@@ -129,10 +135,16 @@ def loading(llm: LLM, running: list[LoRARequest], late: LoRARequest) -> dict[str
     longest = max(after - before for before, after in pairwise(times))
     for index in range(64):
         engine.abort(f"stream {index}")
+    engine.abort("new")
     engine.abort("late")
     while engine.has_work():
         engine.step()
-    return {"seconds_to_first_token": first, "longest_step_before": usual, "longest_step_while_loading": longest}
+    return {
+        "seconds_to_first_token": first,
+        "longest_step_before": usual,
+        "longest_step_with_new_request": with_new,
+        "longest_step_while_loading": longest,
+    }
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ class Choice:
     small_batch_outputs: int = 32768  # beyond (output heads) these kernels save little beside the time of the GEMM
     cuda_core_tokens: int = 2  # the Triton kernel for float weights on CUDA cores; then cuBLAS
     # With LoRA adapters. What is off waits for a GPU's check: `python -m tests.gpu lora`, `benchmarks.micro.lora`.
-    adapted_tokens: int = 0  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
+    adapted_tokens: int = 8  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
     adapted_rank: int = 16  # of adapters in that kernel
     adapted_tokens_first: bool = False  # that kernel where weights are the columns of a tile (small layers)
     adapted_gate: bool = False  # one of these computes the gated activation, too, and its programs more outputs
