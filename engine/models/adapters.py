@@ -99,9 +99,9 @@ class LoadedAdapter:
     """One rank's part of an adapter in host memory, as a slot holds it. DoRA's factors need the base weights."""
 
     values: Tensor  # [V], in the model's dtype
-    floats: Tensor  # [F] float32
-    magnitudes: dict[int, Tensor] = field(default_factory=dict)  # layer → [out] float32; NaN: no DoRA
-    biases: dict[int, Tensor] = field(default_factory=dict)  # layer → [out] float32 instead of the base's; NaN: that
+    floats: Tensor  # [F] float32; with DoRA, magnitudes instead of factors
+    dora: dict[int, list[slice]] = field(default_factory=dict)  # layer → its rows with DoRA
+    biases: dict[int, list[slice]] = field(default_factory=dict)  # layer → rows whose bias replaces the base's
 
 
 class AdapterLayout:
@@ -191,7 +191,7 @@ class AdapterLayout:
             factor, shift = self._vectors(layer, into.floats)
             factor.fill_(1.0)
             shift.zero_()
-        into.magnitudes, into.biases = {}, {}
+        into.dora, into.biases = {}, {}
         path = folder / WEIGHTS
         with open_safetensors(path, folder) as opened:
             found = self._checked(config, opened)
@@ -270,7 +270,7 @@ class AdapterLayout:
             if not layer.is_own:
                 continue
             down, up = self._matrices(layer, into.values)
-            _, shift = self._vectors(layer, into.floats)
+            factor, shift = self._vectors(layer, into.floats)
             rows = slice(target.first_row, target.first_row + len(target.part.rows))
             if tensor.kind == "lora_A":
                 first = target.group * self.rank
@@ -280,35 +280,35 @@ class AdapterLayout:
             if tensor.kind == "lora_B":
                 up[rows, : own.shape[1]] = (own.float() * scale).to(self.dtype)
             elif tensor.kind == "lora_magnitude_vector":
-                _unset(into.magnitudes, target.layer, layer.out)[rows] = own
-            elif tensor.kind == "bias":
-                _unset(into.biases, target.layer, layer.out)[rows] = own
-            elif layer.adds_shift:
-                shift[rows] += own.float() * scale
+                factor[rows] = own
+                into.dora.setdefault(target.layer, []).append(rows)
+                continue
+            if tensor.kind == "bias":
+                into.biases.setdefault(target.layer, []).append(rows)
+            if layer.adds_shift and tensor.kind != "lora_B":
+                shift[rows] += own.float() * (scale if tensor.kind == "lora_bias" else 1)
 
     def place(self, adapter: LoadedAdapter, slot: int, floats: Tensor) -> None:
         """Copy the rest of an adapter whose values are in their slot already: to floats [S, F], and what DoRA changes.
 
-        All ranks of a model do so together.
+        All ranks of a model do so together. Nothing here waits for the device.
         """
-        device = floats.device
         floats[slot].copy_(adapter.floats, non_blocking=True)
-        for index, magnitude in adapter.magnitudes.items():
-            self._apply_dora(index, slot, magnitude.to(device))
+        for index, rows in adapter.dora.items():
+            self._apply_dora(index, slot, rows)
         for index, layer in enumerate(self.layers):
-            if index not in adapter.magnitudes and index not in adapter.biases:
+            bias = layer.linear.bias
+            if bias is None or not layer.adds_shift or (index not in adapter.dora and index not in adapter.biases):
                 continue
-            weights, bias = layer.linear.adapters, layer.linear.bias
+            weights = layer.linear.adapters
             assert weights is not None
-            factor, shift = weights.factor[slot], weights.shift[slot]
-            old = torch.zeros_like(factor) if bias is None else bias.float()
-            new = adapter.biases.get(index)
-            new = old if new is None else torch.where(torch.isnan(new), old.cpu(), new).to(device)
-            if layer.adds_shift:
-                shift += new - factor * old
+            kept = bias.float().clone()
+            for replaced in adapter.biases.get(index, []):
+                kept[replaced] = 0
+            weights.shift[slot] += kept - weights.factor[slot] * bias.float()
 
-    def _apply_dora(self, index: int, slot: int, magnitude: Tensor) -> None:
-        """Scale each row of W + B · A to the length `magnitude` [out]; NaN: leave it."""
+    def _apply_dora(self, index: int, slot: int, rows: list[slice]) -> None:
+        """Scale these rows of W + B · A to the lengths that are in their factors' place."""
         layer = self.layers[index]
         weights, linear = layer.linear.adapters, layer.linear
         assert weights is not None
@@ -323,7 +323,10 @@ class AdapterLayout:
             squared[start:stop] += 2 * (crossed[own, start:stop].T * b).sum(1) + (b @ (a @ a.T) * b).sum(1)
         if len(linear.columns) < linear.columns.total:  # each rank has some channels of all rows
             squared = linear.communicator.all_reduce(squared.unsqueeze(0)).squeeze(0)
-        factor = torch.where(torch.isnan(magnitude), 1.0, magnitude / squared.clamp(min=1e-30).sqrt())
+        scaled = weights.factor[slot] / squared.clamp(min=1e-30).sqrt()
+        factor = torch.ones_like(scaled)
+        for each in rows:
+            factor[each] = scaled[each]
         weights.factor[slot] = factor
         weights.up[slot] = (up * factor.unsqueeze(1)).to(self.dtype)
 
@@ -365,12 +368,6 @@ def _index(span: Span) -> slice:
 def _is_finite(values: Tensor) -> bool:
     """Return whether all values are finite, by their sum: one pass. Only a sum that is not needs a second look."""
     return math.isfinite(values.sum(dtype=torch.float32).item()) or bool(torch.isfinite(values).all())
-
-
-def _unset(of_layers: dict[int, Tensor], index: int, size: int) -> Tensor:
-    if index not in of_layers:
-        of_layers[index] = torch.full((size,), math.nan)
-    return of_layers[index]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -421,7 +418,7 @@ def _columns_of(linear: Linear) -> Iterator[Tensor]:
     for first in range(0, channels, EYE_ROWS):
         count = min(EYE_ROWS, channels - first)
         eye = torch.zeros(count, channels, dtype=linear.dtype, device=device)
-        eye[torch.arange(count), torch.arange(first, first + count)] = 1
+        eye[:, first:].fill_diagonal_(1)
         yield kernels.linear(eye, linear.weight)
 
 
