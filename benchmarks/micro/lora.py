@@ -27,6 +27,13 @@ NUM_LAYERS = 6  # together larger than L2
 NUM_SLOTS = 32
 FORMS = {
     "separate": replace(CHOICE, adapted_tokens=0, adapted_gate=False, adapters_overlap=False),
+    "reduced": replace(CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=False, adapters_overlap=False),
+    "reduced, gate": replace(
+        CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=True, adapters_overlap=False
+    ),
+    "reduced, gate, beside": replace(
+        CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=True, adapters_overlap=True
+    ),
     "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
     "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
     "in the GEMM": replace(CHOICE, adapted_tokens=16, adapted_rank=64),
@@ -144,7 +151,7 @@ def main(argv: list[str]) -> int:
                 tokens = kernels.AdapterTokens(slots, NUM_SLOTS)
                 _ = tokens.tiles  # once in a step
                 took = us_per_layer(lambda: run(layers, hidden, tokens))  # noqa: B023
-                print(f"{used:8} adapters, {name:16} {took:7.1f} us, +{took - plain:5.1f}", flush=True)
+                print(f"{used:8} adapters, {name:21} {took:7.1f} us, +{took - plain:5.1f}", flush=True)
     return 0
 
 

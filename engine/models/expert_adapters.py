@@ -66,7 +66,7 @@ class ExpertLayout:
 
     @property
     def offsets(self) -> list[int]:
-        """Where these matrices begin in an expert's values, and the end."""
+        """Offsets of these matrices in an expert's values, and their end."""
         found = [0]
         for rows, columns in self.shapes:
             found.append(-(-(found[-1] + rows * columns) // UNIT) * UNIT)

@@ -59,7 +59,7 @@ def adapted_linear(
     if CHOICE.adapters_overlap:
         inner, y = _beside(value, weight, bias, lora, tokens)
     else:
-        inner, y = shrink(value, lora, tokens), linear(value, weight, bias)
+        inner, y = shrink(value, lora, tokens, reduced=CHOICE.adapters_reduced), linear(value, weight, bias)
     if gate is not None and CHOICE.adapted_gate and gates(lora, tokens):
         return expand(y, inner, lora, tokens, gate, dependent=not CHOICE.adapters_overlap)
     y = expand(y, inner, lora, tokens, wide=CHOICE.adapted_gate, dependent=not CHOICE.adapters_overlap)
@@ -102,11 +102,11 @@ def _beside(
     """
     _ = tokens.tiles  # computed in the stream that all layers wait for
     if x.device.type != "cuda":
-        return shrink(x, lora, tokens, dependent=False), linear(x, weight, bias)
+        return shrink(x, lora, tokens, dependent=False, reduced=CHOICE.adapters_reduced), linear(x, weight, bias)
     main, side = torch.cuda.current_stream(x.device), _second_stream(x.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        inner = shrink(x, lora, tokens, dependent=False)
+        inner = shrink(x, lora, tokens, dependent=False, reduced=CHOICE.adapters_reduced)
     y = linear(x, weight, bias)
     main.wait_stream(side)
     return inner, y

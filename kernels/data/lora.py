@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,7 @@ BLOCK_ROWS, WIDE_ROWS = 64, 256  # rows of a layer's result that a program compu
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
 LARGE_STEP = 1024  # tokens from which tiles are large
 UNUSED = -2  # slot of an unused tile
-COUNTERS = 256  # that are zeroed together: more than a model has layers in most cases
+COUNTERS = 256  # kernels whose counters are zeroed together: of most models, all of a step
 
 
 class RowGroup(NamedTuple):
@@ -79,20 +79,19 @@ class AdapterTokens:
         matrices in `LoraWeights`; None: the slot itself.
         """
         self.slots, self.num_slots, self.numbers = slots, num_slots, numbers
-        self._counters: Iterator[Tensor] = iter(())
+        self._counters: Tensor | None = None
 
     def __getitem__(self, tokens: slice | Tensor) -> AdapterTokens:
         """Return the slots of some of the tokens."""
         return AdapterTokens(self.slots[tokens], self.num_slots, self.numbers)
 
-    def next_counter(self) -> Tensor:
-        """Return a counter [1] int32 for the next kernel alone, in which its programs count. The device sets it to 0
-        before, also when a CUDA graph is replayed.
+    def counters(self, count: int = 1) -> Tensor:
+        """Return counters [count] int32 for the next kernel alone, in which its programs count. The device sets them to
+        0 before, also when a CUDA graph is replayed.
         """
-        found = next(self._counters, None)
-        if found is None:
-            self._counters = iter(torch.zeros(COUNTERS, dtype=torch.int32, device=self.slots.device).split(1))
-            found = next(self._counters)
+        if self._counters is None or len(self._counters) < count:
+            self._counters = torch.zeros(COUNTERS * count, dtype=torch.int32, device=self.slots.device)
+        found, self._counters = self._counters[:count], self._counters[count:]
         return found
 
     @cached_property

@@ -29,11 +29,15 @@ LARGE_SPLITS = 2
 
 @triton.jit
 def _down_kernel(
-    x, down, order, tiles, out, stride_x, stride_slot, stride_split, channels,
+    x, down, order, tiles, out, arrivals, stride_x, stride_slot, stride_split, channels,
     NUM_RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    REDUCE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, T, NUM_RANKS], in the order of tiles: partial sums of x [T, K] · A [NUM_RANKS, K], float32."""
+    """out [splits, T, NUM_RANKS], in the order of tiles: partial sums of x [T, K] · A [NUM_RANKS, K], float32.
+
+    REDUCE: out has one more part, in which the last program of a tile to arrive stores the sum of all parts, always
+    in the same order. arrivals: 0 for each tile and block of ranks.
+    """
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -56,7 +60,17 @@ def _down_kernel(
             ak = tl.load(a + (k + at)[None, :], mask=is_rank[:, None] & is_k, other=0.0)
             acc = tl.dot(xk, tl.trans(ak), acc, input_precision=PRECISION)
         to = out + split * stride_split + row.to(tl.int64)[:, None] * NUM_RANKS + rank[None, :]
-        tl.store(to, acc, mask=is_row[:, None] & is_rank[None, :])
+        mask = is_row[:, None] & is_rank[None, :]
+        tl.store(to, acc, mask=mask)
+        if REDUCE:
+            tl.debug_barrier()  # all of this program's part is stored
+            counter = arrivals + tile * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+                part = out + row.to(tl.int64)[:, None] * NUM_RANKS + rank[None, :]
+                total = tl.zeros([TILE, BLOCK_R], tl.float32)
+                for each in range(tl.num_programs(2)):
+                    total += tl.load(part + each * stride_split, mask=mask, other=0.0, cache_modifier=".cg")
+                tl.store(part + tl.num_programs(2) * stride_split, total, mask=mask)
 
 
 @triton.jit
@@ -79,8 +93,11 @@ def _changed(
         is_rank = rank < RANK
         mask = is_row[:, None] & is_rank[None, :]
         part = inner + row.to(tl.int64)[:, None] * NUM_RANKS + (group * RANK + rank)[None, :]
-        split = tl.arange(0, SPLITS)[:, None, None]
-        u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
+        if SPLITS == 1:
+            u = tl.load(part, mask=mask, other=0.0)
+        else:
+            split = tl.arange(0, SPLITS)[:, None, None]
+            u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
         b = tl.load(
             up + slot * stride_up + n.to(tl.int64)[:, None] * RANK + rank[None, :],
             mask=is_n[:, None] & is_rank[None, :], other=0.0,
@@ -144,8 +161,11 @@ def _up_kernel(
         tl.store(to, (active * value).to(y.dtype.element_ty), mask=mask)
 
 
-def shrink(x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent: bool = True) -> Tensor:
-    """Compute A · x of x [T, in], in the order of `Tiles`: partial sums [splits, T, G · R] float32.
+def shrink(
+    x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent: bool = True, reduced: bool = False
+) -> Tensor:
+    """Compute A · x of x [T, in], in the order of `Tiles`: partial sums [splits, T, G · R] float32, or with `reduced`
+    their sum [1, T, G · R].
 
     Rows of x must be contiguous, the row stride is free. dependent: launch it dependently, which is not possible where
     streams meet.
@@ -158,13 +178,16 @@ def shrink(x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent:
     own = cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), block_channels) * block_channels
     splits = cdiv(channels, own)
     block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
-    inner = torch.empty(splits, len(x), num_ranks, dtype=torch.float32, device=x.device)
-    _down_kernel[len(tiles), cdiv(num_ranks, block_ranks), splits](
-        x, weights.down, order, tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
+    rank_blocks, reduces = cdiv(num_ranks, block_ranks), reduced and splits > 1
+    inner = torch.empty(splits + reduces, len(x), num_ranks, dtype=torch.float32, device=x.device)
+    arrivals = tokens.counters(len(tiles) * rank_blocks) if reduces else order
+    _down_kernel[len(tiles), rank_blocks, splits](
+        x, weights.down, order, tiles, inner, arrivals, x.stride(0), weights.down.stride(0), inner.stride(0), own,
         NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=block_channels,
-        PRECISION=_precision(x), num_warps=4, **(pdl_options(x.device) if dependent else {"PDL": False}),
+        REDUCE=reduces, PRECISION=_precision(x), num_warps=4,
+        **(pdl_options(x.device) if dependent else {"PDL": False}),
     )  # fmt: skip
-    return inner
+    return inner[splits:] if reduces else inner
 
 
 def _precision(x: Tensor) -> str:

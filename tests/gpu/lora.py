@@ -38,6 +38,8 @@ def check_lora_kernels(
     ranks: Sequence[int] = (16, 64),
 ) -> None:
     """One adapter for all tokens, an adapter for each, and some tokens without."""
+    from kernels.triton.lora import expand, shrink
+
     for dtype, (name, (rows, channels)), rank in (
         (dtype, shape, rank) for dtype in (BF16, F16, F32) for shape in shapes.items() for rank in ranks
     ):
@@ -56,6 +58,8 @@ def check_lora_kernels(
                 used = len(slots[slots >= 0].unique())
                 num_bytes = used * (weights.down[0].nbytes + weights.up[0].nbytes) + x.nbytes + 2 * y.nbytes
                 scratch = y.clone()
+                reduced = expand(y.clone(), shrink(x, weights, tokens, reduced=True), weights, tokens)
+                checks.add(f"{label}, reduced", relative_error(reduced, want), 2 * LIMITS[dtype])
 
                 def call(x: Tensor = x, tokens: kernels.AdapterTokens = tokens, scratch: Tensor = scratch) -> object:
                     return kernels.lora_add(scratch, x, weights, tokens)  # noqa: B023 (called before the next turn)

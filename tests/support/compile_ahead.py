@@ -329,7 +329,7 @@ def prepare() -> None:
 
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     from kernels.data.lora import LARGE_TILE, SMALL_TILE, AdapterTokens, LoraWeights, RowGroup, Tiles
-    from kernels.triton.lora import lora_add
+    from kernels.triton.lora import lora_add, shrink
 
     factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
     down, up = tensor(4, rank, 4096, dtype=dtype), tensor(4, 6144, rank, dtype=dtype)
@@ -338,6 +338,7 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     step = AdapterTokens(tensor(tokens, dtype=I32), 4)
     step.tiles = Tiles(tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), size)
     lora_add(tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype), weights, step)
+    shrink(tensor(tokens, 4096, dtype=dtype), weights, step, reduced=True)
 
 
 def adapted_linear(tokens: int, rank: int) -> None:

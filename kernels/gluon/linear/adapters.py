@@ -199,7 +199,7 @@ def arguments(x: Tensor, adapters: Adapters, tile: int) -> tuple[int, tuple[Any,
     ends = [*(group.start for group in weights.groups[1:]), NEVER.value, NEVER.value]
     num_shrink = len(x) * (ranks // ROWS.value) * parts
     given = (
-        tokens.slots, weights.down, weights.up, weights.factor, weights.shift, inner, tokens.next_counter(),
+        tokens.slots, weights.down, weights.up, weights.factor, weights.shift, inner, tokens.counters(),
         weights.down.stride(0), weights.up.stride(0), weights.factor.stride(0), num_shrink,
     )  # fmt: skip
     constants = True, 1 if len(x) == 1 else tile, weights.rank, ranks, parts, own, ends[0], ends[1]

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from kernels import AdapterTokens, reference
 from kernels.cuda import lora
 from kernels.cuda.choice import CHOICE
-from kernels.triton.lora import gates, lora_add
+from kernels.triton.lora import expand, gates, lora_add, shrink
 from tests.oracles.random_adapters import merged, random_slots
 
 
@@ -34,18 +34,26 @@ def test_adapters_change_their_tokens_as_merged_matrices_do(
     x = torch.randn(num_tokens, channels + 8).to(dtype)[:, :channels]  # rows that lie apart
     y = torch.randn(num_tokens, sum(group_rows) + 8).to(dtype)[:, : sum(group_rows)]
     want = merged(y, x, weights, slots)
-    got = lora_add(y, x, weights, AdapterTokens(slots, 4))
+    again, tokens = y.clone(), AdapterTokens(slots, 4)
+    got = lora_add(y, x, weights, tokens)
     assert got is y
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+    for _ in range(2):  # each launch has counters of its own
+        inner = shrink(x, weights, tokens, reduced=True)
+        assert len(inner) == 1
+    torch.testing.assert_close(expand(again, inner, weights, tokens), got, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("rows", "has_gate"), [((512, 512), True), ((512,), True), ((40, 24), False)])
 def test_the_gated_activation_follows_the_adapters(
-    rows: tuple[int, ...], has_gate: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, ...], has_gate: bool, reduced: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora, "CHOICE", replace(CHOICE, adapted_gate=True, adapters_overlap=overlap))
+    monkeypatch.setattr(
+        lora, "CHOICE", replace(CHOICE, adapted_gate=True, adapters_reduced=reduced, adapters_overlap=overlap)
+    )
     torch.manual_seed(0)
     weights, slots = random_slots(4, 16, 96, rows), torch.randint(-1, 4, (37,), dtype=torch.int32)
     matrix, x, scale = torch.randn(sum(rows), 96) / 10, torch.randn(37, 96), 1 + torch.randn(96) / 10
