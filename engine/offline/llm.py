@@ -26,6 +26,17 @@ from engine.flags import nearest, settings_of
 from engine.offline.images import load_all, take_images
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
 from engine.offline.results import beam_sequence, embedding_output, request_output
+from engine.offline.scores import (
+    ClassificationRequestOutput,
+    ScoringRequestOutput,
+    check_embeds,
+    classified,
+    classifier_of,
+    pair_prompts,
+    pairs_of,
+    scored,
+    similarities,
+)
 from engine.processing.adapters import LoRARequests, adapters_of
 from engine.processing.beam_search import BeamSearch, BeamSearchParams
 from engine.processing.input_processor import InputProcessor
@@ -205,6 +216,34 @@ class LLM:
         self._runner.run(jobs, use_tqdm, "Embedding")
         check_all(jobs)
         return [embedding_output(job) for job in jobs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: list[int] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Label one text or several by a classifier. Raises `ValueError` if the model is none, and as `embed`."""
+        found = classifier_of(self._input_processor)
+        options: Any = {"pooling": found.pooling, "normalize": False, "use_tqdm": use_tqdm, "priority": priority}
+        return classified(found, self.embed(prompts, **options))
+
+    def score(
+        self, text_1: str | list[str], text_2: str | list[str], *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[ScoringRequestOutput]:
+        """Score a text with each of several others, or texts with others pair by pair.
+
+        A classifier with one label reads both texts of a pair. Embedding models: cosine similarity.
+        Raises `ValueError` if the model is neither, and as `embed`.
+        """
+        own, pairs = self._input_processor, pairs_of(text_1, text_2)
+        if own.classifier is None:
+            check_embeds(own)
+            texts = [text for pair in pairs for text in pair]
+            return similarities(self.embed(texts, normalize=True, use_tqdm=use_tqdm))
+        prompts, found = pair_prompts(own, pairs), own.classifier
+        return scored(found, self.embed(prompts, pooling=found.pooling, normalize=False, use_tqdm=use_tqdm))
 
     def beam_search(
         self,

@@ -103,6 +103,9 @@ def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
         close(logits, want)
         expected = want.sigmoid() if num_labels == 1 else want.softmax(0)
         assert classifier.scores(logits.tolist()) == pytest.approx(expected.tolist(), abs=1e-5)
+        (labels,) = llm.classify([prompt])
+        assert labels.outputs.probs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert labels.outputs.label == classifier.labels[int(expected.argmax())]
     with pytest.raises(ValueError, match="is a classifier: its outputs are logits"):
         llm.embed(PROMPTS[:1], normalize=True)
     llm.close()
@@ -143,6 +146,14 @@ def test_the_second_text_of_a_pair_has_another_type(tmp_path: Path) -> None:
         assert {0, 1} == set(encoding.type_ids)
         close(logits, states(model, encoding.ids, token_type_ids=torch.tensor([encoding.type_ids])))
     assert tokenizer.decode(backend.encode("abc de").ids) == "abc de"
+    want = [states(model, each.ids, token_type_ids=torch.tensor([each.type_ids])).sigmoid().item() for each in
+            (backend.encode("abc de", "fgh"), backend.encode("abc de", "i"))]  # fmt: skip
+    scores = llm.score("abc de", ["fgh", "i"])
+    assert [each.outputs.score for each in scores] == pytest.approx(want, abs=1e-5)
+    assert scores[0].prompt_token_ids == prompts[0]
+    assert [each.outputs.score for each in llm.score(["abc de"] * 2, ["fgh", "i"])] == pytest.approx(want, abs=1e-5)
+    with pytest.raises(ValueError, match=r"as many as second ones \(3\), got 2"):
+        llm.score(["a", "b"], ["a", "b", "c"])
     llm.close()
 
 
