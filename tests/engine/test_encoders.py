@@ -103,9 +103,9 @@ def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
         close(logits, want)
         expected = want.sigmoid() if num_labels == 1 else want.softmax(0)
         assert classifier.scores(logits.tolist()) == pytest.approx(expected.tolist(), abs=1e-5)
-        (labels,) = llm.classify([prompt])
-        assert labels.outputs.probs == pytest.approx(expected.tolist(), abs=1e-5)
-        assert labels.outputs.label == classifier.labels[int(expected.argmax())]
+        (labelled,) = llm.classify([prompt])
+        assert labelled.outputs.probs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert labelled.outputs.label == classifier.labels[int(expected.argmax())]
     with pytest.raises(ValueError, match="is a classifier: its outputs are logits"):
         llm.embed(PROMPTS[:1], normalize=True)
     llm.close()
