@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         gc.collect()
         gc.freeze()
         print(f"{Path(model).name}: ready in {time.perf_counter() - start:.1f} s", flush=True)
-        policy = llm._engine.scheduler._drafts
+        policy = llm._engine.scheduler._planner.drafts
         assert policy is not None
         lookup = policy._proposer
         for num in args.streams:
@@ -138,7 +138,7 @@ def num_found(prompt: list[int], answer: list[int]) -> int:
 
 
 def _use(scheduler: Any, policy: DraftPolicy | None) -> None:
-    scheduler._drafts = scheduler._steps._drafts = policy
+    scheduler._planner.drafts = scheduler._steps._drafts = policy
 
 
 def _timed(llm: LLM, prompts: list[list[int]], output_len: int) -> tuple[float, list[list[int]]]:

@@ -11,16 +11,12 @@ request finishes, and `update()` discards the result of step n+1 for it. A reque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
 from time import monotonic
 
 from engine.core.admission_control import AdmissionControl
 from engine.core.batch import (
     BlockMoves,
     EngineOutput,
-    NewRequest,
-    ScheduledBatch,
     SchedulerOutput,
     SchedulerStats,
     StepOutputs,
@@ -36,87 +32,17 @@ from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
-from engine.core.tiers import MAX_LOADS
-
-PAUSED_STEPS = 16  # successive steps for favoured tenants only, before all tenants get one
-
-MOST_RECENT = 8  # batches
-
-_Batched = tuple[list[Request], ScheduledBatch]
-_NOTHING: _Batched = [], ScheduledBatch([], [], 0, 0, [])
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step under construction."""
-
-    decodes: list[Request] = field(default_factory=list)  # requests that compute one token each
-    longer: list[Request] = field(default_factory=list)  # requests that compute more
-    lengths: list[int] = field(default_factory=list)  # tokens of each request of `longer`
-    num_drafts: list[int] = field(default_factory=list)  # of these tokens
-    partial: list[Request] = field(default_factory=list)  # requests whose chunk was cut by the token budget
-    new_requests: list[NewRequest] = field(default_factory=list)
-    new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
-    chosen: dict[str, list[int]] = field(default_factory=dict)  # drafts of requests that may be in the step
-    drafts: dict[str, list[int]] = field(default_factory=dict)  # of its requests
-    rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
-    num_proposals: int = 0  # see `SchedulerOutput`
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.longer)
-
-    def add_blocks(self, request: Request, grown: list[list[int]]) -> None:
-        """Note blocks that were appended to the request's tables."""
-        earlier = self.new_block_ids.get(request.request_id, [[]] * len(grown))
-        self.new_block_ids[request.request_id] = [a + b for a, b in zip(earlier, grown, strict=True)]
-
-    def batch(self, recent: list[_Batched]) -> _Batched:
-        """Return the requests in batch order, and the batch: that of an earlier step in `recent` if it had the same."""
-        num_decodes = len(self.decodes)
-        requests = self.decodes + self.longer
-        num_tokens = [1] * num_decodes + self.lengths
-        partial = sorted(map(requests.index, self.partial))
-        num_drafts = (*[0] * num_decodes, *self.num_drafts) if self.drafts else ()
-        if self.new_requests:  # they have new rows
-            recent.clear()
-        lengths = num_tokens, num_drafts, partial
-        for found, batch in recent:
-            if lengths == (batch.num_tokens, batch.num_drafts, batch.partial) and requests == found:
-                return found, batch
-        request_ids = [request.request_id for request in requests]
-        batch = ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
-        if len(recent) == MOST_RECENT:
-            recent.pop()
-        recent.insert(0, (requests, batch))
-        return recent[0]
+from engine.core.step_planner import NOTHING, Batched, StepLimits, StepPlanner
 
 
 class Scheduler:
     """Chooses the requests of each step within a budget of tokens and sequences.
 
     Its parts: `RequestTable` owns the unfinished requests and their blocks, `AdmissionControl` starts waiting ones,
-    `StepBudget` limits the tokens of a step, and `InFlightSteps` applies the results. This class decides who runs.
+    `StepBudget` limits the tokens of a step, `StepPlanner` decides who runs, and `InFlightSteps` applies the results.
 
     Requests belong to tenants: the API key, user or client address that sent them. Requests of one tenant and priority
     run first come, first served; between tenants, scheduling is fair (see `RequestQueues`).
-
-    **Preemption.** When blocks run out, the last running request is preempted: it loses its blocks, waits again, and is
-    recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress,
-    and every request finishes. A waiting request takes the row or the blocks of the last running one only if its own
-    tenant has far fewer running requests (`should_give_way`). A better priority alone is no reason to preempt.
-
-    **Step length.** A new request waits for the steps in flight. So while several tenants have requests, a step
-    computes at most as many tokens as take the time of a few short steps (`StepTimes`). While an idle tenant is
-    expected to send a request (`Arrivals`), that time is halved. While a tenant is favoured, all other tenants pause,
-    except for one step in every `PAUSED_STEPS + 1`. With a single tenant, and no other expected, a step may use the
-    whole token budget.
-
-    **Fast path.** In most steps, a request computes its newest token and nothing else about it changes. Up to
-    `Request.steady_until` tokens this is known in advance, and `schedule` and `update` skip everything else.
-
-    **Drafts.** A decoding request whose tokens are all known may compute drafts beside its newest token (`DraftPolicy`
-    says which). They count as computed and as in flight until the step is read, which withdraws the rejected ones.
-    Until then the request is in no other step; without pipeline stages, none is launched. Drafts take only free blocks.
 
     n > 1 needs no special case: each completion finds the prompt's blocks in the prefix cache, published by the
     previous completion in the same step.
@@ -155,12 +81,11 @@ class Scheduler:
         self._steps = InFlightSteps(
             self.blocks, self._budget, deadlines.record_first_token, self.requests.finish, drafts
         )
-        self._clock, self._num_batches, self._drafts = clock, num_batches, drafts
-        self._whole_prompts = whole_prompts
-        self._num_paused = 0  # successive steps for favoured tenants only
-        self._recent: list[_Batched] = []  # batches of the last steps, newest first
-        self._num_undrafted = 0  # coming steps before which no request wants drafts
-        self._step = self._prompt_tokens = 0
+        limits = StepLimits(max_num_seqs, num_batches, whole_prompts)
+        self._planner = StepPlanner(self.requests, self._admission, self._budget, self._steps, drafts, limits, clock)
+        self._clock, self._num_batches = clock, num_batches
+        self._recent: list[Batched] = []  # batches of the last steps, newest first
+        self._step = 0
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -232,24 +157,15 @@ class Scheduler:
         An empty output must not be launched. A later output then carries its list of removed requests.
         """
         assert len(self._steps) < max(self._num_batches, 2), "too many steps are in flight"
-        queues, plan = self.queues, _Plan()
         self.blocks.start_step()
-        if self._drafts is not None and not self._choose_drafts(self._drafts, plan):
-            return SchedulerOutput(self._step, [], _NOTHING[1], {}, [])
-        num_first = queues.sort_running()
-        while queues.is_shared and queues.num_waiting and self._give_way():
-            num_first = queues.sort_running()
-        if self._drafts is not None and self._drafts.has_drafter:
-            plan.num_proposals = self._drafts.num_proposals(len(queues.running) + queues.num_waiting)
-        now = self._clock()
-        self._fill(plan, num_first, self._budget.num_tokens(now, len(self._steps), queues.is_shared))
-        if plan.new_requests:
-            self._num_undrafted = 0
+        plan = self._planner.plan()
+        if plan is None:
+            return SchedulerOutput(self._step, [], NOTHING[1], {}, [])
         requests, batch = plan.batch(self._recent)
         removed: list[str] = []
         if batch.request_ids:
             self._step += 1
-            self._steps.add(self._step, now, requests, batch.num_drafts)
+            self._steps.add(self._step, plan.time, requests, batch.num_drafts)
             removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(
             self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds,
@@ -264,118 +180,9 @@ class Scheduler:
         if self.blocks.tier is not None:
             self.blocks.tier.arrived(loads)
 
-    def _choose_drafts(self, drafts: DraftPolicy, plan: _Plan) -> bool:
-        """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
-        if self._num_undrafted:  # so no step in flight has drafts
-            self._num_undrafted -= 1
-            return True
-        one_ahead = self._num_batches == 1 and len(self._steps) > 0
-        if one_ahead and self._steps.have_drafts:
-            return False
-        running = self.queues.running
-        if not drafts.may_draft(len(running)):
-            return True
-        may_draft = [request for request in running if request.may_draft(one_ahead)]
-        if not may_draft:  # a step gives each of them one token
-            self._num_undrafted = max(min(each.drafts_from - len(each.token_ids) for each in running) - 1, 0)
-            return True
-        num_seqs = -(-len(running) // self._num_batches)
-        chunks = any(request.num_computed_tokens + 1 < request.num_tokens for request in running)
-        room = self.max_num_batched_tokens - len(running)
-        chosen = drafts.choose(may_draft, num_seqs, room, beside_chunks=chunks)
-        if chosen is None:
-            return False
-        plan.chosen = chosen
-        for request in may_draft:
-            if request.request_id in chosen:
-                request.steady_until = 0
-        return True
-
-    def _fill(self, plan: _Plan, num_first: int, budget: int) -> None:
-        """Schedule the running requests, then admit waiting ones. The first `num_first` belong to favoured tenants."""
-        queues, num_preemptions = self.queues, self.requests.num_preemptions
-        running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
-        others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
-        budget = self._continue(self._part(islice(running, num_first)), budget, plan)
-        if others_pause and num_preemptions == self.requests.num_preemptions:
-            self._admit_waiting(budget, plan, favoured=True)
-        if others_pause and plan:
-            self._num_paused += 1
-            queues.favoured_step()
-            return
-        self._num_paused = 0
-        budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self.requests.num_preemptions:  # otherwise there are too few blocks to admit a request
-            self._admit_waiting(budget, plan)
-
-    def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
-        """Return the running requests for the next step: where steps overlap, a fraction without tokens in flight."""
-        if self._num_batches == 1:
-            return requests
-        known = (each for each in requests if each.num_tokens == len(each.token_ids))
-        return islice(known, -(-len(self.queues.running) // self._num_batches))
-
-    def _continue(self, running: Iterable[Request], budget: int, plan: _Plan) -> int:
-        """Schedule running requests. Returns the remaining budget."""
-        decodes = plan.decodes
-        for request in running:
-            if not budget:
-                break
-            num_tokens = request.num_tokens
-            if num_tokens <= request.steady_until:
-                request.num_computed_tokens = num_tokens
-                request.num_tokens = num_tokens + 1
-                decodes.append(request)
-                budget -= 1
-            elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
-                granted = self._grant(request, budget, plan)
-                if not granted:
-                    break
-                budget -= granted
-        return budget
-
-    def _admit_waiting(self, budget: int, plan: _Plan, favoured: bool = False) -> None:
-        """Admit waiting requests in queue order. `favoured`: only those of favoured tenants."""
-        queues = self.queues
-        while budget and queues.num_waiting and len(queues.running) < self.max_num_seqs:
-            request = queues.first_waiting()
-            if favoured and not queues.tenant_of(request).is_favoured:
-                break
-            if self._admission.drop_if_late(request):
-                continue
-            if self._whole_prompts and request.num_tokens > budget:
-                if plan:
-                    break
-                budget = request.num_tokens  # the first prompt of a step has room, however short the step is to be
-            new_request = self._admission.admit(request, budget)
-            if new_request is None:
-                self._load_ahead(request)
-                break
-            plan.new_requests.append(new_request)
-            granted = self._grant(request, budget, plan)
-            assert granted, "a new request has blocks for its first chunk"
-            budget -= granted
-
-    def _load_ahead(self, first: Request) -> None:
-        """While the first waiting request waits for its blocks from host memory, load those of the next ones."""
-        if first.load is None or first.load.is_done:
-            return
-        for request in self.queues.next_waiting(MAX_LOADS):
-            self._admission.load(request)
-
-    def _give_way(self) -> bool:
-        """Preempt the last running request if the first waiting one needs its row or blocks and deserves them more."""
-        queues = self.queues
-        if not queues.should_give_way():
-            return False
-        if len(queues.running) < self.max_num_seqs and not self._admission.lacks_blocks(queues.first_waiting()):
-            return False
-        self.requests.preempt_last()
-        return True
-
     def stats(self, num_deferred: int = 0) -> SchedulerStats:
         """`num_deferred`: requests that the scheduler has not received yet."""
-        drafts = self._drafts.counts if self._drafts is not None else DraftCounts()
+        drafts = self._planner.drafts.counts if self._planner.drafts is not None else DraftCounts()
         return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
@@ -386,7 +193,7 @@ class Scheduler:
             num_preemptions=self.requests.num_preemptions,
             prefix_queries=self._admission.prefix_queries,
             prefix_hits=self._admission.prefix_hits,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._planner.prompt_tokens,
             generation_tokens=self._steps.generation_tokens,
             num_deferred=num_deferred,
             num_corrupted=self.requests.num_corrupted,
@@ -408,79 +215,6 @@ class Scheduler:
             "num_file_blocks": 0 if tier.saved is None else len(tier.saved),
             "num_damaged_blocks": tier.num_damaged,
         }
-
-    def _grant(self, request: Request, budget: int, plan: _Plan) -> int:
-        """Schedule as many of the request's tokens as the budget allows, and return how many.
-
-        Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was one of
-        them.
-        """
-        # A deferred request has computed all its tokens: it computes the last one again.
-        start = min(request.num_computed_tokens, request.num_tokens - 1)
-        wanted = request.num_tokens - start
-        granted = min(wanted, budget)
-        end = start + granted
-        is_chosen = wanted == 1 and request.request_id in plan.chosen  # it may have given way since, and start again
-        num_drafts = self._add_drafts(request, end, budget - 1, plan) if is_chosen else 0
-        end += num_drafts
-        if plan.num_proposals:
-            self._grow_ahead(request, end, plan)
-        if end > request.num_slots:
-            while (grown := self.blocks.grow(request, end)) is None:
-                if self.requests.preempt_last() is request:
-                    return 0
-            plan.add_blocks(request, grown)
-        request.num_computed_tokens = end
-        if self.queues.is_shared:
-            self.queues.charge(request, end)
-        if start < request.num_prompt_tokens:
-            self._prompt_tokens += min(end, request.num_prompt_tokens) - start
-        if request.next_commit <= min(end, len(request.token_ids)):
-            self.blocks.commit(request)
-        if granted < wanted:
-            plan.partial.append(request)
-        else:
-            request.num_tokens += 1 + num_drafts
-        if request.is_rewound:
-            assert start + 1 == len(request.token_ids), "drafts are read before their request goes on"
-            plan.rewinds[request.request_id] = start, request.token_ids[-1]
-            request.is_rewound = False
-        granted += num_drafts
-        if granted == 1:
-            plan.decodes.append(request)
-        else:
-            plan.longer.append(request)
-            plan.lengths.append(granted)
-            plan.num_drafts.append(num_drafts)
-        return granted
-
-    def _add_drafts(self, request: Request, end: int, budget: int, plan: _Plan) -> int:
-        """Schedule drafts of a request after its newest token, which ends at `end`, and return how many. They get no
-        block that another request may need next.
-        """
-        assert self._drafts is not None
-        drafts = plan.chosen[request.request_id]
-        number = min(len(drafts), budget, request.max_num_tokens - request.num_tokens - 1)
-        if end + number > request.num_slots:
-            grown = self.blocks.grow(request, end + number, num_spare=len(self.queues.running))
-            if grown is None:
-                number = max(min(number, request.num_slots - end), 0)
-            else:
-                plan.add_blocks(request, grown)
-        if number:
-            plan.drafts[request.request_id] = drafts[:number]
-            self._drafts.verify(request)
-        return number
-
-    def _grow_ahead(self, request: Request, end: int, plan: _Plan) -> None:
-        """Give a request that computes the tokens before `end` blocks for what the drafter proposes after them, if many
-        blocks are free.
-        """
-        ahead = min(end + 1 + plan.num_proposals, request.max_num_tokens)
-        if ahead > request.num_slots and not any(new.request_id == request.request_id for new in plan.new_requests):
-            grown = self.blocks.grow(request, ahead, num_spare=len(self.queues.running), step_end=end)
-            if grown is not None:
-                plan.add_blocks(request, grown)
 
     def check(self) -> None:
         """Assert all invariants of the queues and the blocks."""

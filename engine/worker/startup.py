@@ -75,13 +75,7 @@ def build_runner(
 
     Raises `ModelError` for unsuitable files, and `KVCacheTooSmallError` for a context that does not fit.
     """
-    if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
-    try:
-        kernels.FORMS.choose(options.deterministic)
-        kernels.choose_kernels(options.device.torch_device, partial(progress, "compiling"))
-    except RuntimeError as error:
-        raise ModelError(str(error)) from None
+    _choose_kernels(options, progress)
     with _compile_processes(options) as processes:  # get ready while ranks connect and weights load
         member = Membership(options, SingleRank(), None) if connect is None else connect()
         options = member.options
@@ -120,6 +114,17 @@ def build_runner(
     _size_caches(runner, member.communicator.least)
     prepare_steps(runner, progress)
     return runner
+
+
+def _choose_kernels(options: RunnerOptions, progress: Progress) -> None:
+    """Choose this process's number of threads and its kernels. Raises `ModelError` if there are none."""
+    if not options.device.is_accelerator and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
+    try:
+        kernels.FORMS.choose(options.deterministic)
+        kernels.choose_kernels(options.device.torch_device, partial(progress, "compiling"))
+    except RuntimeError as error:
+        raise ModelError(str(error)) from None
 
 
 def _size_caches(runner: ModelRunner, least: Callable[[int], int]) -> None:

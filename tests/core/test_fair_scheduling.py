@@ -13,7 +13,8 @@ from engine.core.fairness.request_queues import FAVOURED_REQUESTS, FAVOURED_STEP
 from engine.core.fairness.step_budget import EXPECTED_STEPS, SHARED_STEPS
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
-from engine.core.scheduler import PAUSED_STEPS, Scheduler
+from engine.core.scheduler import Scheduler
+from engine.core.step_planner import PAUSED_STEPS
 from tests.support.flood import CPU, FLOODS, Flood, Simulation
 
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.core import scheduler, tiers
+from engine.core import step_planner, tiers
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
@@ -273,7 +273,7 @@ class Workload:
             patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
-            patch.object(scheduler, "PAUSED_STEPS", self.turns.choice([2, 16])),
+            patch.object(step_planner, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
             return self._run()

@@ -58,12 +58,12 @@ def answers(llm: LLM, params: SamplingParams) -> list[Any]:
 def test_the_same_answers_with_and_without_drafts(llm: LLM, kind: str) -> None:
     params = SamplingParams(**{"max_tokens": 40, "seed": 6, **KINDS[kind]})
     scheduler = llm._engine.scheduler
-    policy = scheduler._drafts
+    policy = scheduler._planner.drafts
     assert isinstance(policy, DraftPolicy)
     guided, found = policy._proposer, Answers()
-    scheduler._drafts = None
+    scheduler._planner.drafts = None
     expected = answers(llm, params)
-    scheduler._drafts = policy
+    scheduler._planner.drafts = policy
     keys = [(tuple(ids), 6 + i) for ids in PROMPTS for i in range(params.n)]
     found.answers = {key: list(completion.token_ids) for key, completion in zip(keys, expected, strict=True)}
     counts = policy.counts
@@ -162,14 +162,14 @@ def test_tokens_have_the_models_distribution_with_drafts(tiny_model: Path) -> No
     """χ² of three successive tokens, with other seeds than without drafts: rejection sampling loses nothing."""
     llm = LLM(str(tiny_model), **{**SETTINGS, "max_num_seqs": 64, "debug_checks": False})
     scheduler = llm._engine.scheduler
-    policy = scheduler._drafts
+    policy = scheduler._planner.drafts
     assert policy is not None
     tokens, num_answers = [11, 90, 200], 1500
     params = SamplingParams(max_tokens=5, ignore_eos=True, allowed_token_ids=tokens, detokenize=False)
     policy._proposer = _Always(tokens[1])
     found = list[Counter[tuple[int, ...]]]()
     for drafts in (None, policy):
-        scheduler._drafts = scheduler._steps._drafts = drafts
+        scheduler._planner.drafts = scheduler._steps._drafts = drafts
         first = len(found) * num_answers
         each = [params.clone(seed=first + i) for i in range(num_answers)]
         outputs = llm.generate([{"prompt_token_ids": [7, 9]}] * num_answers, each, use_tqdm=False)

@@ -62,7 +62,7 @@ def test_tokens_with_drafts_that_graphs_of_decode_steps_verify(
     counts, sizes = [], list[int]()
 
     def begin(engine: Engine) -> None:
-        policy = engine.scheduler._drafts
+        policy = engine.scheduler._planner.drafts
         assert policy is not None
         policy._proposer = found
         counts.append(policy.counts)

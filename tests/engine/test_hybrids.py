@@ -169,7 +169,7 @@ def test_drafts_change_no_answer(model: Any, truth: float, enforce_eager: bool) 
     found.answers = {
         (tuple(prompt), i): answer for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     }
-    found.truth, policy = truth, engine.scheduler._drafts
+    found.truth, policy = truth, engine.scheduler._planner.drafts
     assert policy is not None
     policy._proposer = found
     for _ in range(2):

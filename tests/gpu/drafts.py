@@ -30,7 +30,7 @@ LEAST_RATIO = 0.98  # of the speed without drafts
 
 
 def policy_of(llm: LLM) -> DraftPolicy:
-    policy = llm._engine.scheduler._drafts
+    policy = llm._engine.scheduler._planner.drafts
     assert policy is not None
     return policy
 
@@ -38,7 +38,7 @@ def policy_of(llm: LLM) -> DraftPolicy:
 def use(llm: LLM, policy: DraftPolicy | None) -> None:
     """Let the engine have drafts by this policy, or none."""
     scheduler = llm._engine.scheduler
-    scheduler._drafts = scheduler._steps._drafts = policy
+    scheduler._planner.drafts = scheduler._steps._drafts = policy
 
 
 def check_draft_texts(checks: Checks) -> None:

@@ -27,7 +27,7 @@ class Drafted:
             config["model"] = str(draft)
         self.llm = LLM(str(model), **{**SETTINGS, **settings}, speculative_config=config)
         self._scheduler = self.llm._engine.scheduler
-        policy = self._scheduler._drafts
+        policy = self._scheduler._planner.drafts
         assert policy is not None
         self.policy: DraftPolicy = policy
         self.proposed: list[tuple[list[int], list[int]]] = []  # known tokens, and what is to follow
@@ -43,7 +43,7 @@ class Drafted:
     ) -> list[list[int]]:
         """Return the tokens of each answer. `drafts`: with the drafter."""
         policy = self.policy if drafts else None
-        self._scheduler._drafts = self._scheduler._steps._drafts = policy
+        self._scheduler._planner.drafts = self._scheduler._steps._drafts = policy
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(each.token_ids) for output in outputs for each in output.outputs]
 

@@ -77,14 +77,14 @@ def test_a_drafter_gets_hidden_states_and_its_proposals_become_drafts(tiny_model
         )  # fmt: skip
         scheduler, runner = llm._engine.scheduler, llm._engine.runner
         assert isinstance(runner, ModelRunner)
-        policy, teller = scheduler._drafts, Teller(runner)
+        policy, teller = scheduler._planner.drafts, Teller(runner)
         assert isinstance(policy, DraftPolicy)
         if by_model:
             teller.answers = {tuple(ids): tokens for ids, tokens in zip(PROMPTS, found[0], strict=True)}
             runner.use_proposer(teller)
             policy._num_by_model = NUM_DRAFTS
         else:
-            scheduler._drafts = scheduler._steps._drafts = None
+            scheduler._planner.drafts = scheduler._steps._drafts = None
         found.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)])
         llm.close()
     assert found[0] == found[1]
