@@ -1,6 +1,7 @@
 """Converts vocabularies of other tokenizers to the content of tokenizer.json.
 
-`tekken.json` (Mistral), `tiktoken.model` (Kimi) and SentencePiece's BPE in `tokenizer.model`.
+`tekken.json` (Mistral), `tiktoken.model` (Kimi), SentencePiece's BPE in `tokenizer.model`, and the words of BERT in
+`vocab.txt`.
 """
 
 from __future__ import annotations
@@ -113,11 +114,49 @@ def sentencepiece(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(found, {"add_bos_token": "bos_token" in named, "add_eos_token": False, **named})
 
 
+def wordpiece(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
+    """Convert BERT's vocab.txt, a word in each line. Raises `ValueError` if another tokenizer's words are in it."""
+    kind = config.get("tokenizer_class") or "BertTokenizer"
+    if not kind.removesuffix("Fast").endswith(("BertTokenizer", "ElectraTokenizer")):
+        raise ValueError(f"it holds the words of a {kind}, and only BERT's is known")
+    vocab = {word: i for i, word in enumerate(data.decode("utf-8-sig").split("\n")) if word}
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
+    names |= {name: config[name] for name in names if isinstance(config.get(name), str)}
+    if missing := [names[name] for name in ("unk_token", "cls_token", "sep_token") if names[name] not in vocab]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    lower, strip = config.get("do_lower_case", True), config.get("strip_accents")
+    chinese = config.get("tokenize_chinese_chars", True)
+    first, last = (names[name] for name in ("cls_token", "sep_token"))
+    found = {
+        "version": "1.0",
+        "added_tokens": [_added(text, vocab[text], special=True) for text in names.values() if text in vocab],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": chinese,
+            "strip_accents": strip,
+            "lowercase": lower,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {"type": "BertProcessing", "sep": [last, vocab[last]], "cls": [first, vocab[first]]},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": names["unk_token"],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
+        },
+    }
+    return Vocabulary(found, {name: text for name, text in names.items() if text in vocab})
+
+
 # The files in which a folder without tokenizer.json may have its vocabulary, the first that exists.
 FILES: Mapping[str, Callable[[bytes, Mapping[str, Any]], Vocabulary]] = {
     "tekken.json": tekken,
     "tiktoken.model": tiktoken,
     "tokenizer.model": sentencepiece,
+    "vocab.txt": wordpiece,
 }
 
 

@@ -156,6 +156,25 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     assert Tokenizer.from_folder(tmp_path).encode("a")[:1] != [1]
 
 
+@pytest.mark.parametrize("settings", [{}, {"do_lower_case": False}, {"strip_accents": False, "sep_token": "[END]"}])
+def test_words_of_bert(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The ids are those of transformers' tokenizer of the same file."""
+    transformers = pytest.importorskip("transformers")
+    trained = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", settings.get("sep_token", "[SEP]"), "[MASK]"]
+    trained.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=700, special_tokens=special))
+    vocab = trained.get_vocab()
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in sorted(vocab, key=vocab.__getitem__)), "utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **settings}))
+    theirs, ours = transformers.BertTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ours.encode_pair(text, "other") == theirs.encode(text, "other")
+    assert ours.decode(ours.encode("the capital of")) == "the capital of"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
