@@ -17,7 +17,7 @@ class Adapter:
     version: str  # hexadecimal SHA-256, which changes with the files
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ImageInput:
     """An image in a prompt: its patches, and the placeholder tokens that stand for it."""
 

@@ -46,6 +46,8 @@ def download(url: str, domains: Collection[str]) -> bytes:
             if isinstance(error, ImageError):
                 raise
             raise ImageError(f"{parts.hostname} cannot be read ({type(error).__name__})") from None
+        if time.monotonic() >= deadline:  # what came may not be all
+            raise ImageError(f"{parts.hostname} takes more than {MAX_SECONDS:g} s")
         if isinstance(found, bytes):
             return found
         url = urljoin(url, found)
@@ -75,7 +77,7 @@ def _matches(host: str, domain: str) -> bool:
 def _connect(parts: SplitResult, deadline: float) -> HTTPConnection:
     """Connect to a checked address of the host."""
     is_secure = parts.scheme == "https"
-    host, port = str(parts.hostname), parts.port or (443 if is_secure else 80)
+    host, port = str(parts.hostname).rstrip("."), parts.port or (443 if is_secure else 80)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     if not found or not all(is_public(str(address[0])) for *_, address in found):
         raise ImageError(f"{host} is no public address")
@@ -102,10 +104,10 @@ def is_public(address: str) -> bool:
         return False
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inner is None and ip in _NAT64:
+        if ip in _NAT64:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None and not is_public(str(inner)):
-            return False
+        if inner is not None:
+            return is_public(str(inner))
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
@@ -131,6 +133,8 @@ def _body(response: HTTPResponse) -> bytes:
         parts.append(part)
         if (size := size + len(part)) > decode.MAX_BYTES:
             raise ImageError(f"the file has more than {decode.MAX_BYTES >> 20} MiB")
+    if response.length:  # of what the server announced, so much is missing
+        raise ImageError("the server ended the file early")
     return b"".join(parts)
 
 

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
+from weakref import finalize
 
 import numpy as np
 from PIL import Image
@@ -36,8 +37,10 @@ class ImageLoader:
         """token_id: that stands for a token of an image. text: that stands for an image. max_images: of a prompt."""
         self.processor, self.text, self.max_images = processor, text, max_images
         self.num_hits = self.num_loads = 0  # of the files that requests brought
+        self.held_bytes = 0  # of the patches in prompts that are not forgotten yet
+        self.loading_bytes = 0  # of those of requests whose prompts are being made; the event loop's
         self._media, self._token_id = media, token_id
-        self._lock = Lock()
+        self._lock = RLock()  # a prompt may be forgotten while it is held
         self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # by the file's hash, the oldest use first
         self._num_bytes = 0
         self._loading: dict[bytes, Future[ProcessedImage]] = {}
@@ -95,11 +98,21 @@ class ImageLoader:
             at = token_ids.index(self._token_id, begin)
             for each in (found, names):
                 each += token_ids[begin:at]
-            placed.append(ImageInput(len(found), image.num_tokens, image.grid, image.patches, image.digest))
+            placed.append(self._held(ImageInput(len(found), image.num_tokens, image.grid, image.patches, image.digest)))
             found += [self._token_id] * image.num_tokens
             names += token_names(image)
             begin = at + 1
         return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
+
+    def _held(self, image: ImageInput) -> ImageInput:
+        """Count an image's bytes as long as a prompt has it."""
+        self._hold(len(image.patches))
+        finalize(image, self._hold, -len(image.patches)).atexit = False
+        return image
+
+    def _hold(self, num_bytes: int) -> None:
+        with self._lock:
+            self.held_bytes += num_bytes
 
     def _decode(self, key: bytes, data: bytes, result: Future[ProcessedImage]) -> None:
         """Decode a file for all threads that wait for `result`."""

@@ -6,9 +6,12 @@ from engine import ModelInfo
 from engine.vision.decode import ImageError
 from engine.vision.processors import ProcessedImage
 from engine.vision.sources import ImageSource
-from server.generation.errors import InvalidRequestError
+from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.request import Conversation
 from server.generation.workers import Workers
+
+MAX_HELD_BYTES = 2 << 30  # of the images of all requests
+RETRY_SECONDS = 5
 
 
 async def load_images(
@@ -28,7 +31,21 @@ async def load_images(
         loader.check_count(len(sources))
     except ImageError as error:
         raise InvalidRequestError(str(error), "messages") from None
+    if loader.held_bytes + loader.loading_bytes >= MAX_HELD_BYTES:
+        raise BusyError("the images of other requests fill the server's memory for them: try again", RETRY_SECONDS)
     found: list[ProcessedImage] = []
+    try:
+        await _load_all(model, sources, found, workers, tenant)
+    finally:
+        loader.loading_bytes -= sum(len(image.patches) for image in found)
+    return found
+
+
+async def _load_all(
+    model: ModelInfo, sources: list[ImageSource], found: list[ProcessedImage], workers: Workers, tenant: str
+) -> None:
+    """Add the images to `found`. Raises `InvalidRequestError`."""
+    assert model.images is not None
     num_tokens = 0
     for number, source in enumerate(sources, 1):
         try:
@@ -36,6 +53,7 @@ async def load_images(
         except ImageError as error:
             raise InvalidRequestError(f"image {number}: {error}", "messages") from None
         found.append(image)
+        model.images.loading_bytes += len(image.patches)
         num_tokens += image.num_tokens
         if num_tokens >= model.max_model_len:
             reason = (
@@ -43,7 +61,6 @@ async def load_images(
                 f"{number} images have {num_tokens} tokens. Please send smaller or fewer images."
             )
             raise InvalidRequestError(reason, "messages", lead=None)
-    return found
 
 
 async def _load(model: ModelInfo, source: ImageSource, workers: Workers, tenant: str) -> ProcessedImage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from engine.core.engine_request import EngineRequest
 from engine.vision import loader as loading
 from engine.vision.decode import decode
+from server.generation import images as serving
 from tests.support.fake_engine import FakeEngine, make_tokenizer
 from tests.support.images import TEMPLATE, data_url, in_base64, loader, picture, saved
-from tests.support.live_server import Live, run_server
+from tests.support.live_server import Live, run_server, wait_until
 
 PLAIN = TEMPLATE.partition("{% if m.content is string %}")[0] + "{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
@@ -208,6 +210,48 @@ def test_files_of_the_allowed_folder(live: Live) -> None:
     response = live.post("/v1/chat/completions", messages=[{"role": "user", "content": content}])
     assert response.status_code == 200, response.text
     assert asked(live).images[0].digest == loader(PAD, "").load_file(FILES[0]).digest
+
+
+def test_memory_of_images_is_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    images: Any = live.engine.images
+    path, body = BODIES["chat"]
+    live.engine.with_images.clear()
+    wait_until(lambda: images.held_bytes == 0)
+    assert live.post(path, **body).status_code == 200
+    held = sum(len(image.patches) for image in asked(live).images)
+    assert images.held_bytes == held > 0, "the fake engine remembers the request"
+    assert images.loading_bytes == 0
+    monkeypatch.setattr(serving, "MAX_HELD_BYTES", held)
+    refused = live.post(path, **body)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
+    assert live.chat("Hi").status_code == 200, "texts go on"
+    live.engine.with_images.clear()
+    wait_until(lambda: images.held_bytes == 0)
+    assert live.post(path, **body).status_code == 200
+
+
+def test_many_at_once_are_answered_in_bounds(live: Live) -> None:
+    def ask(number: int) -> int:
+        data = saved(picture(30 + number, 20))
+        content = [part(data if number % 4 else data[:-30]), {"type": "text", "text": "?"}]
+        return live.post("/v1/chat/completions", messages=[{"role": "user", "content": content}]).status_code
+
+    with ThreadPoolExecutor(20) as threads:
+        statuses = list(threads.map(ask, range(200)))
+    assert statuses == [200 if number % 4 else 400 for number in range(200)]
+    live.wait_idle()
+    images: Any = live.engine.images
+    assert images._num_bytes == sum(len(each.patches) for each in images._kept.values()) <= loading.MAX_CACHED_BYTES
+    assert images.loading_bytes == 0
+    assert not images._loading
+
+
+def test_files_of_two_formats_are_what_their_beginning_says(live: Live) -> None:
+    script = b"<script>alert(1)</script>"
+    for file, status in ((FILES[0] + script, 200), (script + FILES[0], 400), (b"PK\3\4" + FILES[0], 400)):
+        content = [part(file)]
+        response = live.post("/v1/chat/completions", messages=[{"role": "user", "content": content}])
+        assert response.status_code == status, response.text
 
 
 def test_a_text_model_says_so() -> None:
