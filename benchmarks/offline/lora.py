@@ -2,10 +2,10 @@
 
     python -m benchmarks.offline.lora qwen3-8b out/models --rank 16 --json out/lora.json
 
-Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with 32.
-Columns: tokens a second of one request, of eight and of 256, and their ratio to the first row. Then how long another
-adapter took to load while 64 requests ran, and their longest step meanwhile. `--choice` sets fields of
-`kernels.cuda.choice` for the linear layers with adapters.
+Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with several,
+each for a part of them. Columns: tokens a second of one request, of eight and of 256, and their ratio to the first row.
+Then, with --late-rank, how long another adapter took to load while 64 requests ran, and their longest steps. `--choice`
+sets fields of `kernels.cuda.choice` for the linear layers with adapters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from engine.offline.llm import LLM
 from engine.processing.adapters import LoRARequest, find_adapter
 from engine.setup.machine import environment
 
-NUM_ADAPTERS = 32
 NUM_REQUESTS = (1, 8, 256)
 PROMPT, ANSWER = 128, 128
-ROWS = ("no adapter in use", "one adapter", "32 adapters")
+ROWS = {"no adapter in use": 0, "one adapter": 1, "8 adapters": 8, "32 adapters": 32, "64 adapters": 64}
 
 
 def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRARequest:
@@ -83,25 +82,26 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "load_format": "dummy", "skip_tokenizer_init": True, "device": args.device, "max_model_len": 1024,
         "enable_prefix_caching": False, "max_num_seqs": 256,
     }  # fmt: skip
+    num_adapters = max(map(ROWS.__getitem__, args.rows))
     with tempfile.TemporaryDirectory() as temporary:
-        requests = [write_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(NUM_ADAPTERS)]
-        served = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": args.rank}
-        given = dict(zip(ROWS, ([None], requests[:1], requests), strict=True))
-        with_lora = {name: given[name] for name in args.rows}
+        requests = [write_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(num_adapters)]
+        served = {"enable_lora": True, "max_loras": max(num_adapters, 32), "max_lora_rank": args.rank}
+        with_lora: dict[str, Any] = {name: requests[: ROWS[name]] or [None] for name in args.rows}
         parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (served, with_lora)]
         for options, rows in parts:
             llm = LLM(str(model), **settings, **options)
             for name, adapters in rows.items():
-                found[name] = {count: tokens_per_second(llm, count, list(adapters)) for count in NUM_REQUESTS}
+                found[name] = {count: tokens_per_second(llm, count, list(adapters)) for count in args.requests}
                 shown = ", ".join(f"{count}: {speed:,.0f} tokens/s" for count, speed in found[name].items())
-                ratios = [found[name][count] / found["without LoRA"][count] for count in NUM_REQUESTS]
+                ratios = [found[name][count] / found["without LoRA"][count] for count in args.requests]
                 print(f"{name:18} {shown}  ({', '.join(f'{ratio:.3f}' for ratio in ratios)})", flush=True)
             llm.close()
-        late = write_adapter(Path(temporary) / "late", model, args.late_rank or args.rank, NUM_ADAPTERS)
-        llm = LLM(str(model), **settings, enable_lora=True, max_loras=2, max_lora_rank=args.late_rank or args.rank)
-        found["loading"] = loading(llm, requests[:1], late)
-        print(found["loading"])
-        llm.close()
+        if args.late_rank:
+            late = write_adapter(Path(temporary) / "late", model, args.late_rank, num_adapters)
+            llm = LLM(str(model), **settings, enable_lora=True, max_loras=2, max_lora_rank=args.late_rank)
+            found["loading"] = loading(llm, requests[:1], late)
+            print(found["loading"])
+            llm.close()
     return found
 
 
@@ -154,8 +154,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("shape", help="of benchmarks.model_shapes")
     parser.add_argument("folder", type=Path, help="where the model's config.json is written")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--late-rank", type=int, help="of the adapter that is loaded under load (default: --rank)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--late-rank", type=int, help="of an adapter that is loaded under load")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["no adapter in use", "one adapter", "32 adapters"])
+    parser.add_argument("--requests", nargs="+", type=int, default=NUM_REQUESTS)
     parser.add_argument("--choice", nargs="+", metavar="NAME=VALUE", default=[])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

@@ -170,6 +170,14 @@ def test_no_folder() -> None:
         find_adapter("a", "nowhere")
 
 
+def test_ten_gigabytes_are_refused_unread(layout: AdapterLayout, folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, 10 << 30)  # a hole: takes no room
+    start = time.process_time()
+    with pytest.raises(ModelError, match="corrupt or truncated"):
+        read(layout, folder)
+    assert time.process_time() - start < 5
+
+
 def test_a_truncated_file_is_refused(layout: AdapterLayout, folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
     with pytest.raises(ModelError, match="corrupt or truncated"):

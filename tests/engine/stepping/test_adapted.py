@@ -5,6 +5,7 @@ keeps books.
 from __future__ import annotations
 
 import random
+import sys
 from concurrent.futures import Future
 
 import pytest
@@ -195,3 +196,37 @@ def test_adapters_are_loaded_before_requests_want_them() -> None:
     assert books.running == {"0": "a"}
     running, held = books.adapted.names()
     assert (running, held) == (["a"], [])
+
+
+def test_a_step_does_no_work_for_each_adapter_that_was_ever_used() -> None:
+    calls = [_calls_of_a_step(num_adapters) for num_adapters in (200, 1000)]
+    assert calls[0] == calls[1]
+
+
+def _calls_of_a_step(num_adapters: int) -> int:
+    """Use adapters one after the other in 64 slots. Returns the calls of a step in which 64 run and one more waits."""
+    books = Books(64, 100)
+    for number in range(num_adapters):
+        books.add(str(number), f"adapter {number}")
+        books.step()
+        books.read(f"adapter {number}")
+        books.step()
+        if number >= 63:
+            assert str(number - 63) in books.running
+            books.finish(str(number - 63))
+    books.add("again", f"adapter {num_adapters - 1}")
+    books.add("waits", "another")
+    assert len(books.loaded) <= 100
+    count = 0
+
+    def seen(frame: object, event: str, given: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(seen)
+    try:
+        books.adapted.queue_ready(idle=False)
+    finally:
+        sys.setprofile(None)
+    assert {"again"} <= books.running.keys()
+    return count
