@@ -12,21 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.codes import INTERPRETED
 from kernels.triton.scan_decode import offsets, read_gates
 
 
 @triton.jit
 def _multiply(a, b, PRECISION: tl.constexpr):
-    """a b in float32; "bf16": of operands that are rounded to it."""
-    if PRECISION != "bf16":
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
-    elif INTERPRETED:  # it multiplies no bfloat16
-        a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
-        result = tl.dot(a, b, input_precision="ieee")
-    else:
-        result = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    return result
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -50,7 +41,7 @@ def prepare_kernel(
     inputs, gates, rate, bias, rows, query_start, sequence_of, num_rows, num_tokens, num_padded,
     scalars, seen, inverse, least, most, stride_inputs, stride_gates,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DELTA: tl.constexpr,
-    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program for a chunk and a head: what each token sees of the others, and the equations of the updates, solved.
 
@@ -97,7 +88,7 @@ def prepare_kernel(
     tl.store(seen + to, result.to(seen.dtype.element_ty))
     if DELTA:
         similar = _multiply(key, tl.trans(key), PRECISION) * between * (beta * of_key)[:, None]
-        result = _inverse(tl.where(t[:, None] > t[None, :], similar, 0.0), t, EXACT) * beta[None, :]
+        result = _inverse(tl.where(t[:, None] > t[None, :], similar, 0.0), t, PRECISION) * beta[None, :]
         result = tl.where(t[:, None] > t[None, :], result, 0.0)
         tl.store(inverse + to, result.to(inverse.dtype.element_ty))
     at = scalars + head.to(tl.int64) * num_padded + wide_token
@@ -114,7 +105,7 @@ def scan_kernel(
     block_tables, rows, query_start, context_lens, num_rows, first_sequence, num_padded, stride_inputs, stride_table,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     DELTA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ENTRIES: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
 
@@ -167,7 +158,7 @@ def scan_kernel(
         old_update = tl.load(
             updates + (old_slot[:, None] * NUM_VALUES + head) * DV + v_at, mask=is_old[:, None] & is_v, other=0.0
         )
-        added = tl.dot(tl.trans(old_key * of_old[:, None]), old_update, input_precision=EXACT)
+        added = _multiply(tl.trans(old_key * of_old[:, None]), old_update, PRECISION)
         state = tl.exp(since_old) * state + added
         carry = tl.where(num_old < SIZE, since_old, 0.0)
 

@@ -22,12 +22,9 @@ CHUNK = 64
 BLOCK_V = 32  # value channels of a program that scans
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
 DECODE_WARPS, SCAN_WARPS = 4, 4
-# Of operands of tensor cores, by the dtype of activations: of most products, and of those within a block's equations.
-PRECISIONS = {
-    torch.bfloat16: ("bf16", "tf32x3"),
-    torch.float16: ("tf32", "tf32x3"),
-    torch.float32: ("tf32x3", "tf32x3"),
-}
+# Of operands of tensor cores, whatever the dtype of activations: with bfloat16 ones, these kernels ended with an illegal
+# memory access on an H100 (Triton 3.6), though the same code in float32 was right.
+PRECISION = "tf32x3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +81,15 @@ class _Layer:
     def _scan(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
         c, s, sizes, x = context, self.states, self.sizes, self.inputs
         num_heads, size, num_chunks = sizes["NUM_VALUES"], c.block_size, cdiv(len(x), CHUNK)
-        precision, exact = PRECISIONS[x.dtype]
         assert c.sequence_of is not None
-        operand = torch.bfloat16 if precision == "bf16" else torch.float32
         scalars = x.new_empty(4, num_heads, num_chunks * CHUNK, dtype=torch.float32)
-        seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=operand)
+        seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=torch.float32)
         is_delta = self.skip is None
         inverse = torch.empty_like(seen) if is_delta else seen
         prepare_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
             num_chunks * CHUNK, scalars, seen, inverse, *self.limits, x.stride(0), self.gates.stride(0),
-            **sizes, CHUNK=CHUNK, PRECISION=precision, EXACT=exact, num_warps=4, num_stages=1,
+            **sizes, CHUNK=CHUNK, PRECISION=PRECISION, num_warps=4, num_stages=1,
         )  # fmt: skip
         block_v = min(max(next_power_of_2(sizes["DV"]), 16), BLOCK_V)
         scan_kernel[(num_heads, cdiv(sizes["DV"], block_v), len(c.rows) - num_decodes)](
@@ -102,7 +97,7 @@ class _Layer:
             s.before, s.keys, s.updates, s.decays, out, c.block_tables, c.rows, c.query_start, c.context_lens,
             len(c.block_tables), num_decodes, num_chunks * CHUNK, x.stride(0), c.block_tables.stride(0),
             **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK,
-            ENTRIES=next_power_of_2(cdiv(CHUNK, size)), PRECISION=precision, EXACT=exact, num_warps=SCAN_WARPS,
+            ENTRIES=next_power_of_2(cdiv(CHUNK, size)), PRECISION=PRECISION, num_warps=SCAN_WARPS,
             num_stages=1,
         )  # fmt: skip
 

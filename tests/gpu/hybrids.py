@@ -40,6 +40,7 @@ def check_recurrent(checks: Checks) -> None:
         _check_conv(checks, dtype, length)
     for dtype, layer in itertools.product((BF16, F32), _layers(checks.device)):
         _check_layer(checks, dtype, layer)
+        _check_prompts(checks, dtype, layer)
     if checks.device != "cpu":
         for layer in _layers(checks.device):
             for num_seqs, num_tokens in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 2048), (4, 2048)):
@@ -139,15 +140,22 @@ def _states(num_blocks: int, heads: Heads, dtype: torch.dtype, device: str, valu
     )
 
 
-def _time_layer(checks: Checks, layer: Layer, num_seqs: int, num_tokens: int) -> None:
-    """Time a step in which each sequence computes `num_tokens` tokens; decodes are in the middle of a block."""
-    kind = "decode" if num_tokens == 1 else f"{num_tokens} tokens"
-    name, device = f"time of {layer.name}, {num_seqs} x {kind}", checks.device
-    if not checks.wants(name):
+def _check_prompts(checks: Checks, dtype: torch.dtype, layer: Layer) -> None:
+    """Four long prompts in one step."""
+    name, device, lengths = f"{layer.name}, {dtype}, 4 x 2048 tokens", checks.device, [2048] * 4
+    if checks.device == "cpu" or not checks.wants(name):
         return
-    num_keys, num_values, key_dim, value_dim = layer.heads
+    inputs = layer.inputs(sum(lengths), dtype, device)
+    context, num_blocks = _prompts(len(lengths), 2048, device)
+    found = layer.run(*inputs, _states(num_blocks, layer.heads, dtype, device, torch.nan), context)
+    checks.add(name, relative_error(found.cpu(), layer.whole(inputs, lengths).cpu()), LIMITS[dtype])
+
+
+def _prompts(num_seqs: int, num_tokens: int, device: str) -> tuple[StateContext, int]:
+    """Return a step of whole prompts, of which the last block is held, or of decodes at position 999; and the number of
+    blocks.
+    """
     context_len = 1000 if num_tokens == 1 else num_tokens
-    states = _states(2 * num_seqs, layer.heads, BF16, device, 0.0)
     tables = torch.full((num_seqs + 1, 1 + context_len // BLOCK), -1, dtype=torch.int32, device=device)
     tables[:, (context_len - 1) // BLOCK] = torch.arange(num_seqs + 1, device=device) % (2 * num_seqs)
     order = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
@@ -155,10 +163,22 @@ def _time_layer(checks: Checks, layer: Layer, num_seqs: int, num_tokens: int) ->
         tables, order[:num_seqs], order * num_tokens, torch.full_like(order[:num_seqs], context_len),
         num_seqs * num_tokens, BLOCK, only_decodes=num_tokens == 1,
     )  # fmt: skip
+    return context, 2 * num_seqs
+
+
+def _time_layer(checks: Checks, layer: Layer, num_seqs: int, num_tokens: int) -> None:
+    """Time a step in which each sequence computes `num_tokens` tokens; decodes are in the middle of a block."""
+    kind = "decode" if num_tokens == 1 else f"{num_tokens} tokens"
+    name, device = f"time of {layer.name}, {num_seqs} x {kind}", checks.device
+    if not checks.wants(name):
+        return
+    num_keys, num_values, key_dim, value_dim = layer.heads
+    context, num_blocks = _prompts(num_seqs, num_tokens, device)
+    states = _states(num_blocks, layer.heads, BF16, device, 0.0)
     inputs = layer.inputs(num_seqs * num_tokens, BF16, device)
     call = partial(layer.run, *inputs, states, context)
     finite = float(not call().isfinite().all())
-    num_old = (context_len - 1) % BLOCK if num_tokens == 1 else 0
+    num_old = 999 % BLOCK if num_tokens == 1 else 0
     of_seq = num_values * value_dim * 4 * (key_dim + num_old) + num_keys * key_dim * 2 * num_old
     num_bytes = num_seqs * of_seq + inputs[0].nbytes + num_seqs * num_tokens * num_values * value_dim * 2
     checks.add(name, finite, 0.0, call, num_bytes, graph=True)
