@@ -41,7 +41,7 @@ from engine.stepping.adapted import AdaptedRequests
 from engine.stepping.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
 from engine.stepping.guided import GuidedProposer, GuidedRequests
 from engine.stepping.intake import Intake
-from engine.stepping.prefix_cache_store import PrefixCacheStore, open_store
+from engine.stepping.prefix_cache_store import Store, open_store
 from engine.stepping.recovery import Recovery
 from engine.stepping.tiered_cache import TieredCache
 from engine.stepping.unread_steps import StepFailedError, UnreadSteps, on_device
@@ -351,7 +351,7 @@ def _new_scheduler(
 
 def _opened_store(
     config: EngineConfig, options: RunnerOptions, folder: Path, runner: Runner, scheduler: Scheduler
-) -> PrefixCacheStore | None:
+) -> Store | None:
     if config.prefix_cache_file is None:
         return None
     return open_store(config, folder, options, runner.open_block_file, scheduler.blocks)

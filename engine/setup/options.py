@@ -123,11 +123,6 @@ def _check_caches(config: EngineConfig, spec: ModelSpec, device: Device) -> None
         )
     if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
-    if spec.has_states and config.prefix_cache_file is not None:
-        raise ConfigError(
-            "prefix_cache_file cannot be used with recurrent layers: it stores KV blocks alone, and no prefix is found "
-            "without its state"
-        )
     if state_dtype != "auto" and not spec.has_states:
         raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
 

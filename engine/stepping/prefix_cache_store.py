@@ -1,4 +1,4 @@
-"""The prefix cache survives the engine: its blocks are kept in a file, and found there by the next engine."""
+"""The prefix cache survives the engine: its blocks are kept in files, and found there by the next engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.kv.block_manager import BlockManager
@@ -225,16 +226,89 @@ class PrefixCacheStore:
             tier.on_keep = tier.saved = None
 
 
+class Store(Protocol):
+    """See `PrefixCacheStore`."""
+
+    def step(self) -> None: ...
+
+    def begin_reads(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def idle(self) -> bool: ...
+
+    def clear(self) -> None: ...
+
+    def close(self, save: bool) -> None: ...
+
+
+class StoreOfPools:
+    """One store for the blocks of each pool."""
+
+    def __init__(self, stores: Sequence[PrefixCacheStore]) -> None:
+        """`stores`: without a tier, so nothing is due between steps."""
+        self._stores = stores
+
+    def step(self) -> None:
+        """See `PrefixCacheStore.step`."""
+
+    def begin_reads(self) -> None:
+        """See `PrefixCacheStore.begin_reads`."""
+
+    def wait(self) -> None:
+        """See `PrefixCacheStore.wait`."""
+
+    def idle(self) -> bool:
+        """See `PrefixCacheStore.idle`. States, which are few and large, after all KV blocks."""
+        return any(store.idle() for store in self._stores)
+
+    def clear(self) -> None:
+        """See `PrefixCacheStore.clear`."""
+        for store in self._stores:
+            store.clear()
+
+    def close(self, save: bool) -> None:
+        """See `PrefixCacheStore.close`."""
+        for store in self._stores:
+            store.close(save)
+
+
 OpenBlockFile = Callable[[BlockFileOptions], BlockFile | None]
 
 
 def open_store(
     config: EngineConfig, folder: Path, options: RunnerOptions, open_file: OpenBlockFile, blocks: BlockManager
-) -> PrefixCacheStore | None:
-    """Open the store of `config.prefix_cache_file` and load its blocks. None, with a warning, if it cannot be used."""
+) -> Store | None:
+    """Open the store of `config.prefix_cache_file` and load its blocks. None, with a warning, if it cannot be used.
+
+    States of recurrent layers are in a file beside it, FILE.states. Each has half of the size then, and neither is a
+    tier: a prefix is read from both files, or not at all.
+    """
     assert config.prefix_cache_file is not None
-    path, start = Path(config.prefix_cache_file).expanduser().absolute(), time.monotonic()
-    identity = {
+    path = Path(config.prefix_cache_file).expanduser().absolute()
+    identity = _identity(config, options)
+    paths = [path, path.with_name(f"{path.name}.states")]
+    pools, stores = blocks.pools.pools, list[PrefixCacheStore]()
+    for i, pool in enumerate(pools):
+        size = config.prefix_cache_file_size // len(pools)
+        file = open_file(BlockFileOptions(paths[i], folder, identity, size, BUFFER_BYTES, i))
+        if file is None:
+            for other in stores:
+                other.close(save=False)
+            return None
+        is_tier = len(pools) == 1 and config.num_ranks == 1
+        stores.append(
+            PrefixCacheStore(file, pool, tier=blocks.tier if is_tier else None, in_host=options.host_cache_bytes > 0)
+        )
+        start = time.monotonic()
+        num_blocks = stores[-1].load(LOAD_SECONDS)
+        _log.info("%s: %d blocks of the prefix cache in %.1f s", paths[i], num_blocks, time.monotonic() - start)
+    return stores[0] if len(stores) == 1 else StoreOfPools(stores)
+
+
+def _identity(config: EngineConfig, options: RunnerOptions) -> dict[str, str]:
+    """Return the settings that blocks depend on."""
+    return {
         "hf_overrides": sha256(json.dumps(config.hf_overrides, sort_keys=True).encode()).hexdigest(),
         "seed": str(config.seed) if config.load_format == "dummy" or config.calculate_kv_scales else "",
         "dtype": f"{options.dtype}, {options.kv_dtype}, scales calculated: {options.calculate_kv_scales}",
@@ -244,13 +318,3 @@ def open_store(
         "kind of device": options.device.torch_device.type,
         "version of Quire": __version__,
     }
-    file = open_file(BlockFileOptions(path, folder, identity, config.prefix_cache_file_size, BUFFER_BYTES))
-    if file is None:
-        return None
-    store = PrefixCacheStore(
-        file, blocks.pools.pools[0], tier=blocks.tier if config.num_ranks == 1 else None,
-        in_host=options.host_cache_bytes > 0,
-    )  # fmt: skip
-    num_blocks = store.load(LOAD_SECONDS)
-    _log.info("%s: %d blocks of the prefix cache in %.1f s", path, num_blocks, time.monotonic() - start)
-    return store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.core.scheduler import Scheduler
-from engine.stepping.prefix_cache_store import PrefixCacheStore
+from engine.stepping.prefix_cache_store import Store
 from engine.worker.interface import Runner
 
 
@@ -16,7 +16,7 @@ class TieredCache:
         self,
         scheduler: Scheduler,
         runner: Callable[[], Runner],
-        store: Callable[[], PrefixCacheStore | None],
+        store: Callable[[], Store | None],
         has_host: bool,
     ) -> None:
         """`runner`, `store`: return the ones that run now. `has_host`: the runner keeps blocks in host memory."""

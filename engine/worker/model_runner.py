@@ -7,7 +7,7 @@ stays on the device, so the next step can be launched before this one is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from engine.core.engine_request import Adapter
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.worker.adapter_slots import AdapterSlots
-from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import BlockCopier, Copier, StateCopier
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.block_store.host_blocks import HostBlocks
 from engine.worker.cuda_graphs import graph_sizes
@@ -91,6 +91,7 @@ class ModelRunner:
         self._eager = EagerSteps(self.forward, self.images)
         self._sampling = StepSampling(self.batch, step, self.sampler, options)
         self._pooler = Pooler(self.batch, model.norm, spec.hidden_size, model.head)
+        self._file_thread = ThreadPoolExecutor(1, "prefix cache file")
         self._expert_load: ExpertLoad | None = None
         if options.expert_load_interval:
             self._expert_load = ExpertLoad(model, options.expert_load_interval, self.device)
@@ -118,16 +119,21 @@ class ModelRunner:
         return kernels.attention_backend(self.device.torch_device)
 
     def open_block_file(self, options: BlockFileOptions, peers: Peers | None = None) -> BlockFile | None:
-        """Open a file of KV blocks, see `block_file.open_block_file`. `peers`: the other ranks' files, if any."""
-        max_blocks = max(options.buffer_bytes // self.kv_layout.block_bytes, 1)
-        copier = BlockCopier(self.forward.kv_cache, self.kv_layout, self.device, max_blocks)
-        file = open_block_file(options, copier, peers or NoPeers())
+        """Open a file of a pool's blocks, see `block_file.open_block_file`. `peers`: the other ranks' files, if any."""
+        layout, cache = self.kv_layout, self.forward.kv_cache
+        if options.pool:
+            copier: Copier = StateCopier(layout.block_parts(cache)[options.pool], layout, self.device)
+        else:
+            max_blocks = max(options.buffer_bytes // max(layout.block_bytes, 1), 1)
+            copier = BlockCopier(cache, layout, self.device, max_blocks)
+        file = open_block_file(options, copier, peers or NoPeers(), self._file_thread)
         if file is not None and self.host is not None:
             file.use_host(self.host)
         return file
 
     def close(self) -> None:
         """Release the device's memory."""
+        self._file_thread.shutdown()
         kernels.FORMS.release(self)
         self.release_cache()
         if self.adapters is not None:

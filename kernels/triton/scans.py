@@ -22,8 +22,8 @@ CHUNK = 64
 BLOCK_V = 32  # value channels of a program that scans
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
 DECODE_WARPS, SCAN_WARPS = 4, 4
-# Of operands of tensor cores, whatever the dtype of activations: with bfloat16 ones, these kernels ended with an illegal
-# memory access on an H100 (Triton 3.6), though the same code in float32 was right.
+# Of operands of tensor cores, whatever the dtype of activations. With bfloat16 operands these kernels ended with an
+# illegal memory access on an H100 (Triton 3.6), though the same code in float32 was right.
 PRECISION = "tf32x3"
 
 

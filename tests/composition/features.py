@@ -137,7 +137,6 @@ CHECKPOINTS = {
 # Pairs that are refused at start → a part of the error.
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
-    frozenset({"prefix-cache file", "recurrent layers"}): "prefix_cache_file cannot be used with recurrent layers",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
     frozenset({"draft models", "pipeline parallel"}): "cannot be used with pipeline_parallel_size",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",

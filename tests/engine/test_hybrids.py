@@ -41,7 +41,8 @@ def start(folder: Path, **settings: Any) -> Engine:
     engine = Engine(
         EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings)
     )
-    fill_unwritten(engine.runner)
+    if "prefix_cache_file" not in settings:  # from which some are
+        fill_unwritten(engine.runner)
     return engine
 
 
@@ -216,6 +217,26 @@ def test_a_state_dtype_needs_states(tmp_path: Path) -> None:
         start(tmp_path, mamba_ssm_cache_dtype="float16")
 
 
-def test_a_prefix_cache_file_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prefix_cache_file cannot be used with recurrent layers"):
-        start(model[0], prefix_cache_file=str(tmp_path / "cache"))
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({}, id="alone"),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow, id="two stages"),
+    ],
+)
+def test_a_restart_finds_prefixes_with_their_states(model: Any, tmp_path: Path, parallel: dict[str, int]) -> None:
+    folder, prompts, _ = model
+    prompt = max(prompts, key=len)
+    file, found = tmp_path / "cache", []
+    for _ in range(2):
+        engine = start(folder, prefix_cache_file=str(file), **parallel)
+        found.append(ask(engine, prompt))
+        engine.close()
+    assert found[0][1] == 0
+    assert found[1] == (found[0][0], (len(prompt) - 1) // 16 * 16), "all but the last block"
+    suffix = ".rank0" if parallel else ""
+    assert {f"cache{suffix}", f"cache.states{suffix}"} <= {path.name for path in tmp_path.iterdir()}
+    next(tmp_path.glob(f"cache.states{suffix}")).unlink()
+    engine = start(folder, prefix_cache_file=str(file), **parallel)
+    assert ask(engine, prompt) == found[0], "no prefix is found without its states"
+    engine.close()

@@ -1,8 +1,9 @@
-"""Copies whole KV blocks between the device and buffers in the host's memory."""
+"""Copies whole blocks between the device and buffers in the host's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,24 @@ from engine.worker.device import Device, Event
 from engine.worker.kv_cache import KVCacheLayout
 
 
+class Copier(Protocol):
+    """Copies blocks of one pool. Copies are queued like steps: they see what was launched before them."""
+
+    layout: KVCacheLayout
+    block_bytes: int
+    max_blocks: int  # the most that are copied at a time
+
+    def new_buffer(self) -> Tensor: ...
+
+    def read(self, block_ids: Sequence[int], buffer: Tensor) -> Event: ...
+
+    def write(self, buffer: Tensor, block_ids: Sequence[int]) -> Event: ...
+
+
 class BlockCopier:
-    """Copies are queued like steps: they see what was launched before them, and nothing that is launched later."""
+    """Copies KV blocks. Copies are queued like steps: they see what was launched before them, and nothing that is
+    launched later.
+    """
 
     def __init__(self, kv_cache: Sequence[LayerCache], layout: KVCacheLayout, device: Device, max_blocks: int) -> None:
         """`kv_cache`: of each layer, as `layout` allocates it. At most `max_blocks` are copied at a time."""
@@ -55,4 +72,37 @@ class BlockCopier:
 
     def _parts(self, gathered: Tensor) -> Tensor:
         """[n, block_bytes] as [n, layers of a block, num_parts, bytes]."""
-        return gathered.view(len(gathered), len(self._slots), self.layout.num_parts, -1)
+        num_parts = self.layout.num_parts
+        size = self.block_bytes // max(len(self._slots) * num_parts, 1)  # a stage may have no attention
+        return gathered.view(len(gathered), len(self._slots), num_parts, size)
+
+
+class StateCopier:
+    """Copies blocks of recurrent layers' states, each of which is large: one at a time, part by part."""
+
+    def __init__(self, parts: Sequence[Tensor], layout: KVCacheLayout, device: Device) -> None:
+        """`parts`: of a block, see `KVCacheLayout.block_parts`."""
+        self.layout, self.block_bytes, self.max_blocks = layout, layout.state_bytes, 1
+        self._device = device
+        self._parts = parts
+
+    def new_buffer(self) -> Tensor:
+        """[1, block_bytes] uint8."""
+        return self._device.pinned(1, self.block_bytes, dtype=torch.uint8)
+
+    def read(self, block_ids: Sequence[int], buffer: Tensor) -> Event:
+        """See `BlockCopier.read`."""
+        for block_id, row in zip(block_ids, buffer, strict=False):
+            for part, to in zip(self._parts, self._of_parts(row), strict=True):
+                to.copy_(part[block_id], non_blocking=True)
+        return self._device.record_event()
+
+    def write(self, buffer: Tensor, block_ids: Sequence[int]) -> Event:
+        """See `BlockCopier.write`."""
+        for block_id, row in zip(block_ids, buffer, strict=False):
+            for part, given in zip(self._parts, self._of_parts(row), strict=True):
+                part[block_id].copy_(given, non_blocking=True)
+        return self._device.record_event()
+
+    def _of_parts(self, row: Tensor) -> Sequence[Tensor]:
+        return row.split([part.shape[1] for part in self._parts])

@@ -1,4 +1,4 @@
-"""One rank's part of the saved prefix cache: its KV blocks, copied to a file and back between steps."""
+"""One rank's part of the saved prefix cache: the blocks of a pool, copied to a file and back between steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kernels
 from engine.models.files import fingerprint
-from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import Copier
 from engine.worker.block_store.block_reads import BlockReads, read_entries
 from engine.worker.block_store.cache_file import CacheFile, CacheFileError, Entry, Name
 from engine.worker.block_store.host_blocks import HostBlocks
@@ -27,6 +27,7 @@ from engine.worker.device import Event
 _log = logging.getLogger(__name__)
 
 NUM_BUFFERS = 4  # as many threads read at the start; one thread writes
+BUFFERS_BYTES = 256 << 20  # of all buffers, unless one is larger
 
 
 class Found(IntEnum):
@@ -56,6 +57,7 @@ class BlockFileOptions:
     identity: Mapping[str, str]  # the settings that blocks depend on; each rank adds its model's files and its layout
     max_bytes: int  # of each rank's file
     buffer_bytes: int  # copied at a time
+    pool: int = 0  # whose blocks the file holds
 
 
 class Peers(Protocol):
@@ -83,11 +85,13 @@ class NoPeers:
 class BlockFile:
     """A file with slots, each for one rank's part of a block. Call `load` first, then `save` and `clear`, then `close`.
 
-    The thread that launches steps calls it; a thread of its own writes. With several ranks, only rank 0's file
+    The thread that launches steps calls it; `io` writes. With several ranks, only rank 0's file
     is called, and a block counts as loaded if all ranks have loaded it. When one rank fails to write, all stop saving.
     """
 
-    def __init__(self, file: CacheFile, copier: BlockCopier, peers: Peers, num_slots: int, max_blocks: int) -> None:
+    def __init__(
+        self, file: CacheFile, copier: Copier, peers: Peers, io: ThreadPoolExecutor, num_slots: int, max_blocks: int
+    ) -> None:
         """Use `open_block_file`. `num_slots`, `max_blocks`: the least of all ranks' files and copiers."""
         self.path, self.num_slots, self.max_blocks = file.path, num_slots, max_blocks
         self.block_bytes = copier.block_bytes
@@ -98,9 +102,10 @@ class BlockFile:
         self._is_single = isinstance(peers, NoPeers)
         self._ended: deque[EndedSave] = deque()
         self._file, self._copier, self._peers = file, copier, peers
-        self._io = ThreadPoolExecutor(1, "prefix cache file")
+        self._io = io
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
-        for _ in range(NUM_BUFFERS):
+        self._num_buffers = max(min(BUFFERS_BYTES // max(max_blocks * copier.block_bytes, 1), NUM_BUFFERS), 1)
+        for _ in range(self._num_buffers):
             self._buffers.put(copier.new_buffer())
 
     def entries(self) -> list[Entry]:
@@ -129,9 +134,9 @@ class BlockFile:
             self._buffers.put(buffer)
 
         num_loadable, size = min(len(slots), len(block_ids)), self._copier.max_blocks
-        with ThreadPoolExecutor(NUM_BUFFERS, "prefix cache file") as threads:
+        with ThreadPoolExecutor(self._num_buffers, "prefix cache file") as threads:
             for start in range(0, num_loadable, size):
-                if len(pending) == NUM_BUFFERS:
+                if len(pending) == self._num_buffers:
                     take()
                 if time.monotonic() > deadline:
                     break
@@ -244,8 +249,7 @@ class BlockFile:
         """Finish the queued writes, then write these heats (slot, heat) to this rank's file; only rank 0's are read."""
         self._peers.tell("close")
         self.reads.close()
-        self._io.submit(self._write_heats, heats)
-        self._io.shutdown()
+        self._io.submit(self._write_heats, heats).result()
         self._file.close()
 
     def _write_heats(self, heats: Iterable[tuple[int, int]]) -> None:
@@ -257,8 +261,13 @@ class BlockFile:
             self._fail(error)
 
 
-def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers) -> BlockFile | None:
-    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's cannot be used."""
+def open_block_file(
+    options: BlockFileOptions, copier: Copier, peers: Peers, io: ThreadPoolExecutor
+) -> BlockFile | None:
+    """Open a rank's file. Return None if it cannot be used, after a warning, or if another rank's cannot be used.
+
+    io: one thread, the same for all files of this rank: so all ranks write the same blocks in one order.
+    """
     identity = {
         **options.identity,
         "model": fingerprint(options.folder),
@@ -273,7 +282,7 @@ def open_block_file(options: BlockFileOptions, copier: BlockCopier, peers: Peers
         _log.warning("%s: the prefix cache will not survive a restart: the file %s", options.path, error)
     num_slots, max_blocks = peers.agree(numbers)
     if file is not None and num_slots >= 0:
-        return BlockFile(file, copier, peers, num_slots, max_blocks)
+        return BlockFile(file, copier, peers, io, num_slots, max_blocks)
     if file is not None:
         file.close()
     return None

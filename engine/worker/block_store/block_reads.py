@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.worker.block_store.block_copier import BlockCopier
+from engine.worker.block_store.block_copier import Copier
 from engine.worker.block_store.cache_file import CacheFile, Entry, Name
 from engine.worker.device import Event
 
@@ -29,7 +29,7 @@ class _Part:
 class BlockReads:
     """Loads of blocks, by number. Only the thread that launches steps calls it."""
 
-    def __init__(self, file: CacheFile, copier: BlockCopier) -> None:
+    def __init__(self, file: CacheFile, copier: Copier) -> None:
         self._file, self._copier = file, copier
         self._threads = ThreadPoolExecutor(NUM_READERS, "prefix cache file")
         self._buffers: list[Tensor] = []  # free ones

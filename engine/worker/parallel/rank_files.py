@@ -23,8 +23,9 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class FileCall:
-    """A message to a follower: call this method of its file."""
+    """A message to a follower: call this method of its file of a pool's blocks."""
 
+    pool: int
     method: str
     arguments: tuple[Any, ...]
 
@@ -38,12 +39,12 @@ def of_rank(options: BlockFileOptions, rank: int, part: str, folder: Path) -> Bl
 class Followers:
     """The `Peers` of rank 0's file."""
 
-    def __init__(self, send: Callable[[FileCall], None], answers: Sequence[SimpleQueue[list[int]]]) -> None:
+    def __init__(self, pool: int, send: Callable[[FileCall], None], answers: Sequence[SimpleQueue[list[int]]]) -> None:
         """`send`: sends a call to all followers, between steps. `answers`: a queue for each follower."""
-        self._send, self._answers = send, answers
+        self._pool, self._send, self._answers = pool, send, answers
 
     def tell(self, method: str, *arguments: Any) -> None:
-        self._send(FileCall(method, arguments))
+        self._send(FileCall(self._pool, method, arguments))
 
     def agree(self, numbers: Sequence[int]) -> Sequence[int]:
         return [min(each) for each in zip(numbers, *(answers.get() for answers in self._answers), strict=True)]

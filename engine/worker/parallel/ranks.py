@@ -435,7 +435,7 @@ class RankedRunner:
     def open_block_file(self, options: BlockFileOptions) -> BlockFile | None:
         """Open rank 0's file, which calls the followers' files. Returns None if a rank's file cannot be used."""
         self._tell(OpenFile(options))
-        followers = Followers(self._call_files, self._watch.answers)
+        followers = Followers(options.pool, self._call_files, self._watch.answers)
         return self._runner.open_block_file(self._build.own_file(options), followers)
 
     def _call_files(self, call: FileCall) -> None:
@@ -471,7 +471,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
     leader = Leader(connection)
     threading.Thread(target=_beat, args=[leader], name="heartbeats", daemon=True).start()
-    file: BlockFile | None = None
+    files: dict[int, BlockFile | None] = {}  # by pool
     steps = FollowedSteps(build, runner, connections)
     while True:
         if steps.have_failed and not connections.are_renewed and not connection.poll(RESET_SECONDS):
@@ -488,9 +488,9 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 steps.reset(rendezvous)
                 leader.agree([])
             case OpenFile(file_options):
-                file = runner.open_block_file(build.own_file(file_options, folder), leader)
-            case FileCall(method, arguments):
-                getattr(file, method)(*arguments)
+                files[file_options.pool] = runner.open_block_file(build.own_file(file_options, folder), leader)
+            case FileCall(pool, method, arguments):
+                getattr(files[pool], method)(*arguments)
             case AdapterCall(method, arguments):
                 getattr(runner, method)(*arguments)
             case Close():

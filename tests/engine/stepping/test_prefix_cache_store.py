@@ -26,6 +26,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.stepping import prefix_cache_store
+from engine.stepping.prefix_cache_store import PrefixCacheStore
 
 PROMPT = [(i * 37) % 250 for i in range(200)]
 
@@ -51,11 +52,17 @@ def start(tiny_model: Path, path: Path) -> Iterator[Callable[..., Engine]]:
         crash(engine)
 
 
+def store_of(engine: Engine) -> PrefixCacheStore:
+    """The store of an engine without recurrent layers."""
+    assert isinstance(engine._store, PrefixCacheStore)
+    return engine._store
+
+
 def crash(engine: Engine) -> None:
     """The engine is gone without a word, and its lock with it."""
     if engine._store is not None:
-        engine._store._file._io.shutdown()
-        engine._store._file._file.close()
+        store_of(engine)._file._io.shutdown()
+        store_of(engine)._file._file.close()
         engine._store = None
 
 
@@ -73,14 +80,12 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 6, salt: str = "") 
 
 def slot_bytes(engine: Engine) -> int:
     """Distance of blocks in the file, bytes."""
-    assert engine._store is not None
-    return engine._store._file._file.slot_bytes
+    return store_of(engine)._file._file.slot_bytes
 
 
 def wait(engine: Engine, seconds: float) -> bool:
     """The engine has nothing to do for so long. Whether there is more to do then."""
-    store = engine._store
-    assert store is not None
+    store = store_of(engine)
     now = store._clock() + seconds
     store._clock = lambda: now
     more = engine.idle()
