@@ -156,7 +156,7 @@ def test_a_crash_leaves_what_was_saved_on_idle(start: Callable[..., Engine]) -> 
 def without_tier(engine: Engine) -> None:
     """The store does what it does with several ranks."""
     assert engine._store is not None
-    engine._store._tier = engine.scheduler.blocks.pools.pools[0].on_publish = None
+    store_of(engine)._tier = engine.scheduler.blocks.pools.pools[0].on_publish = None
 
 
 def test_blocks_are_saved_while_requests_come(start: Callable[..., Engine]) -> None:
@@ -164,7 +164,7 @@ def test_blocks_are_saved_while_requests_come(start: Callable[..., Engine]) -> N
     for i in range(3):
         ask(engine, [i, *PROMPT])
         assert engine._store is not None
-        engine._store._file._io.submit(int).result()
+        store_of(engine)._file._io.submit(int).result()
     assert engine.stats().num_file_blocks >= 24
     crash(engine)
     assert ask(start(), [1, *PROMPT])[1] == 192
@@ -185,10 +185,10 @@ def test_nothing_is_saved_while_requests_come_without_a_tier(
     assert wait(engine, prefix_cache_store.IDLE_SECONDS), "there is more"
     ask(engine, [9, *PROMPT])
     assert not wait(engine, 0), "a request came: later"
-    assert len(engine._store._file.entries()) == 1
+    assert len(store_of(engine)._file.entries()) == 1
     rest(engine)
     published = engine.scheduler.blocks.pools.pools[0].published()
-    assert {entry.name for entry in engine._store._file.entries()} == {name for _, name in published}
+    assert {entry.name for entry in store_of(engine)._file.entries()} == {name for _, name in published}
 
 
 def test_blocks_that_are_evicted_before_they_are_saved_are_left_out(
@@ -204,7 +204,7 @@ def test_blocks_that_are_evicted_before_they_are_saved_are_left_out(
     pool = engine.scheduler.blocks.pools.pools[0]
     pool.release(pool.take(64))
     rest(engine)
-    assert len(engine._store._file.entries()) == 1
+    assert len(store_of(engine)._file.entries()) == 1
 
 
 @pytest.mark.parametrize(
