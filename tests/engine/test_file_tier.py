@@ -18,6 +18,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.stepping import prefix_cache_store
 from engine.worker.block_store.cache_file import CacheFile
+from tests.engine.stepping.test_prefix_cache_store import store_of
 from tests.support.answers import greedy_answers
 
 PROMPTS = [[(7 * i * i + n) % 250 for i in range(60 + n)] for n in range(5)]
@@ -77,10 +78,9 @@ def expected(tiny_model: Path) -> list[list[int]]:
 
 def written(engine: Engine) -> None:
     """Wait until the file has what was to be saved."""
-    assert engine._store is not None
     for _ in range(100):
         engine.idle()
-        engine._store._file._io.submit(int).result()
+        store_of(engine)._file._io.submit(int).result()
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,7 @@ def test_damaged_blocks_are_computed_again(
     engine = start()
     turns(engine, PROMPTS)
     written(engine)
-    assert engine._store is not None
-    slot_bytes, num_slots = engine._store._file._file.slot_bytes, engine.stats().num_file_blocks
+    slot_bytes, num_slots = store_of(engine)._file._file.slot_bytes, engine.stats().num_file_blocks
     with path.open("r+b") as file:
         for slot in range(num_slots):
             file.seek(4096 + slot * slot_bytes + 300)
@@ -197,5 +196,4 @@ def test_what_turns_out_to_be_corrupt_leaves_the_file(start: Start) -> None:
     engine.abort("r")
     written(engine)
     assert engine.stats().num_file_blocks == 1, "that of the answer"
-    assert engine._store is not None
-    assert len(engine._store._file.entries()) == 1
+    assert len(store_of(engine)._file.entries()) == 1

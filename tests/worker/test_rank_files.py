@@ -8,6 +8,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,6 +43,7 @@ class Rank:
         self.layout = replace(layout, own_layers=stage.layers(3))
         self.kv_cache = allocate_kv(self.layout, NUM_BLOCKS, CpuDevice())
         self.copier = BlockCopier(self.kv_cache, self.layout, CpuDevice(), 2)
+        self.io = ThreadPoolExecutor(1)
         self.forget()
         self.file: BlockFile | None = None
 
@@ -68,9 +70,10 @@ class Pair:
         """The files, closed before if they are open."""
         self.close()
         options = BlockFileOptions(self.path, self.path.parent, {"dtype": "float32"}, self.max_bytes, 0)
-        for rank, peers in ((self.ranks[1], Leader(self)), (self.ranks[0], Followers(self.call, [self.answers]))):  # type: ignore[arg-type]
+        followers = Followers(0, self.call, [self.answers])  # type: ignore[arg-type]
+        for rank, peers in ((self.ranks[1], Leader(self)), (self.ranks[0], followers)):  # type: ignore[arg-type]
             own = of_rank(options, rank.index, f"{rank.index} of 2", options.folder)
-            rank.file = open_block_file(own, rank.copier, peers)
+            rank.file = open_block_file(own, rank.copier, peers, rank.io)
         return self.ranks[0].file
 
     def close(self) -> None:
@@ -156,7 +159,8 @@ def of_the_other_rank(pair: Pair) -> None:
 def of_one_rank(pair: Pair) -> None:
     """Settings that are the same but for the part of the model."""
     options = BlockFileOptions(pair.rank1(), pair.path.parent, {"dtype": "float32"}, pair.max_bytes, 0)
-    file = open_block_file(replace(options, identity={"part of the model": "all"}), pair.ranks[1].copier, Leader(pair))  # type: ignore[arg-type]
+    rank, options = pair.ranks[1], replace(options, identity={"part of the model": "all"})
+    file = open_block_file(options, rank.copier, Leader(pair), rank.io)  # type: ignore[arg-type]
     assert file is not None
     pair.answers.get()
     file.close()
