@@ -1,9 +1,10 @@
-"""Quire beside llama.cpp on a CPU, format by format, beside vLLM's CPU build and beside itself without C++ kernels:
-interleaved, the best of all rounds.
+"""Quire beside llama.cpp on a CPU, format by format, beside vLLM's CPU build and beside itself, without C++ kernels or
+of another commit: interleaved, the best of all rounds.
 
 python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
 QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
 python -m benchmarks.offline.cpu_peers --pytorch
+git worktree add ../before COMMIT && python -m benchmarks.offline.cpu_peers --other-quire ../before
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llam
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M"),
 }
 FILES = {kind: ({"dtype": "bfloat16", "load_format": "auto"}, kind) for kind in ("Q8_0", "Q4_K_M")}  # the same for both
-PYTORCH = "quire by PyTorch"
+PYTORCH, OTHER = "quire by PyTorch", "other quire"
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
 EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
 and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the
@@ -51,6 +52,10 @@ class Flags:
     )
     vllm: str | None = flag(None, "Python of an environment that has vLLM's CPU build, for bfloat16", metavar="FILE")
     pytorch: bool = flag(False, "Quire by PyTorch instead of its C++ kernels, too; llama.cpp may be left out then")
+    other_quire: str = flag(
+        "", "folder of another checkout of Quire, to be measured beside this one; llama.cpp may be left out then",
+        metavar="FOLDER",
+    )  # fmt: skip
     models: tuple[str, ...] = flag(
         ("llama-100m", "qwen3-0.6b"), "names of benchmarks/model_shapes.py, or folders with a config.json"
     )
@@ -70,7 +75,9 @@ class Flags:
         check(self)
         if unknown := [name for name in self.formats if name not in FORMATS | FILES]:
             raise ConfigError(f"formats must be of {', '.join(FORMATS | FILES)}, got {unknown[0]!r}")
-        if self.llama_cpp_source is not None or (self.pytorch and not self.llama_cpp):
+        if self.other_quire and not Path(self.other_quire, "engine", "__init__.py").is_file():
+            raise ConfigError(f"other_quire must be a checkout of Quire, got {self.other_quire!r}")
+        if self.llama_cpp_source is not None or ((self.pytorch or self.other_quire) and not self.llama_cpp):
             return
         for program in ("llama-bench", "llama-batched-bench"):
             if not Path(self.llama_cpp, program).is_file():
@@ -138,14 +145,15 @@ class Comparison:
         environment = {"OMP_NUM_THREADS": str(self.flags.threads)}
         if engine == PYTORCH:
             environment["QUIRE_CPU_KERNELS"] = "pytorch"
-        with process_group([python, "-P", script, str(job), str(events)], runs, log, environment) as process:
+        tree = f"quire@{self.flags.other_quire}" if engine == OTHER else runs
+        with process_group([python, "-P", script, str(job), str(events)], tree, log, environment) as process:
             code = process.wait()
         events_text = events.read_text()
         if code or '"done"' not in events_text:
             self.failures.append(f"{engine} · {folder.name} · {precision}: ended with code {code}: {last_line(log)}")
         for event in map(json.loads, events_text.splitlines()):
             if event["event"] == "ready":
-                self.versions[runs] = event["version"]
+                self.versions[OTHER if engine == OTHER else runs] = event["version"]
             elif event["event"] == "run":
                 count, prompt, answer = works[event["work"]]
                 tokens = count * (answer if answer > 1 else prompt)
@@ -224,8 +232,9 @@ def compare(comparison: Comparison) -> None:
                     comparison.failures.append(f"no time was left for round {number + 1}: {folder.name} · {precision}")
                     continue
                 print(f"[{number + 1}] {folder.name} · {precision}", file=sys.stderr, flush=True)
-                engines = ["quire", *(["llama.cpp"] if flags.llama_cpp else []), *([PYTORCH] if flags.pytorch else [])]
-                engines += ["vllm"] if flags.vllm and precision == "bfloat16" else []
+                wanted = {"llama.cpp": flags.llama_cpp, PYTORCH: flags.pytorch, OTHER: flags.other_quire}
+                wanted["vllm"] = flags.vllm and precision == "bfloat16"
+                engines = ["quire", *(engine for engine, is_wanted in wanted.items() if is_wanted)]
                 for engine in engines[:: -1 if number % 2 else 1]:
                     comparison.measure(engine, folder, precision)
 

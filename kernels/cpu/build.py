@@ -27,7 +27,7 @@ from kernels.cpu.instruction_set import compiler_options
 
 SOURCES = Path(__file__).with_name("native")
 PREBUILT = Path(__file__).with_name("prebuilt")  # libraries that an installation may come with
-# Machine → what `detect` finds: on Haswell to Zen 3, Alder Lake, three kinds of servers with AVX-512; ARM by year.
+# Machine → what `detect` finds: on Haswell to Zen 3, Alder Lake, four kinds of servers with AVX-512; ARM by year.
 COMMON = {
     "x86_64": (
         "x86-64-v3",
@@ -35,6 +35,7 @@ COMMON = {
         "x86-64-v4",
         "x86-64-v4+avx512vnni",
         "x86-64-v4+avx512vnni+avx512bf16",
+        "x86-64-v4+avx512vnni+avx512bf16+amx",
     ),
     "aarch64": ("aarch64", "aarch64+dotprod", "aarch64+dotprod+bf16+i8mm"),
 }

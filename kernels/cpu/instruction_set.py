@@ -30,7 +30,6 @@ ADDITIONS = {
 
 # macOS's names of features → Linux's.
 MACOS = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm"}
-UNCHECKED = {"amx"}  # additions that have not run on a CPU yet: only `QUIRE_CPU_ISA` chooses them
 # Addition → options of GCC and Clang, where not its name alone.
 OPTIONS = {"amx": ("-mamx-tile", "-mamx-int8", "-mamx-bf16")}
 
@@ -56,7 +55,7 @@ def detect() -> str:
     """Return the highest level of this CPU, with all additions to it that the CPU has."""
     level = next((name for name in ADDITIONS if not missing_features(name)), _machine())
     own = [name for name in ADDITIONS.get(level, {}) if not missing_features(f"{level}+{name}")]
-    return "+".join([level, *(name for name in own if name not in UNCHECKED)])
+    return "+".join([level, *own])
 
 
 def missing_features(name: str) -> set[str]:

@@ -11,7 +11,7 @@
 namespace amx {
 
 constexpr int TOKENS = 32;  // that are multiplied at once, by two tile registers
-constexpr int LEAST = 8;    // tokens whose codes are multiplied here: fewer wait for the memory, and AVX-512 sums them up as exactly
+constexpr int MANY = 64;    // tokens of which products by tile registers are the faster for every kind of weights
 
 // Linux lets a process use tile registers once it has asked for them.
 inline bool permitted() {

@@ -26,6 +26,8 @@ namespace {
 constexpr int KEYS = 64;   // in a tile
 constexpr int ROWS = 64;   // about the most rows (pairs of a query and a head) in a tile
 constexpr int VECTORS = KEYS / LANES;
+// Vectors beside each other in a register tile of so many rows: few rows with few vectors would wait for their own sums.
+constexpr int columns(int rows) { return rows == 1 ? 4 * WIDE : rows == 2 ? 2 * WIDE : WIDE; }
 
 constexpr int SHARED = 512;  // fewer common keys are read for each sequence
 
@@ -169,13 +171,15 @@ template <class T, class C> struct Worker {
                 if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
                 else soften<false>(r, kv_head * group + r % group, own, key, count);
             }
-            by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, at, from, count); });
+            const int some = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
+            for (int i = 0; i < a.head_dim; i += some)
+                by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, i, std::min(i + some, a.head_dim), at, from, count); });
         }
     }
 
     template <int M, class Work> static void by_rows(int r, int rows, const Work& work) {
         for (; r + M <= rows; r += M) work(std::integral_constant<int, M>{}, r);
-        if constexpr (M > 1) by_rows<M / 2>(r, rows, work);
+        if constexpr (M > 1) by_rows<(M > 4 ? 4 : M - 1)>(r, rows, work);
     }
 
     // A tile of keys in float32, a channel's keys side by side.
@@ -187,25 +191,27 @@ template <class T, class C> struct Worker {
             }
             for (int i = 0; i < a.head_dim; i += LANES) {
                 Floats v[LANES];
-                each<LANES>([&](auto n) { v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
+                if (j >= from && j + LANES <= count) each<LANES>([&](auto n) { v[n] = load_lanes((const C*)a.keys + at[j + n] + i); });
+                else each<LANES>([&](auto n) { v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
                 transpose(v, &keys[i * KEYS + j], KEYS);
             }
         }
     }
 
     template <int M> void score(int r, int count) {
-        for (int from = 0; from < count; from += WIDE * LANES) {
-            Floats acc[M][WIDE] = {};
+        constexpr int N = columns(M) < VECTORS ? columns(M) : VECTORS;
+        for (int from = 0; from < count; from += N * LANES) {
+            Floats acc[M][N] = {};
             const float *q = &query[r * a.head_dim], *k = &keys[from];
             for (int i = 0; i < a.head_dim; ++i, k += KEYS) {
-                Floats v[WIDE];
-                each<WIDE>([&](auto n) { v[n] = load<Floats>(k + n * LANES); });
+                Floats v[N];
+                each<N>([&](auto n) { v[n] = load<Floats>(k + n * LANES); });
                 each<M>([&](auto m) {
                     Floats y = all(q[m * a.head_dim + i]);
-                    each<WIDE>([&](auto n) { acc[m][n] += v[n] * y; });
+                    each<N>([&](auto n) { acc[m][n] += v[n] * y; });
                 });
             }
-            each<M>([&](auto m) { each<WIDE>([&](auto n) { store(&scores[(r + m) * KEYS + from + n * LANES], acc[m][n]); }); });
+            each<M>([&](auto m) { each<N>([&](auto n) { store(&scores[(r + m) * KEYS + from + n * LANES], acc[m][n]); }); });
         }
     }
 
@@ -243,10 +249,12 @@ template <class T, class C> struct Worker {
             for (int i = 0; i < a.head_dim; i += LANES) store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
     }
 
-    template <int M> void add_values(int r, const int64_t* at, int from, int count) {
-        int i = 0;
-        for (; i + WIDE * LANES <= a.head_dim; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, from, count);
-        for (; i < a.head_dim; i += LANES) add_channels<M, 1>(r, i, at, from, count);
+    template <int M> void add_values(int r, int i, int end, const int64_t* at, int from, int count) {
+        constexpr int N = columns(M);
+        for (; i + N * LANES <= end; i += N * LANES) add_channels<M, N>(r, i, at, from, count);
+        if constexpr (N > WIDE)
+            for (; i + WIDE * LANES <= end; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, from, count);
+        for (; i < end; i += LANES) add_channels<M, 1>(r, i, at, from, count);
     }
 
     template <int M, int N> void add_channels(int r, int channel, const int64_t* at, int from, int count) {

@@ -56,6 +56,9 @@ constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;  // side by 
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int MANY = 3;             // tokens of a register tile that leave time to ask for what comes much later, too
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
+constexpr int X_BYTES = 262144;     // about as much of x is multiplied with one tile after the other, so that the second cache holds it
+constexpr int LEAST = 11 * TALL;    // tokens of x for which W is read again
+constexpr int ASKING = 3 * TALL;    // tokens that are multiplied until the next tile is there
 
 inline uint32_t word(const char* p) { return load<uint32_t>(p); }
 
@@ -297,10 +300,10 @@ inline Multiply multiply_for(const Weight& w, int tokens) {
     return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
 }
 #ifdef QUIRE_AMX
-// How many words of 32 bits a tile register takes of a token; 0: AVX-512 computes. Codes are multiplied exactly either way;
-// bfloat16 is rounded otherwise, so it is always multiplied in the same way.
+// How many words of 32 bits a tile register takes of a token; 0: AVX-512 computes. Codes are multiplied exactly either way, by
+// AVX-512 where it was measured to be faster; bfloat16 is rounded otherwise, so it is always multiplied in the same way.
 inline int tile_words(const Weight& w, int tokens) {
-    if (w.kind == FLOAT32 || (w.kind >= INT8 && tokens < amx::LEAST) || !amx::permitted()) return 0;
+    if (w.kind == FLOAT32 || (w.kind >= INT8 && tokens < (w.kind == INT8 ? 8 : 64)) || !amx::permitted()) return 0;
     const int words = w.kind == BFLOAT16 ? w.channels / 2 : w.group / 4;
     return words % 16 == 0 ? 16 : words % 8 == 0 ? 8 : words == 4 ? 4 : 0;
 }
@@ -321,7 +324,7 @@ inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& b
 // `multiply` above for the tokens that `tiles` is configured for; `at`: by `tile_of_bytes`.
 template <class SCALES>
 void multiply_tiles(const amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int token, int tokens, int64_t next, Floats* to) {
-    const int words = tile_words(w, amx::LEAST);
+    const int words = tile_words(w, amx::MANY);
     const char* x = rows.data + token * rows.row_bytes;
     if (w.kind == BFLOAT16) return tiles.multiply<true>(x, rows.row_bytes, at, w.channels / 2 / words, next, to);
     const int64_t groups = w.channels / w.group;
@@ -399,14 +402,14 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
-// All tokens of a tile, which stays in the core's cache meanwhile. The first tokens wait for the memory; from then on it brings
-// `next`, the tile that this thread will probably read after this one.
-template <class T> void all_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int tokens) {
+// Tokens from `first` to `end` of a tile, which stays in the core's cache meanwhile. The first tokens wait for the memory; then it
+// brings `next`, the tile that this thread will probably read after this one.
+template <class T> void some_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
-    for (int token = 0, m; token < tokens; token += m) {
-        m = tokens_at_once(w.kind, tokens - token);
+    for (int token = first, m; token < end; token += m) {
+        m = tokens_at_once(w.kind, end - token);
         const Multiply multiply = multiply_for(w, m);
-        const int64_t ahead = token ? (next - tile) * tile_bytes(w) : AHEAD;
+        const int64_t ahead = token == first ? AHEAD : token - first <= ASKING ? (next - tile) * tile_bytes(w) : 0;
         multiply(w, rows, tile, token, ahead, acc);
         if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, ahead, up);
         finish(w, out, tile, token, m, acc, up);
@@ -414,7 +417,7 @@ template <class T> void all_tokens(const Weight& w, const Rows& rows, const Outp
 }
 
 #ifdef QUIRE_AMX
-// `all_tokens` where `tile_words` says so.
+// All tokens of a tile, where `tile_words` says so.
 template <class T>
 void all_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int tokens) {
     thread_local std::vector<char> bytes[2];
@@ -432,6 +435,12 @@ void all_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, con
     }
 }
 #endif
+
+// Tokens of a block of X_BYTES; all blocks have about one size.
+int tokens_of_block(int tokens, int64_t row_bytes) {
+    const int64_t blocks = (tokens * row_bytes + X_BYTES - 1) / X_BYTES, block = (tokens + blocks - 1) / blocks;
+    return int(block < LEAST ? LEAST : (block + TALL - 1) / TALL * TALL);
+}
 
 // Codes of `n` values from -127 to 127, their scale and their sum. What is not finite makes the scale NaN.
 void quantize(const float* x, int n, int8_t* codes, float* scale, int32_t* sum) {
@@ -485,7 +494,7 @@ template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
     char* data = scratch.data.data();
     float* scale = scratch.scale.data();
     int32_t* sums = scratch.sum.data();
-    constexpr int PIECE = 16;
+    constexpr int PIECE = 4;
     pool.run((p.tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
         std::vector<float> wide(w.channels + LANES);
         for (int64_t t = piece * PIECE; t < p.tokens && t < (piece + 1) * PIECE; ++t) {
@@ -510,20 +519,26 @@ template <class T, class W> void product(const Product& p) {
     const Rows rows = prepare<T, W>(p, scratch);
     const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
     const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
-    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1;
-    pool.run((tiles + piece - 1) / piece, [&](int64_t i) {
-        const int end = int(i + 1) * piece < tiles ? int(i + 1) * piece : tiles;
+    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1, pieces = (tiles + piece - 1) / piece;
+    int block = p.tokens;
+#ifdef QUIRE_AMX
+    const bool by_amx = tile_words(w, p.tokens) > 0;
+    if (!by_amx)
+#endif
+        block = tokens_of_block(p.tokens, rows.row_bytes);
+    pool.run(int64_t(pieces) * ((p.tokens + block - 1) / block), [&](int64_t i) {
+        const int begin = int(i % pieces) * piece, end = begin + piece < tiles ? begin + piece : tiles;
+        const int first = int(i / pieces) * block, last = first + block < p.tokens ? first + block : p.tokens;
 #ifdef QUIRE_AMX
         amx::Tiles registers;
-        const bool by_amx = tile_words(w, p.tokens) > 0;
 #endif
-        for (int tile = int(i) * piece; tile < end; ++tile) {
+        for (int tile = begin; tile < end; ++tile) {
             const int next = tile + 1 < end ? tile + 1 : end + (pool.threads - 1) * piece;
 #ifdef QUIRE_AMX
             if (by_amx) all_tokens_by_amx(registers, w, rows, out, tile, next, p.tokens);
             else
 #endif
-                all_tokens(w, rows, out, tile, next, p.tokens);
+                some_tokens(w, rows, out, tile, next, first, last);
         }
     });
 }

@@ -50,7 +50,7 @@ template <class T, class W> void rope_token(const Rope& a, int64_t token, float*
 }
 
 template <class T, class W> void rope(const Rope& a) {
-    constexpr int PIECE = 16;
+    constexpr int PIECE = 4;
     pool.run((a.tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
         std::vector<float> wide(a.head_dim);
         for (int64_t t = piece * PIECE; t < a.tokens && t < (piece + 1) * PIECE; ++t) rope_token<T, W>(a, t, wide.data());
@@ -66,7 +66,7 @@ struct Norm {
 };
 
 template <class T, class W> void norm_rows(const Norm& a) {
-    constexpr int PIECE = 16;
+    constexpr int PIECE = 4;
     pool.run((a.rows + PIECE - 1) / PIECE, [&](int64_t piece) {
         std::vector<float> wide(a.n);
         for (int64_t r = piece * PIECE; r < a.rows && r < (piece + 1) * PIECE; ++r) {

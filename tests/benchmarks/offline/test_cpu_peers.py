@@ -64,6 +64,30 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
     )
 
 
+def test_another_checkout_is_measured_beside(
+    programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process imports its own modules."""
+    (other := tmp_path / "before" / "engine").mkdir(parents=True)
+    (other / "__init__.py").write_text(
+        "__version__ = 'before'\nclass LLM:\n    def __init__(self, **settings): raise SystemExit('the other one')\n"
+        "class SamplingParams: ...\n"
+    )
+    measure = cpu_peers.Comparison.measure
+    measured: list[str] = []
+
+    def other_only(self: cpu_peers.Comparison, engine: str, folder: Path, precision: str) -> None:
+        measured.append(engine)
+        if engine == "other quire":
+            measure(self, engine, folder, precision)
+
+    monkeypatch.setattr(cpu_peers.Comparison, "measure", other_only)
+    code, result, _ = run(programs, tmp_path, tiny_model, "--other-quire", str(other.parent))
+    assert code == 1
+    assert measured == ["quire", "llama.cpp", "other quire"]
+    assert result["failures"] == ["other quire · tiny · int8: ended with code 1: the other one"]
+
+
 @pytest.mark.slow
 def test_what_fails_is_told(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_peers.Comparison, "_llm", lambda *args: None)

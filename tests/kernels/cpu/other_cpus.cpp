@@ -60,7 +60,7 @@ int check(Kind kind, int tokens, int channels) {
 int main() {
     int faults = 0;
     for (Kind kind : {FLOAT32, BFLOAT16, INT8, INT4})
-        for (int tokens : {1, 2, 4, 5, 6, 13, 39})
+        for (int tokens : {1, 2, 4, 5, 6, 13, 39, 77})
             for (int channels : {128, kind < INT8 ? 70 : 64}) faults += check(kind, tokens, channels);
     Floats v;
     for (int i = 0; i < LANES; ++i) v[i] = float(i) - 2;

@@ -211,6 +211,10 @@ ZEN_3 = f"flags\t\t: fpu {V3}\n"
     [
         ("x86_64", ZEN_3, "x86-64-v3", ["-march=x86-64-v3"]),
         ("x86_64", ZEN_3[:-1] + " avx_vnni\n", "x86-64-v3+avxvnni", ["-march=x86-64-v3", "-mavxvnni"]),
+        (
+            "x86_64", SAPPHIRE_RAPIDS, "x86-64-v4+avx512vnni+avx512bf16+amx",
+            ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+        ),
         ("x86_64", "flags\t\t: fpu sse2\n", "x86-64", ["-march=x86-64"]),
         ("aarch64", "Features\t: fp asimd\n", "aarch64", ["-march=armv8-a"]),
         (
@@ -245,18 +249,6 @@ def test_the_instruction_set_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     instruction_set._macos_features.cache_clear()
     assert instruction_set.instruction_set() == "aarch64+dotprod+i8mm"
     instruction_set._macos_features.cache_clear()
-
-
-def test_amx_is_used_only_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has not run on a CPU yet."""
-    (tmp_path / "cpuinfo").write_text(SAPPHIRE_RAPIDS)
-    monkeypatch.setattr(instruction_set, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
-    assert instruction_set.instruction_set() == "x86-64-v4+avx512vnni+avx512bf16"
-    monkeypatch.setenv("QUIRE_CPU_ISA", name := "x86-64-v4+avx512vnni+avx512bf16+amx")
-    assert instruction_set.instruction_set() == name
-    assert instruction_set.compiler_options(name)[-3:] == ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 
 
 @pytest.mark.parametrize(
