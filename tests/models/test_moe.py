@@ -67,7 +67,7 @@ def test_compressed_experts(
     monkeypatch.setattr(kernels, "pack_weight", lambda weight: weight)
     monkeypatch.setattr(kernels, "compress_experts", compressed)
     monkeypatch.setattr(
-        kernels, "experts", lambda x, ids, weights, stack, **o: experts(x, ids, weights, as_it_was(stack), **o)
+        kernels, "experts", lambda x, ids, weights, stack, *more: experts(x, ids, weights, as_it_was(stack), *more)
     )
     monkeypatch.setattr(
         kernels,
