@@ -45,7 +45,8 @@ class NgramGuesses:
     """The text of a request: what the client predicted, the prompt, and the output so far.
 
     As long as the output follows an earlier occurrence, the guesses go on there. Else they begin after the newest
-    occurrence of the last tokens: of the longest run that occurs, of two lengths.
+    occurrence of the last tokens: of the longest run that occurs, of two lengths. If that is less far back than there
+    are tokens to guess, what followed it is repeated.
     """
 
     def __init__(self, least: int, longest: int, prediction: Sequence[int] = ()) -> None:
@@ -73,10 +74,12 @@ class NgramGuesses:
         text, source = self._text, self._source
         if source < 0:
             return NO_PROPOSAL
-        end = min(source + most, len(text))
         if source < self._num_predicted:
-            return Proposal(text[source : min(end, self._num_predicted)], self._basis, from_prediction=True)
-        return Proposal(text[source:end], self._basis)
+            return Proposal(text[source : min(source + most, self._num_predicted)], self._basis, from_prediction=True)
+        guess = text[source : source + most]
+        while len(guess) < most:  # the text repeats what began at the source, and may do so again and again
+            guess += guess[: most - len(guess)]
+        return Proposal(guess, self._basis)
 
     def _look_up(self) -> tuple[int, int]:
         """Return the index after an earlier occurrence of the last tokens, and how many agree; (-1, 0): none."""
