@@ -43,6 +43,7 @@ from kernels.data.plan import latent_decode_plan as latent_decode_plan
 from kernels.data.plan import latent_tile_queries as latent_tile_queries
 from kernels.data.plan import make_prefill_tiles as make_prefill_tiles
 from kernels.data.plan import prefill_tile_queries as prefill_tile_queries
+from kernels.data.plan import shared_queries as shared_queries
 from kernels.data.quantized_rows import NextNorm as NextNorm
 from kernels.data.quantized_rows import QuantizedRows as QuantizedRows
 from kernels.data.quantized_weight import Kind as Kind

@@ -28,10 +28,15 @@ class DecodePlan:
     num_stages: int
     num_kv_heads: int
     # [P, 8] int32, for each program: its tiles, the most tiles of any program, the sequence it starts in, where in that
-    # sequence's part of the line, that sequence's context length, its row; two unused
+    # sequence's part of the line, that sequence's context length, its row, its entry in `spans`; one unused
     work: Tensor
-    partial_out: Tensor  # [P, 2, G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
-    partial_stats: Tensor  # [P, 2, 2, G] float32: their running maximum (base 2) and sum
+    # [max_seqs] int32, if there are several queries: how many successive sequences, from this one on, share a tile of
+    # queries; 0: this one is in that of an earlier one, or has no context.
+    spans: Tensor
+    partial_out: (
+        Tensor  # [P, 2, queries * G, D] float32: results not yet merged; slot 0: the program's first pair, 1: its last
+    )
+    partial_stats: Tensor  # [P, 2, 2, queries * G] float32: their running maximum (base 2) and sum
     arrivals: Tensor  # [max_seqs * num_kv_heads] int32: programs that have left a partial result; 0 between calls
     # [2 * P] int32: of neighbouring programs that have left one, counted at the first of them; 0 between calls.
     group_arrivals: Tensor
@@ -39,11 +44,12 @@ class DecodePlan:
     # Neighbours that merge among themselves first, where a pair has more than twice as many parts; 0: none.
     fan_in: int = 8
     sparse: BlockSparse | None = None  # only the tiles that its heads see are counted
+    queries: int = 1  # the most successive tokens of a row that share a tile of queries
     streams: bool = False  # whether it is cut up for `kernels.gluon.attention.decode`
 
     @property
     def group(self) -> int:
-        return self.partial_out.shape[2]
+        return self.partial_out.shape[2] // self.queries
 
     @property
     def max_seqs(self) -> int:
@@ -61,8 +67,10 @@ class DecodePlan:
         kv_dtype: torch.dtype = torch.bfloat16,
         window: int = 0,
         sparse: BlockSparse | None = None,
+        queries: int = 1,
     ) -> DecodePlan:
-        """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy.
+        """Workspace for up to `max_seqs` sequences; 0 programs: as many as keep the device's memory busy. `queries`: 1
+        if the layer is sparse.
 
         For one or two sequences latency counts, so tiles are small and one warp needs no barrier; for more, bandwidth,
         and with many sequences tiles of e4m3 hold twice the keys, so that as many bytes are on their way.
@@ -79,8 +87,8 @@ class DecodePlan:
             tile = min(tile, sparse.block)
         group = num_heads // num_kv_heads
         streams = (
-            max_seqs > FEW_SEQS[1] and sparse is None and kv_dtype.itemsize == 2 and head_dim <= 128 and group <= 16
-            and head_dim % 8 == 0 and _on_hopper()
+            max_seqs > FEW_SEQS[1] and sparse is None and queries == 1 and kv_dtype.itemsize == 2 and head_dim <= 128
+            and group <= 16 and head_dim % 8 == 0 and _on_hopper()
         )  # fmt: skip
         if not num_programs:
             num_programs = (2 if streams else 4) * torch.cuda.get_device_properties(device).multi_processor_count
@@ -99,13 +107,22 @@ class DecodePlan:
             min_tiles=min_tiles,
             num_kv_heads=num_kv_heads,
             work=int32(num_programs, 8),
-            partial_out=float32(num_programs, 2, group, head_dim),
-            partial_stats=float32(num_programs, 2, 2, group),
+            spans=int32(max_seqs if queries > 1 else 1),
+            partial_out=float32(num_programs, 2, queries * group, head_dim),
+            partial_stats=float32(num_programs, 2, 2, queries * group),
             arrivals=int32(max_seqs * num_kv_heads),
             group_arrivals=int32(2 * num_programs),
             sparse=sparse,
+            queries=queries,
             streams=streams,
         )
+
+
+def shared_queries(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many queries of a row find room in a decode kernel's tile, whose 16 rows a KV head's group rarely
+    fills.
+    """
+    return max(16 // (num_heads // num_kv_heads), 1)
 
 
 def prefill_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

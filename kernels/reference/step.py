@@ -88,13 +88,18 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     first attention: attention reads the map, the lengths, the rows and the block tables ahead of the kernel before it.
     """
     num_programs = len(plan.work)
-    lens = context_lens.long()
+    lens, spans = context_lens.long(), torch.ones_like(context_lens)
+    if plan.queries > 1:
+        spans = _spans(context_lens, rows, plan.queries)
+        plan.spans[: len(spans)] = spans
+        lens = torch.where(spans > 0, lens, 0)
     if plan.sparse is not None:
         each = [plan.sparse.num_tiles(n, plan.tile, plan.group) if n else 0 for n in lens.tolist()]
         tiles = torch.tensor(each) * plan.num_kv_heads
     else:
         first_tile = (lens - plan.window).clamp(min=0) // plan.tile if plan.window else 0
-        tiles = ((lens + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
+        ends = torch.where(lens > 0, lens + spans - 1, 0)  # of the last query's context
+        tiles = ((ends + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
     ends = tiles.cumsum(0)
     total = int(tiles.sum())
     per_program = max(-(-total // num_programs), plan.min_tiles)
@@ -104,5 +109,18 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     columns = (
         (total - first).clamp(min=0, max=per_program), torch.full_like(first, per_program), last,
         first - torch.cat([ends.new_zeros(1), ends])[seq], context_lens[last], rows[last],
+        spans[last],
     )  # fmt: skip
-    plan.work[:, : len(columns)] = torch.stack([c.int() for c in columns], 1)
+    used = columns if plan.queries > 1 else columns[:-1]
+    plan.work[:, : len(used)] = torch.stack([c.int() for c in used], 1)
+
+
+def _spans(context_lens: Tensor, rows: Tensor, queries: int) -> Tensor:
+    """See `DecodePlan.spans`: [B] int32. A span ends before each multiple of `queries`."""
+    lens, of_rows, spans = context_lens.tolist(), rows.tolist(), [0] * len(rows)
+    first = 0
+    for i, (length, row) in enumerate(zip(lens, of_rows, strict=True)):
+        if i % queries == 0 or row != of_rows[i - 1] or length != lens[i - 1] + 1 or not lens[i - 1]:
+            first = i
+        spans[first] += length > 0
+    return torch.tensor(spans, dtype=torch.int32, device=rows.device)

@@ -8,6 +8,9 @@ is cut leaves partial results, and the last program to arrive merges them. Which
 device once per step and serves every layer. Nothing here depends on the longest context and every buffer is static, so
 a CUDA graph can hold it.
 
+With QUERIES above 1, successive sequences that are successive tokens of one row, such as a newest token and its drafts,
+share a tile of queries: the keys and values are read once for all of them (see `DecodePlan.spans`).
+
 Sources: Flash-Decoding (Dao et al., 2023), stream-K (Osama et al., arXiv 2301.03598), PagedAttention (Kwon et al.,
 arXiv 2309.06180).
 """
@@ -43,9 +46,19 @@ def _vertical_tiles(local_block, TILE: tl.constexpr, SPARSE: tl.constexpr, RESID
     return tl.cdiv(local_block, SPARSE[2]) * (RESIDUES * (SPARSE[0] // TILE))
 
 
+@triton.jit
+def _joins(context_lens, rows, b, num_seqs, QUERIES: tl.constexpr):
+    """Return whether sequence b [B] is the token after that of the sequence before, and shares its tile of queries."""
+    inside = (b % QUERIES != 0) & (b < num_seqs)
+    len_before = tl.load(context_lens + b - 1, mask=inside, other=0)
+    is_next = tl.load(context_lens + b, mask=inside, other=0) == len_before + 1
+    is_same = tl.load(rows + b, mask=inside, other=0) == tl.load(rows + b - 1, mask=inside, other=0)
+    return inside & (len_before > 0) & is_next & is_same
+
+
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
-    context_lens, rows, work, num_seqs,
+    context_lens, rows, work, spans, num_seqs, QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr, RESIDUES: tl.constexpr,
     MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +68,17 @@ def _plan_kernel(
     program = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens + b, mask=b < num_seqs, other=0)
-    tiles = tl.cdiv(lens, TILE) * NUM_KV_HEADS
+    span = tl.full([BLOCK_B], 1, tl.int32)
+    if QUERIES > 1:
+        joined = (b < num_seqs) & (lens > 0)
+        for nth in tl.static_range(1, QUERIES):
+            joined &= _joins(context_lens, rows, b + nth, num_seqs, QUERIES)
+            span += joined.to(tl.int32)
+        is_first = (lens > 0) & ~_joins(context_lens, rows, b, num_seqs, QUERIES)
+        span = tl.where(is_first, span, 0)
+        lens = tl.where(is_first, lens, 0)
+        tl.store(spans + b, span, mask=(b < num_seqs) & (program == 0))
+    tiles = tl.cdiv(tl.where(lens > 0, lens + span - 1, 0), TILE) * NUM_KV_HEADS
     if WINDOW > 0:  # tiles wholly before the window are not counted
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE * NUM_KV_HEADS
     if SPARSE is not None:
@@ -74,6 +97,8 @@ def _plan_kernel(
     tl.store(entry + 3, first - tl.max(tl.where(passed, ends, 0), 0))
     tl.store(entry + 4, tl.load(context_lens + seq))
     tl.store(entry + 5, tl.load(rows + seq))
+    if QUERIES > 1:
+        tl.store(entry + 6, tl.sum(tl.where(b == seq, span, 0), 0))
 
 
 def _sparse_options(plan: DecodePlan) -> dict[str, object]:
@@ -86,7 +111,7 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """See `kernels.reference.plan_decode`."""
     num_programs = len(plan.work)
     _plan_kernel[(num_programs,)](
-        context_lens, rows, plan.work, len(context_lens),
+        context_lens, rows, plan.work, plan.spans, len(context_lens), QUERIES=plan.queries,
         NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan),
         MIN_TILES=plan.min_tiles, BLOCK_B=max(16, next_power_of_2(plan.max_seqs)), num_warps=4,
         **pdl_options(context_lens.device),
@@ -95,14 +120,14 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
 
 @triton.jit
 def _attend_tile(
-    start, q, acc, m, l, key_base, value_base, table, oldest, end, seen, context_len, slopes, scale, stride_block,
+    start, q, acc, m, l, key_base, value_base, table, oldest, end, seen, lens, slopes, scale, stride_block,
     stride_token, TILE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     PAIRS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
-    BY_ROW: tl.constexpr, PRECISION: tl.constexpr,
+    BY_ROW: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [start, start + TILE) into the running (acc, m, l). Unmasked, all of them lie inside [oldest, end).
 
-    BY_ROW, only the rows that `seen` names see them.
+    BY_ROW, only the rows that `seen` names see them. lens: of the context; with several QUERIES, of each row's [M].
     """
     k, v = load_kv_tile(
         key_base, value_base, table, start, oldest, end, stride_block, stride_token, q.dtype,
@@ -113,7 +138,10 @@ def _attend_tile(
         s = soft_capped(s, SOFT_CAP)
     positions = start + tl.arange(0, TILE)
     if ALIBI:
-        s += slopes[:, None] * (positions - (context_len - 1)).to(tl.float32)[None, :]
+        if QUERIES > 1:
+            s += slopes[:, None] * (positions[None, :] - (lens - 1)[:, None]).to(tl.float32)
+        else:
+            s += slopes[:, None] * (positions - (lens - 1)).to(tl.float32)[None, :]
     s *= LOG2E
     if MASKED:
         keep = (positions < end)[None, :]
@@ -121,18 +149,23 @@ def _attend_tile(
             keep &= (positions >= oldest)[None, :]
         if BY_ROW:
             keep &= seen[:, None]
+        if QUERIES > 1:
+            keep &= positions[None, :] < lens[:, None]
+            if WINDOW > 0:
+                keep &= positions[None, :] >= (lens - WINDOW)[:, None]
         s = tl.where(keep, s, -float("inf"))
     return fold(s, v, acc, m, l, PRECISION)
 
 
 @triton.jit
 def _merged(
-    partial_out, partial_stats, first_program, origin, step, count, pair_start, per_program,
+    partial_out, partial_stats, first_program, origin, step, count, pair_start, per_program, num_rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """The sum (acc [G2, D_PAD], m, l [G2]) of `count` partial results of one (sequence, KV head) pair.
 
-    They are those of the programs origin, origin + step, ...; first_program takes the place of an origin before it.
+    They are those of the programs origin, origin + step, ...; first_program takes the place of an origin before it. The
+    first num_rows of GROUP rows have been stored.
     """
     G2: tl.constexpr = triton.next_power_of_2(GROUP)
     CHUNK: tl.constexpr = max(1, 4096 // (G2 * D_PAD))
@@ -145,7 +178,7 @@ def _merged(
         some = first + tl.arange(0, CHUNK)
         programs = tl.maximum(origin + some * step, first_program)
         parts = (programs * 2 + tl.where(programs * per_program >= pair_start, 0, 1))[:, None]
-        valid = (some < count)[:, None] & (g < GROUP)[None, :]
+        valid = (some < count)[:, None] & (g < num_rows)[None, :]
         at = partial_stats + parts * 2 * GROUP + g[None, :]
         some_m = tl.load(at, mask=valid, other=-float("inf"), cache_modifier=".cg")
         some_l = tl.load(at + GROUP, mask=valid, other=0.0, cache_modifier=".cg")
@@ -165,35 +198,46 @@ def _merged(
 
 @triton.jit
 def _store_heads(
-    values, out, scale, stride_group,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
+    values, out, scale, stride_ot, stride_row, stride_group, span, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Store the result of a group's heads [at least GROUP, D_PAD] in out [GROUP, D], rounded to codes unless LARGEST is
-    0: with a scale for each head."""
+    0: with a scale for each head. With several QUERIES, those of the first `span`, each in an out of its own."""
     g = tl.arange(0, values.shape[0])
     d = tl.arange(0, D_PAD)
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    valid = g < GROUP
+    at = g * HEAD_DIM
+    scale_at = g * stride_group
+    if QUERIES > 1:
+        valid = g < span * GROUP
+        at = g // GROUP * stride_ot + g % GROUP * HEAD_DIM
+        scale_at = g // GROUP * stride_row + g % GROUP * stride_group
     values = values.to(dtype)
     if LARGEST > 0:
         values, scales = rounded(values.to(tl.float32), out.dtype.element_ty, LARGEST)
-        tl.store(scale + g[:, None] * stride_group, scales, mask=(g < GROUP)[:, None])
-    tl.store(out + g[:, None] * HEAD_DIM + d[None, :], values, mask=mask)
+        tl.store(scale + scale_at[:, None], scales, mask=valid[:, None])
+    tl.store(out + at[:, None] + d[None, :], values, mask=valid[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton.jit
 def _arrive(
-    partial_out, partial_stats, counter, group_counters, out, out_scale, stride_group, sinks, program, pair_start,
-    num_tiles, per_program, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+    partial_out, partial_stats, counter, group_counters, out, out_scale, stride_ot, stride_row, stride_group, sinks,
+    span, program, pair_start, num_tiles, per_program, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
     FAN_IN: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Count that `program` has stored its partial result of a pair. The last program to do so merges all into out
-    [GROUP, D].
+    [GROUP, D], see `_store_heads`.
 
     With FAN_IN, the last of FAN_IN neighbours first merges their results into the part of the first of them.
     """
-    g = tl.arange(0, triton.next_power_of_2(GROUP))
+    ROWS: tl.constexpr = QUERIES * GROUP
+    g = tl.arange(0, triton.next_power_of_2(ROWS))
     d = tl.arange(0, D_PAD)
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    num_rows = GROUP
+    if QUERIES > 1:
+        num_rows = span * GROUP
+    mask = (g < num_rows)[:, None] & (d < HEAD_DIM)[None, :]
     first_program = pair_start // per_program
     last_program = (pair_start + num_tiles - 1) // per_program
     origin = first_program
@@ -217,14 +261,15 @@ def _arrive(
                     neighbours,
                     pair_start,
                     per_program,
-                    GROUP,
+                    num_rows,
+                    ROWS,
                     HEAD_DIM,
                     D_PAD,
                 )
                 tl.debug_barrier()  # every part is read before one of them is overwritten
-                tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-                tl.store(partial_stats + part * 2 * GROUP + g, m, mask=g < GROUP)
-                tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=g < GROUP)
+                tl.store(partial_out + (part * ROWS + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(partial_stats + part * 2 * ROWS + g, m, mask=g < num_rows)
+                tl.store(partial_stats + part * 2 * ROWS + ROWS + g, l, mask=g < num_rows)
                 tl.store(group_counters + part, 0)
                 tl.debug_barrier()
             origin = first_program // FAN_IN * FAN_IN
@@ -236,10 +281,13 @@ def _arrive(
             tl.debug_barrier()
             acc, m, l = _merged(
                 partial_out, partial_stats, first_program, origin, step, awaited, pair_start, per_program,
-                GROUP, HEAD_DIM, D_PAD,
+                num_rows, ROWS, HEAD_DIM, D_PAD,
             )  # fmt: skip
-            acc = normalised(acc, m, l, sinks + g, g < GROUP, SINKS)
-            _store_heads(acc, out, out_scale, stride_group, GROUP, HEAD_DIM, D_PAD, LARGEST, dtype)
+            acc = normalised(acc, m, l, sinks + g % GROUP, g < num_rows, SINKS)
+            _store_heads(
+                acc, out, out_scale, stride_ot, stride_row, stride_group, span, GROUP, QUERIES, HEAD_DIM, D_PAD,
+                LARGEST, dtype,
+            )  # fmt: skip
             tl.store(counter, 0)
 
 
@@ -249,10 +297,11 @@ def _arrive(
 )
 def _decode_kernel(
     query, key_cache, value_cache, out, out_scale, block_tables, rows, context_lens, alibi_slopes, sinks, kv_scale,
-    work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
+    work, spans, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
     stride_qt, stride_qh, stride_ot, stride_row, stride_group, stride_table, stride_block, stride_head, stride_token,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PLAN_WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, G_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    PLAN_WINDOW: tl.constexpr,
     SPARSE: tl.constexpr, RESIDUES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, LARGEST: tl.constexpr,
     dtype: tl.constexpr, PDL: tl.constexpr,
@@ -269,9 +318,15 @@ def _decode_kernel(
     row = tl.load(entry + 5)
     at_tile = program * per_program
     end = at_tile + left
-    g = tl.arange(0, G_PAD)
+    ROWS: tl.constexpr = QUERIES * GROUP
+    r = tl.arange(0, G_PAD)  # a row is a query and a head of the group
+    g = r
     d = tl.arange(0, D_PAD)
-    head_mask = g < GROUP
+    head_mask = r < GROUP
+    span = 1
+    if QUERIES > 1:
+        g = r % GROUP
+        span = tl.load(entry + 6)
     q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     if PDL:
@@ -283,15 +338,18 @@ def _decode_kernel(
             for head in range(NUM_KV_HEADS):
                 _store_heads(
                     tl.zeros([G_PAD, D_PAD], tl.float32), out + empty * stride_ot + head * GROUP * HEAD_DIM,
-                    out_scale + empty * stride_row + head * GROUP * stride_group, stride_group, GROUP, HEAD_DIM, D_PAD,
-                    LARGEST, dtype,
+                    out_scale + empty * stride_row + head * GROUP * stride_group, stride_ot, stride_row, stride_group,
+                    1, GROUP, QUERIES, HEAD_DIM, D_PAD, LARGEST, dtype,
                 )  # fmt: skip
 
     while at_tile < end:
         first_tile = 0
         if PLAN_WINDOW > 0:
             first_tile = tl.maximum(context_len - PLAN_WINDOW, 0) // TILE
-        num_tiles = tl.cdiv(context_len, TILE) - first_tile
+        length = context_len  # of the last query's context
+        if QUERIES > 1:
+            length = tl.where(span > 0, context_len + span - 1, first_tile * TILE)
+        num_tiles = tl.cdiv(length, TILE) - first_tile
         if SPARSE is not None:  # a tile's number is that in the line of those that are seen
             local = first_local_block(context_len - 1, SPARSE)
             vertical = _vertical_tiles(local, TILE, SPARSE, RESIDUES)
@@ -301,6 +359,8 @@ def _decode_kernel(
             seq += 1
             context_len = tl.load(context_lens + seq)
             row = tl.load(rows + seq)
+            if QUERIES > 1:
+                span = tl.load(spans + seq)
         else:
             head = inner // num_tiles
             first = inner - head * num_tiles
@@ -312,7 +372,14 @@ def _decode_kernel(
             key_base = key_cache + head.to(tl.int64) * stride_head
             value_base = value_cache + head.to(tl.int64) * stride_head
             heads = head * GROUP + g
-            q = tl.load(query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+            lens = context_len
+            q_at = query + seq * stride_qt + heads[:, None] * stride_qh + d[None, :]
+            if QUERIES > 1:
+                head_mask = r < span * GROUP
+                q_mask = head_mask[:, None] & (d < HEAD_DIM)[None, :]
+                lens = context_len + r // GROUP
+                q_at += (r // GROUP)[:, None] * stride_qt
+            q = tl.load(q_at, mask=q_mask, other=0.0)
             score_scale = scale
             if FP8:  # the scores and the sum of values are scaled, not each key and value
                 score_scale *= tl.load(kv_scale + head)
@@ -332,8 +399,8 @@ def _decode_kernel(
                     seen = head_mask & ((block + (SPARSE[4] + heads) * SPARSE[3] + 1) % SPARSE[2] == 0)
                     acc, m, l = _attend_tile(
                         block * SPARSE[0] + tile % (SPARSE[0] // TILE) * TILE, q, acc, m, l, key_base, value_base,
-                        table, 0, local * SPARSE[0], seen, context_len, slopes, score_scale, stride_block, stride_token,
-                        TILE, PAGE, HEAD_DIM, D_PAD, FP8, 0, SOFT_CAP, ALIBI, True, True, PRECISION,
+                        table, 0, local * SPARSE[0], seen, lens, slopes, score_scale, stride_block, stride_token,
+                        TILE, PAGE, HEAD_DIM, D_PAD, FP8, 0, SOFT_CAP, ALIBI, True, True, 1, PRECISION,
                     )  # fmt: skip
                 begin = tl.maximum(begin, vertical) + to_local
                 last += to_local
@@ -343,25 +410,25 @@ def _decode_kernel(
             oldest = 0
             if WINDOW > 0:
                 oldest = tl.maximum(context_len - WINDOW, 0)
-                whole = tl.maximum(begin, tl.cdiv(oldest, TILE))
+                whole = tl.maximum(begin, tl.cdiv(tl.maximum(length - WINDOW, 0), TILE))
                 for tile in tl.range(tl.maximum(begin, oldest // TILE), tl.minimum(whole, last), num_stages=1):
                     acc, m, l = _attend_tile(
-                        tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask,
-                        context_len, slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8,
-                        WINDOW, SOFT_CAP, ALIBI, True, False, PRECISION,
+                        tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, length, head_mask, lens,
+                        slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8,
+                        WINDOW, SOFT_CAP, ALIBI, True, False, QUERIES, PRECISION,
                     )  # fmt: skip
             whole_end = tl.maximum(whole, tl.minimum(last, context_len // TILE))
             for tile in tl.range(whole, whole_end, num_stages=STAGES):
                 acc, m, l = _attend_tile(
-                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
-                    slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
-                    ALIBI, False, False, PRECISION,
+                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, length, head_mask, lens, slopes,
+                    score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI,
+                    False, False, QUERIES, PRECISION,
                 )  # fmt: skip
             for tile in tl.range(whole_end, last, num_stages=1):
                 acc, m, l = _attend_tile(
-                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, context_len, head_mask, context_len,
-                    slopes, score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP,
-                    ALIBI, True, False, PRECISION,
+                    tile * TILE, q, acc, m, l, key_base, value_base, table, oldest, length, head_mask, lens, slopes,
+                    score_scale, stride_block, stride_token, TILE, PAGE, HEAD_DIM, D_PAD, FP8, WINDOW, SOFT_CAP, ALIBI,
+                    True, False, QUERIES, PRECISION,
                 )  # fmt: skip
 
             acc = whole_sum(acc)
@@ -371,19 +438,22 @@ def _decode_kernel(
             scale_at = out_scale + seq * stride_row + head * GROUP * stride_group
             if count == num_tiles:
                 acc = normalised(acc, m, l, sinks + heads, head_mask, SINKS)
-                _store_heads(acc, out_at, scale_at, stride_group, GROUP, HEAD_DIM, D_PAD, LARGEST, dtype)
+                _store_heads(
+                    acc, out_at, scale_at, stride_ot, stride_row, stride_group, span, GROUP, QUERIES, HEAD_DIM, D_PAD,
+                    LARGEST, dtype,
+                )  # fmt: skip
             else:
                 pair_start = at_tile - first
                 slot = tl.where(program * per_program >= pair_start, 0, 1)
                 part = program * 2 + slot
-                tl.store(partial_out + (part * GROUP + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
-                tl.store(partial_stats + part * 2 * GROUP + g, m, mask=head_mask)
-                tl.store(partial_stats + part * 2 * GROUP + GROUP + g, l, mask=head_mask)
+                tl.store(partial_out + (part * ROWS + r)[:, None] * HEAD_DIM + d[None, :], acc, mask=q_mask)
+                tl.store(partial_stats + part * 2 * ROWS + r, m, mask=head_mask)
+                tl.store(partial_stats + part * 2 * ROWS + ROWS + r, l, mask=head_mask)
                 tl.debug_barrier()  # every thread's partial result is written before the arrival is counted
                 _arrive(
                     partial_out, partial_stats, arrivals + seq * NUM_KV_HEADS + head, group_arrivals, out_at, scale_at,
-                    stride_group, sinks + head * GROUP, program, pair_start, num_tiles, per_program, GROUP, HEAD_DIM,
-                    D_PAD, SINKS, FAN_IN, LARGEST, dtype,
+                    stride_ot, stride_row, stride_group, sinks + head * GROUP, span, program, pair_start, num_tiles,
+                    per_program, GROUP, QUERIES, HEAD_DIM, D_PAD, SINKS, FAN_IN, LARGEST, dtype,
                 )  # fmt: skip
             at_tile += count
             inner += count
@@ -393,6 +463,8 @@ def _decode_kernel(
                     seq += 1
                     context_len = tl.load(context_lens + seq)
                     row = tl.load(rows + seq)
+                    if QUERIES > 1:
+                        span = tl.load(spans + seq)
 
 
 def launch(
@@ -409,10 +481,12 @@ def launch(
         query, keys, context.value_cache, output.values, output.scale, context.block_tables, context.rows, lens,
         lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
         lens if args.kv_scale is None else args.kv_scale,
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale, num_seqs,
+        plan.work, plan.spans, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale,
+        num_seqs,
         query.stride(0), query.stride(1), output.values.stride(0), *output.scale.stride()[:2],
         context.block_tables.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, G_PAD=max(16, next_power_of_2(group)),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, QUERIES=plan.queries,
+        G_PAD=max(16, next_power_of_2(plan.queries * group)),
         HEAD_DIM=head_dim, D_PAD=max(16, next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=args.window, PLAN_WINDOW=plan.window,
         **_sparse_options(plan), SOFT_CAP=args.soft_cap,

@@ -46,6 +46,7 @@ from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
 from tests.gpu.ranks import check_guided_stages, check_rank_files, check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
+from tests.gpu.shared_attention import check_shared_attention
 from tests.gpu.sleep import check_sleep_speed, check_sleep_texts
 from tests.support.unwritten import unwritten_is_nan
 
@@ -67,6 +68,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "lora": (check_fused_adapters, check_expert_adapters, check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
     "drafters": (check_drafter_texts, check_drafter_speed),
+    "shared": (check_shared_attention,),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
     "images": (check_image_models, check_image_speed),

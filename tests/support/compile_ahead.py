@@ -112,6 +112,7 @@ def attention(
     kv_dtype: torch.dtype | None = None,
     few: bool = True,
     sparse: kernels.BlockSparse | None = None,
+    queries: int = 1,
     **options: float,
 ) -> None:
     from kernels.cuda.attention import paged_attention_decode, paged_attention_prefill
@@ -124,7 +125,9 @@ def attention(
     by_head = {name: tensor(num_heads, dtype=F32) for name in ("alibi_slopes", "sinks") if options.pop(name, False)}
     tables = tensor(4, 64, dtype=I32)
     window = int(options.get("window", 0))
-    plan = DecodePlan.allocate(4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse)
+    plan = DecodePlan.allocate(
+        4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse, queries
+    )
     plan_decode(lens, rows, plan)
     args = kernels.AttentionArgs(0.1, kv_scale=scale, sparse=sparse, **by_head, **options)  # type: ignore[arg-type]
     context = kernels.PagedContext(cache, cache, tables, rows, lens)
@@ -436,6 +439,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(rotary, 128, 64, False, interleaved=True),
     functools.partial(kv_cache, BF16),
     functools.partial(attention, 128, 7, 16, few=False),
+    functools.partial(attention, 128, 4, 16, queries=4),
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
     functools.partial(latent, 20, 3),
     functools.partial(matmul, 1, F16),
@@ -506,6 +510,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 1, "int4", 32),
     functools.partial(quantized, 3, "e2m1", 32),
     functools.partial(attention, 64, 8, 16, few=False, window=128, sinks=True),
+    functools.partial(attention, 64, 2, 16, BF16, E4M3, queries=8, window=128, sinks=True),
     functools.partial(attention, 64, 1, 16, window=65, causal=False),
     functools.partial(attention, 80, 16, 32, F16, few=False, soft_cap=50.0, alibi_slopes=True),
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),

@@ -16,6 +16,10 @@ from engine.models.attention import AttentionMetadata
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.options import RunnerOptions
 
+# Small steps read the keys of a request's newest token and its drafts once. False until `python -m tests.gpu shared`
+# has passed on a GPU.
+JOINS_DRAFTS = False
+
 T = TypeVar("T")
 StepLens = tuple[list[int], list[int]]  # lengths of queries and of contexts
 
@@ -93,10 +97,13 @@ class GroupAttention:
         """Return a function that allocates a decode plan for a number of sequences, and the queries of a tile."""
         assert isinstance(mixer, AttentionSpec)
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+        joins = JOINS_DRAFTS and options.splits_drafts and not mixer.sparse
+        most = kernels.shared_queries(*heads[:2]) if joins else 1
 
         def allocate(num_seqs: int) -> kernels.DecodePlan:
             new = partial(kernels.DecodePlan.allocate, num_seqs, *heads, options.device.torch_device)
-            return new(kv_dtype=options.kv_dtype, window=0 if mixer.sparse else group.window, sparse=mixer.sparse)
+            new = partial(new, kv_dtype=options.kv_dtype, window=0 if mixer.sparse else group.window)
+            return new(sparse=mixer.sparse, queries=most if num_seqs <= kernels.FEW_SEQS[1] else 1)
 
         # Block-sparse, each query head has tiles of its own.
         num_kv_heads = mixer.num_heads if mixer.sparse else mixer.num_kv_heads

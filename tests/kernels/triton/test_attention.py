@@ -71,18 +71,30 @@ class Case:
         kv = self.kv.double()
         return kv if self.kv_scale is None else kv * self.kv_scale.view(2, 1, -1, 1, 1)
 
+    def with_drafts(self, counts: Any) -> Any:
+        """Let the newest tokens of each row be sequences, as many as `counts` says: one, and its drafts."""
+        each = [
+            (row, n - before)
+            for row, n, count in zip(self.rows.tolist(), self.context_lens.tolist(), counts, strict=True)
+            for before in reversed(range(count))
+        ]
+        self.rows, self.context_lens = torch.tensor(each, dtype=torch.int32).T.contiguous()
+        return self
+
     def decode(
-        self, query: Any, num_programs: Any, max_seqs: Any = 9, cuts: Any = None, plan_window: Any = 0, **options: Any
-    ) -> Any:
+        self, query: Any, num_programs: Any, max_seqs: Any = 9, cuts: Any = None, plan_window: Any = 0,
+        queries: int = 1, **options: Any,
+    ) -> Any:  # fmt: skip
         shape = (
             max_seqs, query.shape[1], self.kv.shape[2], query.shape[2], torch.device("cpu"), num_programs,
             self.kv.dtype,
-            plan_window, options.get("sparse"),
+            plan_window, options.get("sparse"), queries,
         )  # fmt: skip
         plan, expected = (dataclasses.replace(DecodePlan.allocate(*shape), **(cuts or {})) for _ in "ab")
         attention_decode.plan_decode(self.context_lens, self.rows, plan)
         reference.plan_decode(self.context_lens, self.rows, expected)
         busy = expected.work[:, 0] > 0
+        assert plan.spans.equal(expected.spans)
         assert plan.work[:, :2].equal(expected.work[:, :2])
         assert plan.work[busy].equal(expected.work[busy])
         out = torch.full_like(query, NAN)
@@ -186,6 +198,39 @@ def test_a_plan_with_a_window_needs_nothing_before_it(
     query = torch.randn(len(lens), 8, 32)
     out, expected = case.decode(query, 23, max_seqs, plan_window=window, scale=0.2, window=window)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "options"),
+    [
+        ((4, 1), 4, {}),
+        ((6, 2), 5, {"window": 9}),
+        ((4, 2), 2, {"window": 40}),
+        ((2, 2), 8, {"alibi_slopes": torch.tensor([0.3, 0.02]), "sinks": torch.tensor([0.5, -1.0])}),
+        ((4, 2), 8, {"soft_cap": 4.0}),
+    ],
+)
+@pytest.mark.parametrize("num_programs", [3, 29])
+def test_successive_tokens_of_a_row_share_a_tile_of_queries(
+    heads: tuple[int, int], queries: int, options: dict[str, Any], num_programs: int
+) -> None:
+    counts = [1, 3, 7, 1, 2, 9]
+    case = Case.make([5, 70, 300, 33, 2, 130], heads[1], 16, 16).with_drafts(counts)
+    padded = torch.tensor([99, 99], dtype=torch.int32)
+    case.rows, case.context_lens = torch.cat([case.rows, padded]), torch.cat([case.context_lens, 0 * padded])
+    query = torch.randn(sum(counts) + 2, heads[0], 16)
+    out, expected = case.decode(query, num_programs, 30, queries=queries, scale=0.2, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_of_a_row_are_counted_once_for_its_queries() -> None:
+    lens = torch.tensor([5, 61, 62, 63, 64, 65, 66, 80, 80, 0, 0], dtype=torch.int32)
+    rows = torch.tensor([3, 1, 1, 1, 1, 1, 1, 2, 4, 9, 9], dtype=torch.int32)
+    plan = DecodePlan.allocate(11, 4, 1, 16, torch.device("cpu"), 64, queries=4)
+    attention_decode.plan_decode(lens, rows, plan)
+    assert plan.spans.tolist() == [1, 3, 0, 0, 3, 0, 0, 1, 1, 0, 0]
+    tiles = [-(-n // plan.tile) for n in (5, 63, 66, 80, 80)]
+    assert int(plan.work[:, 0].sum()) == sum(tiles)
 
 
 def test_a_plan_counts_only_tiles_inside_the_window() -> None:
