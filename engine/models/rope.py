@@ -27,16 +27,18 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
 
 
-def sectioned_rows(rope: RopeSpec, sections: Sequence[int], positions: Tensor) -> Tensor:
+def sectioned_rows(rope: RopeSpec, sections: Sequence[int], positions: Tensor, *, interleaved: bool = True) -> Tensor:
     """Return rows as of `rope_table` for tokens of images, whose pairs turn by time, row or column.
 
     positions [3, n] int64: time, row and column. Of the pairs, those at 1, 4, 7 … turn by row and those at 2, 5, 8 … by
-    column, as many as `sections` says, and all others by time.
+    column, as many as `sections` says, and all others by time. Not interleaved: the first pairs turn by time, those
+    that follow by row, and the last ones by column.
     """
     frequencies = _frequencies(rope, positions[0].float()).to(positions.device)
     axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)
     for index, count in enumerate(sections[1:], 1):
-        axis[index : 3 * count : 3] = index
+        first = sum(sections[:index])
+        axis[slice(index, 3 * count, 3) if interleaved else slice(first, first + count)] = index
     angles = positions.float().T[:, axis] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
 

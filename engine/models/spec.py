@@ -309,7 +309,9 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """The image encoder of Qwen3-VL and Qwen3.5: a transformer over patches. A block of patches becomes a token."""
+    """The image encoder of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a transformer over patches. A block of patches becomes a
+    token.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -317,13 +319,16 @@ class VisionSpec:
     num_heads: int
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block
-    num_positions: int  # learnt vectors of a square of positions
+    num_positions: int  # learnt vectors of a square of positions; 0: none
     image_token_id: int  # placeholder of a token of an image
     placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
-    # Pairs of the text model's RoPE that turn by time, row and column. They take turns, as long as there are some.
-    rope_sections: tuple[int, int, int]
+    rope_sections: tuple[int, int, int]  # pairs of the text model's RoPE that turn by time, row and column
+    rope_interleaved: bool = True  # these take turns, as long as there are some; else they follow each other
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
+    is_older: bool = False  # Qwen2.5-VL's parts: RMSNorm, gated MLPs, and no bias of patches
+    window: int = 0  # blocks of a side of a window, outside of which patches are not seen; 0: there are none
+    full_layers: tuple[int, ...] = ()  # layers without windows
     # Pixels are divided by 255; then the mean of a channel is subtracted, and the result divided by `std`.
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""The image encoder of Qwen3-VL and Qwen3.5.
+"""The image encoder of Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 Shapes: N patches of all images of a call, in blocks of `merge_size` x `merge_size`; T = N / merge_size² tokens; C the
 encoder's hidden size, P pixels of a patch's side.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 import kernels
 from engine.models.layers import Linear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope
-from engine.models.norms import LayerNorm
+from engine.models.norms import LayerNorm, Norm, RMSNorm
 from engine.models.shard import SINGLE, SingleRank, Span
 from engine.models.spec import VisionSpec
 
@@ -42,7 +43,7 @@ class VisionEncoder(nn.Module):
         scope = replace(scope, shard=SINGLE, communicator=SingleRank())
         self.spec, self.out_size, size = spec, out_size, spec.hidden_size
         self.patch_embed = PatchEmbedding(spec, scope / "patch_embed" / "proj")
-        self.positions = PositionGrid(spec, scope / "pos_embed")
+        self.positions = PositionGrid(spec, scope / "pos_embed") if spec.num_positions else None
         self.layers = nn.ModuleList(EncoderLayer(spec, scope / "blocks" / i) for i in range(spec.num_layers))
         self.merger = Merger(spec, out_size, scope / "merger", norm_first=True)
         self.deepstack_mergers = nn.ModuleList(
@@ -70,16 +71,45 @@ class VisionEncoder(nn.Module):
         x = self.patch_embed(patches)
         lengths = [rows * columns for rows, columns in grids]
         at = torch.cat([patch_positions(grid, self.spec.merge_size) for grid in grids]).to(x.device)
-        of_images = zip(grids, at.split(lengths), strict=True)
-        x = x + torch.cat([self.positions(grid, one) for grid, one in of_images])
+        if self.positions is not None:
+            of_images = zip(grids, at.split(lengths), strict=True)
+            x = x + torch.cat([self.positions(grid, one) for grid, one in of_images])
+        order, windows = None, lengths
+        if self.spec.window:
+            order, windows = window_order(grids, self.spec)
+            x, at = (in_order(each, order, self.spec.merge_size**2) for each in (x, at))
         angles = (at.unsqueeze(-1) * self.frequencies).flatten(1)  # [N, head_dim / 2]
         cos, sin = angles.cos(), angles.sin()
         deepstack = []
         for index, layer in enumerate(self.layers):
-            x = x if self._skips and index else layer(x, cos, sin, lengths)
+            if index and self._skips:
+                continue
+            x = layer(x, cos, sin, lengths if index in self.spec.full_layers else windows)
             if index in self.spec.deepstack:
                 deepstack.append(self.deepstack_mergers[self.spec.deepstack.index(index)](x))
-        return EncodedImages(self.merger(x), deepstack)
+        embeddings = self.merger(x)
+        if order is not None:
+            embeddings = torch.empty_like(embeddings).index_copy_(0, order.to(x.device), embeddings)
+        return EncodedImages(embeddings, deepstack)
+
+
+def window_order(grids: Sequence[Grid], spec: VisionSpec) -> tuple[Tensor, list[int]]:
+    """Return the order [T] int64 in which tokens of a window follow each other, and the patches of each window."""
+    orders, lengths, begin = [], [], 0
+    for grid in grids:
+        rows, columns = (count // spec.merge_size for count in grid)
+        index = torch.arange(rows * columns).view(rows, columns) + begin
+        begin += rows * columns
+        for band in index.split(spec.window):
+            for window in band.split(spec.window, 1):
+                orders.append(window.flatten())
+                lengths.append(window.numel() * spec.merge_size**2)
+    return torch.cat(orders), lengths
+
+
+def in_order(x: Tensor, order: Tensor, size: int) -> Tensor:
+    """Return x [N, n] with its blocks of `size` rows in another order."""
+    return x.view(len(order), size, -1)[order.to(x.device)].flatten(0, 1)
 
 
 def patch_positions(grid: Grid, merge_size: int) -> Tensor:
@@ -101,7 +131,7 @@ class PatchEmbedding(CheckpointModule):
         self._shape = (spec.hidden_size, 3, 2, spec.patch_size, spec.patch_size)
         self._name, self._bias_name = scope.name("weight"), scope.name("bias")
         self.weight = scope.empty(spec.hidden_size, 3 * spec.patch_size**2)
-        self.bias = scope.empty(spec.hidden_size)
+        self.bias = None if spec.is_older else scope.empty(spec.hidden_size)
         for name, values in (("mean", spec.mean), ("std", spec.std)):
             self.register_buffer(name, torch.tensor(values, device=scope.device).view(3, 1, 1), persistent=False)
 
@@ -115,7 +145,8 @@ class PatchEmbedding(CheckpointModule):
     def tensors(self) -> Iterator[CheckpointTensor]:
         spans = tuple(map(Span.whole, self._shape))
         yield CheckpointTensor(self._name, spans, self.weight, take=self._take)
-        yield CheckpointTensor(self._bias_name, (Span.whole(self._shape[0]),), self.bias)
+        if self.bias is not None:
+            yield CheckpointTensor(self._bias_name, (Span.whole(self._shape[0]),), self.bias)
 
     def _take(self, stored: Tensor) -> None:
         self.weight.copy_(stored.float().sum(2).flatten(1))
@@ -154,22 +185,35 @@ class EncoderLayer(nn.Module):
     def __init__(self, spec: VisionSpec, scope: Scope) -> None:
         super().__init__()
         size, self.spec = spec.hidden_size, spec
-        self.norm1 = LayerNorm(scope / "norm1", size, EPS, bias=True)
-        self.norm2 = LayerNorm(scope / "norm2", size, EPS, bias=True)
+        self.norm1, self.norm2 = (encoder_norm(spec, scope / name, size) for name in ("norm1", "norm2"))
         self.qkv = Linear(scope / "attn", size, {"qkv": 3 * size}, bias=True)
         self.proj = Linear(scope / "attn", size, {"proj": size}, bias=True)
-        self.up = Linear(scope / "mlp", size, {"linear_fc1": spec.intermediate_size}, bias=True)
-        self.down = Linear(scope / "mlp", spec.intermediate_size, {"linear_fc2": size}, bias=True)
+        inner, mlp = spec.intermediate_size, scope / "mlp"
+        up = {"gate_proj": inner, "up_proj": inner} if spec.is_older else {"linear_fc1": inner}
+        self.up = Linear(mlp, size, up, bias=True)
+        self.down = Linear(mlp, inner, {"down_proj" if spec.is_older else "linear_fc2": size}, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
-        """x [N, C]; cos, sin [N, head_dim / 2] float32; lengths: patches of each image."""
+        """x [N, C]; cos, sin [N, head_dim / 2] float32; lengths: of groups of patches that see each other."""
         qkv = self.qkv.run(self.norm1(x)).view(len(x), 3, self.spec.num_heads, -1)
         q, k = rotated(qkv[:, :2], cos, sin).permute(1, 2, 0, 3)
         v = qkv[:, 2].transpose(0, 1)
-        images = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-        mixed = [F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in each))[0] for each in images]
-        x = x + self.proj.run(torch.cat(mixed, 1).transpose(0, 1).reshape(len(x), -1))
-        return x + self.down.run(kernels.activation(self.up.run(self.norm2(x)), self.spec.activation))
+        mixed, begin = [], 0
+        for length, same in groupby(lengths):  # groups of one size beside each other at once
+            stop = begin + length * len(list(same))
+            query, key, value = (each[:, begin:stop].unflatten(1, (-1, length)).transpose(0, 1) for each in (q, k, v))
+            found = F.scaled_dot_product_attention(query, key, value)
+            mixed.append(found.transpose(1, 2).reshape(stop - begin, -1))
+            begin = stop
+        x = x + self.proj.run(torch.cat(mixed))
+        inner = self.up.run(self.norm2(x))
+        if self.spec.is_older:
+            return x + self.down.run(kernels.gate_and_mul(inner, "silu"))
+        return x + self.down.run(kernels.activation(inner, self.spec.activation))
+
+
+def encoder_norm(spec: VisionSpec, scope: Scope, size: int) -> Norm:
+    return RMSNorm(scope, size, EPS) if spec.is_older else LayerNorm(scope, size, EPS, bias=True)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -186,9 +230,10 @@ class Merger(nn.Module):
         """norm_first: normalise each patch before the merge; else each token after it."""
         super().__init__()
         self.size, self._norm_first = spec.hidden_size * spec.merge_size**2, norm_first
-        self.norm = LayerNorm(scope / "norm", spec.hidden_size if norm_first else self.size, EPS, bias=True)
-        self.inner = Linear(scope, self.size, {"linear_fc1": self.size}, bias=True)
-        self.outer = Linear(scope, self.size, {"linear_fc2": out_size}, bias=True)
+        norm, inner, outer = ("ln_q", "mlp.0", "mlp.2") if spec.is_older else ("norm", "linear_fc1", "linear_fc2")
+        self.norm = encoder_norm(spec, scope / norm, spec.hidden_size if norm_first else self.size)
+        self.inner = Linear(scope, self.size, {inner: self.size}, bias=True)
+        self.outer = Linear(scope, self.size, {outer: out_size}, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x).view(-1, self.size) if self._norm_first else self.norm(x.view(-1, self.size))

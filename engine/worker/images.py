@@ -71,7 +71,9 @@ class ImageReader:
         upload = self._device.upload
         on_device = upload(torch.from_numpy(np.concatenate(positions, 1)))
         for rope, table in self._model.rope_tables.items():
-            table[self._first_row :][: on_device.shape[1]] = sectioned_rows(rope, self._spec.rope_sections, on_device)
+            sections, interleaved = self._spec.rope_sections, self._spec.rope_interleaved
+            rows = sectioned_rows(rope, sections, on_device, interleaved=interleaved)
+            table[self._first_row :][: on_device.shape[1]] = rows
         own = upload(torch.from_numpy(np.concatenate(positioned)))
         tokens = self._tokens(shown) if shown and self._model.stage.is_first else None
         return StepImages(tokens, own, self._first_row)

@@ -22,7 +22,7 @@ from engine.models.matrix import Scope
 from engine.models.spec import VisionSpec
 from engine.models.vision import VisionEncoder
 from tests.gpu.checks import BF16, Checks, relative_error
-from tests.support.image_models import FAMILIES, NUM_TOKENS, SIDE, Case, make_case
+from tests.support.image_models import FAMILIES, NUM_TOKENS, SIDE, Case, make_case, normalised
 
 PHOTOGRAPH = (48, 64)  # rows and columns of patches of 1,024 x 768 pixels
 QWEN3_VL_8B = VisionSpec(
@@ -83,8 +83,8 @@ def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> Non
 
 @torch.inference_mode()
 def _encoded(visual: Any, case: Case) -> Tensor:
-    data = [np.frombuffer(image.patches, np.uint8).reshape(-1, 3, 1, SIDE, SIDE) for image in case.images]
-    values = (np.repeat(np.concatenate(data), 2, 2).astype(np.float64) / 255 - 0.5) / 0.5
+    data = [np.frombuffer(image.patches, np.uint8).reshape(-1, 3, SIDE, SIDE) for image in case.images]
+    values = np.repeat(normalised(case.model, np.concatenate(data))[:, :, None], 2, 2)
     weight = next(visual.parameters())
     grids = torch.tensor([(1, *image.grid) for image in case.images], device=weight.device)
     pixels = torch.tensor(values.reshape(len(values), -1)).to(weight.device, weight.dtype)

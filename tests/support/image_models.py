@@ -51,7 +51,11 @@ VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 36,
 }
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2_5_VL": (TEXT | {"rope_parameters": SECTIONS}, VISION | WINDOWS),
     "Qwen3VL": (TEXT, VISION | {"deepstack_visual_indexes": [0, 2]}),
     "Qwen3_5": (TEXT | STATES, VISION),
 }
@@ -108,16 +112,24 @@ def make_case(family: str, folder: Path) -> Case:
     return Case(folder, model, prompt, tuple(images), generated(model, prompt, shown))
 
 
+def normalised(model: Any, pixels: np.ndarray) -> np.ndarray:
+    """Return what a model's processor makes of uint8 patches [N, 3, P, P]: float64."""
+    older = "Qwen2_5_VL" in type(model).__name__
+    mean, std = (CLIP_MEAN, CLIP_STD) if older else ([0.5] * 3, [0.5] * 3)
+    shape = (3, 1, 1)
+    return (pixels / 255 - np.reshape(mean, shape)) / np.reshape(std, shape)
+
+
 def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple[int, int]]]) -> list[int]:
     """Return what transformers answers. shown: patches uint8 [N, 3, P, P] and grid of each image."""
-    values = (np.concatenate([pixels for pixels, _ in shown]).astype(np.float32) / 255 - 0.5) / 0.5
+    values = normalised(model, np.concatenate([pixels for pixels, _ in shown]))
     frames = np.repeat(values[:, :, None], 2, 2).reshape(len(values), -1)
     ids = torch.tensor([prompt])
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            pixel_values=torch.tensor(frames),
+            pixel_values=torch.tensor(frames).float(),
             image_grid_thw=torch.tensor([(1, *grid) for _, grid in shown]),
             mm_token_type_ids=(ids == IMAGE).int(),
             max_new_tokens=NUM_TOKENS,

@@ -24,6 +24,7 @@ NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("^language_model.output.", "lm_head."),
     ("model.text_model.", "model."),
+    ("^visual.", "model.visual."),
 )
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),

@@ -18,14 +18,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
 
 def qwen3_vl(config: Config, text: Config) -> VisionSpec:
     """Qwen3-VL, Qwen3.5, 3.6 and 3.8. Only Qwen3-VL has deepstack."""
-    fields = config.get("vision_config")
-    if not isinstance(fields, dict):
-        raise ModelError(f"'vision_config' must be an object, got {fields!r}")
-    if integer(fields, "temporal_patch_size", 2) != 2 or integer(fields, "in_channels", 3) != 3:
-        raise ModelError("'vision_config': patches must have 2 frames of 3 channels")
-    activation = fields.get("hidden_act") or "gelu_pytorch_tanh"
-    if activation not in ACTIVATIONS:
-        raise ModelError(f"'vision_config': 'hidden_act' {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
+    fields = _fields(config)
     spec = VisionSpec(
         hidden_size=integer(fields, "hidden_size", 1152),
         intermediate_size=integer(fields, "intermediate_size", 4304),
@@ -35,25 +28,80 @@ def qwen3_vl(config: Config, text: Config) -> VisionSpec:
         merge_size=integer(fields, "spatial_merge_size", 2),
         num_positions=integer(fields, "num_position_embeddings", 2304),
         image_token_id=integer(config, "image_token_id", 151655),
-        placeholder=(
-            integer(config, "vision_start_token_id", 151652),
-            integer(config, "image_token_id", 151655),
-            integer(config, "vision_end_token_id", 151653),
-        ),
-        rope_sections=_sections(text),
-        deepstack=_deepstack(fields),
-        activation=ACTIVATIONS[activation],
+        placeholder=_placeholder(config),
+        rope_sections=_sections(text, (24, 20, 20)),
+        deepstack=_layers(fields, "deepstack_visual_indexes", []),
+        activation=_activation(fields, "gelu_pytorch_tanh"),
     )
-    if spec.hidden_size % (4 * spec.num_heads):
-        raise ModelError("'vision_config': 'hidden_size' must be a multiple of 4 for each of 'num_heads'")
+    _check_heads(spec)
     if round(spec.num_positions**0.5) ** 2 != spec.num_positions:
         raise ModelError("'vision_config': 'num_position_embeddings' must be a square")
     return spec
 
 
-def _sections(text: Config) -> tuple[int, int, int]:
+def qwen2_5_vl(config: Config, text: Config) -> VisionSpec:
+    """Qwen2.5-VL: most layers see windows of 112 x 112 pixels."""
+    fields = _fields(config)
+    patch, merge = integer(fields, "patch_size", 14), integer(fields, "spatial_merge_size", 2)
+    spec = VisionSpec(
+        hidden_size=integer(fields, "hidden_size", 1280),
+        intermediate_size=integer(fields, "intermediate_size", 3420),
+        num_layers=integer(fields, "depth", 32),
+        num_heads=integer(fields, "num_heads", 16),
+        patch_size=patch,
+        merge_size=merge,
+        num_positions=0,
+        image_token_id=integer(config, "image_token_id", 151655),
+        placeholder=_placeholder(config),
+        rope_sections=_sections(text, (16, 24, 24)),
+        rope_interleaved=False,
+        activation=_activation(fields, "silu"),
+        is_older=True,
+        window=integer(fields, "window_size", 112) // (patch * merge),
+        full_layers=_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        std=(0.26862954, 0.26130258, 0.27577711),
+        min_pixels=56 * 56,
+        max_pixels=12_845_056,
+    )
+    _check_heads(spec)
+    if spec.activation != "silu" or spec.window < 1:
+        raise ModelError("'vision_config': 'hidden_act' must be silu, and 'window_size' a block of patches or more")
+    return spec
+
+
+def _fields(config: Config) -> Config:
+    fields = config.get("vision_config")
+    if not isinstance(fields, dict):
+        raise ModelError(f"'vision_config' must be an object, got {fields!r}")
+    if integer(fields, "temporal_patch_size", 2) != 2 or integer(fields, "in_channels", 3) != 3:
+        raise ModelError("'vision_config': patches must have 2 frames of 3 channels")
+    return fields
+
+
+def _activation(fields: Config, default: str) -> Literal["silu", "gelu", "gelu_tanh"]:
+    given = fields.get("hidden_act") or default
+    if given not in ACTIVATIONS:
+        raise ModelError(f"'vision_config': 'hidden_act' {given!r} is not supported; {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[given]
+
+
+def _placeholder(config: Config) -> tuple[int, ...]:
+    return (
+        integer(config, "vision_start_token_id", 151652),
+        integer(config, "image_token_id", 151655),
+        integer(config, "vision_end_token_id", 151653),
+    )
+
+
+def _check_heads(spec: VisionSpec) -> None:
+    if spec.hidden_size % (4 * spec.num_heads):
+        raise ModelError("'vision_config': 'hidden_size' must be a multiple of 4 for each of 'num_heads'")
+
+
+def _sections(text: Config, default: tuple[int, int, int]) -> tuple[int, int, int]:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    found = rope.get("mrope_section") or (24, 20, 20)
+    found = rope.get("mrope_section") or default
     if (
         not isinstance(found, list | tuple)
         or len(found) != 3
@@ -63,15 +111,16 @@ def _sections(text: Config) -> tuple[int, int, int]:
     return found[0], found[1], found[2]
 
 
-def _deepstack(fields: Config) -> tuple[int, ...]:
-    found = fields.get("deepstack_visual_indexes") or []
-    depth = integer(fields, "depth", 27)
+def _layers(fields: Config, name: str, default: list[int]) -> tuple[int, ...]:
+    found, depth = fields.get(name), integer(fields, "depth", 32)
+    found = default if found is None else found
     if not isinstance(found, list) or not all(type(each) is int and 0 <= each < depth for each in found):
-        raise ModelError(f"'deepstack_visual_indexes' must be layers below {depth}, got {found!r}")
+        raise ModelError(f"{name!r} must be layers below {depth}, got {found!r}")
     return tuple(found)
 
 
 VISION: dict[str, Callable[[Config, Config], VisionSpec]] = {
+    "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
     "Qwen3_5ForConditionalGeneration": qwen3_vl,
