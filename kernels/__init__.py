@@ -134,6 +134,7 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels.cpu.alone": (
             "absorb_and_store",
             "activation",
+            "adapted_experts",
             "adapted_linear",
             "gated_rms_norm",
             "grouped_rms_norm",

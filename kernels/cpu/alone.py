@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import attention, lora, mamba2, matmul, native_attention, recurrent
+from kernels.cpu import attention, lora, mamba2, matmul, moe, native_attention, recurrent
 from kernels.cpu.each_row import alone
 from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Activation, Gate
 from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
-from kernels.data.lora import AdapterTokens, LoraWeights
+from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
+from kernels.data.moe import Experts
 from kernels.data.quantized_rows import QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.sampling import Part, SamplingRows
@@ -187,6 +188,26 @@ def adapted_linear(
     if gate is not None:
         y = gate_and_mul(y, gate)
     return y if residual is None else residual.add_(y)
+
+
+def adapted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: Experts,
+    adapters: ExpertLora,
+    tokens: AdapterTokens,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.reference.adapted_experts`."""
+    out = torch.empty_like(x) if add_to is None else add_to
+    for i in range(len(x)):
+        own = slice(i, i + 1)
+        into = None if add_to is None else add_to[own].clone()
+        out[own] = moe.adapted_experts(
+            x[own].clone(), ids[own].clone(), weights[own].clone(), stack, adapters, tokens[own], into
+        )
+    return out
 
 
 def sample(

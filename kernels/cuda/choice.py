@@ -30,6 +30,7 @@ class Choice:
     adapted_tokens_first: bool = False  # that kernel where weights are the columns of a tile (small layers)
     adapted_gate: bool = False  # one of these computes the gated activation, too, and its programs more outputs
     adapters_reduced: bool = False  # the other one sums what its programs share, so that this one reads less
+    adapters_one_launch: bool = False  # both in one launch after the GEMM
     adapters_overlap: bool = False  # the other one runs beside the GEMM, on a second stream
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Quantised weights.

@@ -22,7 +22,7 @@ from kernels.data.lora import SMALL_TILE, UNUSED, AdapterTokens, ExpertLora, Lor
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.lora import expand, gates, lora_add, shrink
+from kernels.triton.lora import both, expand, gates, is_one_launch, lora_add, shrink
 from kernels.triton.moe import grouped, sum_experts
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
@@ -56,6 +56,13 @@ def adapted_linear(
     if fuses_adapters(x, weight, lora, gate):
         return small_batch_linear(x, weight, bias, lora, tokens, norm=norm, gate=gate, residual=residual)
     value = x if norm is None else rms_norm(x, *norm)
+    if CHOICE.adapters_one_launch and is_one_launch(lora, tokens):
+        y = linear(value, weight, bias)
+        if gate is not None and gates(lora, tokens):
+            return both(y, value, lora, tokens, gate)
+        y = both(y, value, lora, tokens, wide=CHOICE.adapted_gate)
+        y = y if gate is None else gate_and_mul(y, gate)
+        return y if residual is None else residual.add_(y)
     if CHOICE.adapters_overlap:
         inner, y = _beside(value, weight, bias, lora, tokens)
     else:

@@ -19,12 +19,15 @@ from kernels.data.lora import BLOCK_ROWS, LARGE_STEP, SMALL_TILE, WIDE_ROWS, Ada
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.activation import activate
 
+AT_ONCE = tl.constexpr(8)  # parts of a sum that a program loads together
 MIN_CHANNELS = 256  # that a program of A multiplies
 MAX_RANKS = 64  # rows of A of a program
 # Partial sums of A · x, so that enough programs read A: for steps of at most so many tokens. B's kernel loads all of a
 # tile at once.
 SPLITS = ((64, 16), (256, 8), (LARGE_STEP - 1, 4))
 LARGE_SPLITS = 2
+REDUCED_SPLITS = ((256, 16), (LARGE_STEP - 1, 8))  # if A's kernel sums the parts
+GATED_ROWS = 128  # of a program that computes the gated activation: more need too many registers
 
 
 @triton.jit
@@ -33,22 +36,35 @@ def _down_kernel(
     NUM_RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     REDUCE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, T, NUM_RANKS], in the order of tiles: partial sums of x [T, K] · A [NUM_RANKS, K], float32.
-
-    REDUCE: out has one more part, in which the last program of a tile to arrive stores the sum of all parts, always
-    in the same order. arrivals: 0 for each tile and block of ranks.
-    """
+    """out [splits, T, NUM_RANKS], in the order of tiles: partial sums of x [T, K] · A [NUM_RANKS, K], float32."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    tile, split = tl.program_id(0), tl.program_id(2)
+    _down(
+        x, down, order, tiles, out, arrivals + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2), stride_x, stride_slot, stride_split,
+        channels, NUM_RANKS, K, TILE, BLOCK_R, BLOCK_K, REDUCE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _down(
+    x, down, order, tiles, out, arrivals, tile, block, split, splits, stride_x, stride_slot, stride_split, channels,
+    NUM_RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One of the splits of a tile's A · x, for a block of ranks: see `_down_kernel`.
+
+    REDUCE: out has one more part, in which the last of these programs to arrive stores the sum of all parts, always
+    in the same order. arrivals: 0 before; splits + 1 when the sum is complete.
+    """
     slot = tl.load(tiles + tile * 3)
     if slot >= 0:
         first, end = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
         row = first + tl.arange(0, TILE)
         is_row = row < end
         token = tl.load(order + row, mask=is_row, other=0).to(tl.int64)
-        rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        rank = block * BLOCK_R + tl.arange(0, BLOCK_R)
         is_rank = rank < NUM_RANKS
         k = split * channels + tl.arange(0, BLOCK_K)
         stop = tl.minimum(split * channels + channels, K)
@@ -59,18 +75,21 @@ def _down_kernel(
             xk = tl.load(x + token[:, None] * stride_x + (k + at)[None, :], mask=is_row[:, None] & is_k, other=0.0)
             ak = tl.load(a + (k + at)[None, :], mask=is_rank[:, None] & is_k, other=0.0)
             acc = tl.dot(xk, tl.trans(ak), acc, input_precision=PRECISION)
-        to = out + split * stride_split + row.to(tl.int64)[:, None] * NUM_RANKS + rank[None, :]
+        part = out + row.to(tl.int64)[:, None] * NUM_RANKS + rank[None, :]
         mask = is_row[:, None] & is_rank[None, :]
-        tl.store(to, acc, mask=mask)
+        tl.store(part + split * stride_split, acc, mask=mask)
         if REDUCE:
             tl.debug_barrier()  # all of this program's part is stored
-            counter = arrivals + tile * tl.num_programs(1) + tl.program_id(1)
-            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(2) - 1:
-                part = out + row.to(tl.int64)[:, None] * NUM_RANKS + rank[None, :]
+            if tl.atomic_add(arrivals, 1, sem="acq_rel") == splits - 1:
                 total = tl.zeros([TILE, BLOCK_R], tl.float32)
-                for each in range(tl.num_programs(2)):
-                    total += tl.load(part + each * stride_split, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(part + tl.num_programs(2) * stride_split, total, mask=mask)
+                for first_part in range(0, splits, AT_ONCE):
+                    for each in tl.static_range(AT_ONCE):
+                        is_part = mask & (first_part + each < splits)
+                        found = part + (first_part + each) * stride_split
+                        total += tl.load(found, mask=is_part, other=0.0, cache_modifier=".cg")
+                tl.store(part + splits * stride_split, total, mask=mask)
+                tl.debug_barrier()
+                tl.atomic_add(arrivals, 1, sem="release")
 
 
 @triton.jit
@@ -123,17 +142,41 @@ def _up_kernel(
     if PDL:
         launch_dependents()
         wait_for_inputs()
-    tile, block = tl.program_id(0), tl.program_id(1)
+    _up(
+        y, out, inner, up, factor, shift, order, tiles, blocks, order, tl.program_id(0), tl.program_id(1), 0, stride_y,
+        stride_out, stride_up, stride_factor, stride_split, splits, N, NUM_RANKS, RANK, UP_GROUP, SPLITS, TILE, BLOCK_N,
+        BLOCK_R, GATE, PRECISION, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _up(
+    y, out, inner, up, factor, shift, order, tiles, blocks, arrivals, tile, block, num_shrink, stride_y, stride_out,
+    stride_up, stride_factor, stride_split, splits,
+    N: tl.constexpr, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, UP_GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """One block of a tile: see `_up_kernel`. WAIT: until the num_shrink programs of the tile's A · x are done."""
     slot = tl.load(tiles + tile * 3).to(tl.int64)
     first, end = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    n = tl.load(blocks + block * 3) + tl.arange(0, BLOCK_N)
-    is_n = n < tl.load(blocks + block * 3 + 1)
-    group = tl.load(blocks + block * 3 + 2)
+    if GATE == "":
+        n = tl.load(blocks + block * 3) + tl.arange(0, BLOCK_N)
+        is_n = n < tl.load(blocks + block * 3 + 1)
+        group = tl.load(blocks + block * 3 + 2)
+    else:
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_n = n < N
+        group = 0
     row = first + tl.arange(0, TILE)
     is_row = row < end
     token = tl.load(order + row, mask=is_row, other=0).to(tl.int64)
     mask = is_row[:, None] & is_n[None, :]
     at = y + token[:, None] * stride_y + n[None, :]
+    if WAIT:  # noqa: SIM102 (the first is a constant)
+        if slot >= 0:
+            while tl.atomic_add(arrivals + tile, 0, sem="acquire") <= num_shrink:
+                pass
     if GATE == "":
         if slot >= 0:
             result = _changed(
@@ -161,6 +204,37 @@ def _up_kernel(
         tl.store(to, (active * value).to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_tiles", "splits"])
+def _both_kernel(
+    x, y, out, inner, down, up, factor, shift, order, tiles, blocks, arrivals,
+    stride_x, stride_y, stride_out, stride_down, stride_up, stride_factor, stride_split, channels, num_tiles, splits,
+    K: tl.constexpr, N: tl.constexpr, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, UP_GROUP: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    GATE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_down_kernel` and `_up_kernel` in one launch: the first programs compute A · x, the others wait for their tile.
+
+    All of the first have been started when another one is, so none waits for a program that finds no place.
+    """
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    program = tl.program_id(0)
+    if program < num_tiles * splits:
+        tile = program % num_tiles
+        _down(
+            x, down, order, tiles, inner, arrivals + tile, tile, 0, program // num_tiles, splits, stride_x, stride_down,
+            stride_split, channels, NUM_RANKS, K, TILE, BLOCK_RANKS, BLOCK_K, True, PRECISION,
+        )  # fmt: skip
+    else:
+        program -= num_tiles * splits
+        _up(
+            y, out, inner + splits * stride_split, up, factor, shift, order, tiles, blocks, arrivals,
+            program % num_tiles, program // num_tiles, splits, stride_y, stride_out, stride_up, stride_factor,
+            stride_split, 1, N, NUM_RANKS, RANK, UP_GROUP, 1, TILE, BLOCK_N, BLOCK_R, GATE, PRECISION, True,
+        )  # fmt: skip
+
+
 def shrink(
     x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent: bool = True, reduced: bool = False
 ) -> Tensor:
@@ -173,9 +247,8 @@ def shrink(
     assert x.stride(1) == 1
     num_ranks, channels = weights.down.shape[1:]
     order, tiles, tile = tokens.tiles
-    wanted = next((splits for tokens, splits in SPLITS if len(x) <= tokens), LARGE_SPLITS)
     block_channels = 64 if x.dtype == torch.float32 else 128
-    own = cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), block_channels) * block_channels
+    own = _channels_of_split(len(x), channels, reduced)
     splits = cdiv(channels, own)
     block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
     rank_blocks, reduces = cdiv(num_ranks, block_ranks), reduced and splits > 1
@@ -190,6 +263,13 @@ def shrink(
     return inner[splits:] if reduces else inner
 
 
+def _channels_of_split(num_tokens: int, channels: int, reduced: bool) -> int:
+    """Return how many channels of A · x a program multiplies."""
+    limits = REDUCED_SPLITS if reduced else SPLITS
+    wanted = next((splits for tokens, splits in limits if num_tokens <= tokens), LARGE_SPLITS)
+    return cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), 128) * 128
+
+
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
@@ -198,7 +278,7 @@ def gates(weights: LoraWeights, tokens: AdapterTokens) -> bool:
     """Return whether `expand` computes the gated activation of a layer with these adapters in this step."""
     groups, half = weights.groups, weights.factor.shape[1] // 2
     starts = [group.start for group in groups]
-    return tokens.tiles.size == SMALL_TILE and half % WIDE_ROWS == 0 and starts in ([0], [0, half])
+    return tokens.tiles.size == SMALL_TILE and half % GATED_ROWS == 0 and starts in ([0], [0, half])
 
 
 def expand(
@@ -224,15 +304,61 @@ def expand(
     num_blocks, out = len(blocks), y
     if gate is not None:
         n //= 2
-        num_blocks, out = n // WIDE_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
+        num_blocks, out = n // GATED_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
     padded = next_power_of_2(splits)
     block_ranks = max(min(next_power_of_2(rank), 256 // padded, MAX_RANKS), 16)
     _up_kernel[len(tiles), num_blocks](
         y, out, inner, weights.up, weights.factor, weights.shift, order, tiles, blocks,
         y.stride(0), out.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
         N=n, NUM_RANKS=inner.shape[2], RANK=rank, UP_GROUP=len(weights.groups) - 1, SPLITS=padded, TILE=tile,
-        BLOCK_N=WIDE_ROWS if is_wide else BLOCK_ROWS, BLOCK_R=block_ranks, GATE=gate or "", PRECISION=_precision(y),
+        BLOCK_N=_block_rows(is_wide, gate), BLOCK_R=block_ranks, GATE=gate or "", PRECISION=_precision(y),
         num_warps=8 if is_wide else 4, **(pdl_options(y.device) if dependent else {"PDL": False}),
+    )  # fmt: skip
+    return out
+
+
+def _block_rows(is_wide: bool, gate: Gate | None) -> int:
+    if gate is not None:
+        return GATED_ROWS
+    return WIDE_ROWS if is_wide else BLOCK_ROWS
+
+
+def is_one_launch(weights: LoraWeights, tokens: AdapterTokens) -> bool:
+    """Return whether `both` computes a layer with these adapters in this step: all ranks are one block."""
+    return tokens.tiles.size == SMALL_TILE and weights.down.shape[1] <= MAX_RANKS
+
+
+def both(
+    y: Tensor,
+    x: Tensor,
+    weights: LoraWeights,
+    tokens: AdapterTokens,
+    gate: Gate | None = None,
+    *,
+    wide: bool = False,
+) -> Tensor:
+    """Compute `shrink` of x [T, in] and `expand` of y [T, out] in one launch, see `is_one_launch`."""
+    assert x.stride(1) == y.stride(1) == 1
+    assert weights.factor.stride() == weights.shift.stride()
+    order, tiles, tile = tokens.tiles
+    num_ranks, channels = weights.down.shape[1:]
+    own = _channels_of_split(len(x), channels, True)
+    splits, num_tiles = cdiv(channels, own), len(tiles)
+    inner = torch.empty(splits + 1, len(x), num_ranks, dtype=torch.float32, device=x.device)
+    is_wide = wide or gate is not None
+    blocks, n = weights.wide_blocks if is_wide else weights.blocks, y.shape[1]
+    num_blocks, out = len(blocks), y
+    if gate is not None:
+        n //= 2
+        num_blocks, out = n // GATED_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
+    _both_kernel[(num_tiles * (splits + num_blocks),)](
+        x, y, out, inner, weights.down, weights.up, weights.factor, weights.shift, order, tiles, blocks,
+        tokens.counters(num_tiles), x.stride(0), y.stride(0), out.stride(0), weights.down.stride(0),
+        weights.up.stride(0), weights.factor.stride(0), inner.stride(0), own, num_tiles, splits,
+        K=channels, N=n, NUM_RANKS=num_ranks, RANK=weights.rank, UP_GROUP=len(weights.groups) - 1, TILE=tile,
+        BLOCK_RANKS=max(next_power_of_2(num_ranks), 16), BLOCK_K=128 if num_ranks <= 32 and y.itemsize == 2 else 64,
+        BLOCK_N=_block_rows(is_wide, gate), BLOCK_R=max(min(next_power_of_2(weights.rank), MAX_RANKS), 16),
+        GATE=gate or "", PRECISION=_precision(y), num_warps=8 if is_wide else 4, **pdl_options(y.device),
     )  # fmt: skip
     return out
 

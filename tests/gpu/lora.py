@@ -38,7 +38,7 @@ def check_lora_kernels(
     ranks: Sequence[int] = (16, 64),
 ) -> None:
     """One adapter for all tokens, an adapter for each, and some tokens without."""
-    from kernels.triton.lora import expand, shrink
+    from kernels.triton.lora import both, expand, is_one_launch, shrink
 
     for dtype, (name, (rows, channels)), rank in (
         (dtype, shape, rank) for dtype in (BF16, F16, F32) for shape in shapes.items() for rank in ranks
@@ -60,6 +60,13 @@ def check_lora_kernels(
                 scratch = y.clone()
                 reduced = expand(y.clone(), shrink(x, weights, tokens, reduced=True), weights, tokens)
                 checks.add(f"{label}, reduced", relative_error(reduced, want), 2 * LIMITS[dtype])
+                if is_one_launch(weights, tokens):
+                    got_both = both(y.clone(), x, weights, tokens, wide=True)
+                    checks.add(f"{label}, one launch", relative_error(got_both, want), 2 * LIMITS[dtype])
+                    if name == "gate_up":
+                        gated = both(y.clone(), x, weights, tokens, "silu")
+                        expected = kernels.reference.gate_and_mul(want, "silu")
+                        checks.add(f"{label}, gated", relative_error(gated, expected), 2 * LIMITS[dtype])
 
                 def call(x: Tensor = x, tokens: kernels.AdapterTokens = tokens, scratch: Tensor = scratch) -> object:
                     return kernels.lora_add(scratch, x, weights, tokens)  # noqa: B023 (called before the next turn)

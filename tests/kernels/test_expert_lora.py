@@ -37,7 +37,7 @@ def expected(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, lora: Expe
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu", "relu2"])
 @pytest.mark.parametrize("num_tokens", [1, 21])
-@pytest.mark.parametrize("backend", ["kernels.reference", "kernels.cpu.moe", "kernels.cuda.lora"])
+@pytest.mark.parametrize("backend", ["kernels.reference", "kernels.cpu.moe", "kernels.cpu.alone", "kernels.cuda.lora"])
 def test_experts_with_adapters_are_those_of_merged_matrices(backend: str, num_tokens: int, activation: Any) -> None:
     if backend == "kernels.cuda.lora":
         pytest.importorskip("triton")
@@ -64,3 +64,18 @@ def test_experts_with_adapters_are_those_of_merged_matrices(backend: str, num_to
     got = adapted_experts(x, ids, weights, stack, lora, tokens, residual)
     assert got is residual
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_alone_a_token_has_the_same_bytes() -> None:
+    """The deterministic form, for any of the other tokens."""
+    alone = importlib.import_module("kernels.cpu.alone")
+    torch.manual_seed(0)
+    lora = random_expert_slots(NUM_SLOTS, 4, 16, HIDDEN, (INNER, INNER))
+    stack = Experts(torch.randn(4, 2 * INNER, HIDDEN), torch.randn(4, HIDDEN, INNER))
+    x, weights = torch.randn(19, HIDDEN), torch.rand(19, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(19)]).int()
+    slots = torch.randint(-1, NUM_SLOTS, (19,), dtype=torch.int32)
+    whole = alone.adapted_experts(x, ids, weights, stack, lora, AdapterTokens(slots, NUM_SLOTS))
+    for some in (slice(3, 4), slice(2, 9)):
+        tokens = AdapterTokens(slots[some], NUM_SLOTS)
+        assert torch.equal(alone.adapted_experts(x[some], ids[some], weights[some], stack, lora, tokens), whole[some])
