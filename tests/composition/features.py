@@ -69,6 +69,7 @@ FEATURES = (
         },
         how="`--speculative-config`",
     ),
+    Feature("deterministic", "setting", {"deterministic": True}),
     Feature("deferred sampling", "setting", how="a grammar's mask is late"),
     Feature("step isolation", "setting", how="a step fails"),
     Feature("expert load", "setting", {"expert_load_interval": 1}),
@@ -139,6 +140,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
     frozenset({"draft models", "pipeline parallel"}): "cannot be used with pipeline_parallel_size",
+    frozenset({"deterministic", "tensor parallel"}): "deterministic cannot be used with tensor_parallel_size 2",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 
