@@ -90,7 +90,7 @@ def prompt(i: int) -> list[int]:
 PROMPTS = [prompt(i) for i in range(10)]
 
 
-def ask(llm: LLM, some: list[int], adapter: LoRARequest | None = None) -> list[Any]:
+def ask(llm: LLM, some: Sequence[int], adapter: LoRARequest | None = None) -> list[Any]:
     """Return each request's tokens, and the log-probabilities of these and the most likely ones."""
     results = llm.generate(
         [{"prompt_token_ids": PROMPTS[i]} for i in some],
