@@ -240,7 +240,8 @@ class Engine:
     def idle(self) -> bool:
         """Do some background work while there is no request. Returns whether there is more to do."""
         self._guided.grammars.idle()
-        self._tiered.before_step()
+        if not self.is_sleeping:
+            self._tiered.before_step()
         return self._store is not None and self._store.idle()
 
     def stats(self) -> SchedulerStats:

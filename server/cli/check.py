@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine import ConfigError, EngineError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   quire check http://127.0.0.1:8000
   quire check http://127.0.0.1:8000 --only tools "structured output"
+  quire check http://127.0.0.1:8000 --deterministic
   quire check https://example.org --api-key KEY --model NAME --json > result.json
 
 Tests any server with OpenAI's, Anthropic's or Ollama's API. ✓ works, ✗ fails, – is not offered. If the packages openai,
@@ -35,6 +37,9 @@ class CheckFlags:
     api_key: str | None = flag(None, "API key for the server", metavar="KEY")
     only: tuple[str, ...] = flag((), "groups of checks to run (default: all)", metavar="GROUP")
     timeout: float = flag(60.0, "seconds to wait for a response", above=0)
+    deterministic: bool = flag(
+        False, "compare the bytes of requests alone and among others instead, as --deterministic promises them"
+    )
     json: bool = flag(False, "print the results as JSON")
 
     def __post_init__(self) -> None:
@@ -70,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     server = Server(url, api_key=flags.api_key, model=flags.model or "", timeout=flags.timeout)
     with contextlib.closing(server.http):
         server.model = server.model or _first_model(server)
+        if flags.deterministic:
+            return _compare(server, as_json=flags.json)
         results = _run(chosen, server, quiet=flags.json)
     if flags.json:
         rows = [result.as_dict() for result in results]
@@ -77,6 +84,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"\n{summary(results)}")
     return int(any(result.is_bad for result in results))
+
+
+def _compare(server: Server, *, as_json: bool) -> int:
+    """Compare requests alone and among others. The exit code is 1 if one of them differs, or the server refuses."""
+    from server.cli.checks import determinism
+    from server.cli.checks.runner import AbsentError, FailedError
+
+    try:
+        found = determinism.run(server, (lambda row: None) if as_json else partial(print, flush=True))
+    except (AbsentError, FailedError) as error:
+        raise EngineError(f"{server.url}{determinism.PATH}: {error}") from None
+    if as_json:
+        rows = [each.as_dict() for each in found]
+        print(json.dumps({"url": server.url, "model": server.model, "deterministic": rows}, indent=1))
+    else:
+        num_same, num_all = sum(each.num_same for each in found), sum(each.num_all for each in found)
+        print(f"\n{num_same} of {num_all} are the same bytes")
+    return int(not all(each.is_good for each in found))
 
 
 def _run(checks: list[Check], server: Server, *, quiet: bool) -> list[Result]:
