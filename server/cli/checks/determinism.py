@@ -17,7 +17,7 @@ PATH = "/v1/completions"
 CROWDS = (1, 7, 44)  # other requests that run at the same time
 COUNT = 12  # requests that are compared
 TOKENS = 24
-TEXT = "the old lighthouse keeper counted ships while the tide carried letters from a city that nobody remembered"
+TEXT = "the old lighthouse keeper counted ships while the tide carried letters from a city that no one remembered"
 WORDS = TEXT.split()
 
 
