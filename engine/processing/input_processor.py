@@ -21,6 +21,7 @@ from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model, short_name
 from engine.models.pooling_config import Prompts, is_embedding_model, normalizes, read_pooling, read_prompts
 from engine.models.spec import ModelSpec
+from engine.processing.fingerprint import system_fingerprint
 from engine.processing.grammars import Grammars
 from engine.processing.model_info import ModelInfo
 from engine.text.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class InputProcessor:
     classifier: Classifier | None = None  # of a classification model
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
     images: ImageLoader | None = None  # None: the model reads text only
+    fingerprint: str = ""  # see `system_fingerprint`
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress = silent) -> InputProcessor:
@@ -72,6 +74,7 @@ class InputProcessor:
             _read_classifier(config, folder, spec, tokenizer),
             read_prompts(folder),
             _image_loader(config, folder, spec, tokenizer),
+            system_fingerprint(config, folder),
         )
 
     def with_context(self, max_model_len: int) -> InputProcessor:
@@ -105,6 +108,7 @@ class InputProcessor:
             classifier=self.classifier,
             prompts=self.prompts,
             images=self.images,
+            fingerprint=self.fingerprint,
         )
 
     def encode(self, prompt: str) -> list[int]:

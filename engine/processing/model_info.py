@@ -28,4 +28,5 @@ class ModelInfo:
     type_offset: int = 0  # what the ids of a pair's second text have added, see `ModelSpec.max_token_id`; 0: nothing
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
     classifier: Classifier | None = None  # the head of a classification model
+    fingerprint: str = ""  # of deterministic answers, see `system_fingerprint`; "": they are not
     images: ImageLoader | None = None  # loads images for it; None: it reads text only

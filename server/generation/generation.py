@@ -86,6 +86,7 @@ class Generation:
     log: RequestLog
     running: dict[tuple[str, str], Generation]  # running requests by owner and id
     ended: list[Callable[[], None]]  # called when all samples have finished
+    fingerprint: str = ""  # `system_fingerprint` of the answer; "": it has none
     timings: RequestMetrics | None = field(init=False, default=None)  # of the first sample
     _ended: set[int] = field(init=False, default_factory=set)  # indexes of finished samples
 

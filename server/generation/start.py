@@ -237,8 +237,14 @@ async def _begin(
     ended = _at_the_end(server, caller, usage, Ended(record.received, scope, prompts, watches))
     return Generation(
         public_id, caller.name, request.tenant, now, name, role, n, prompts, samples, usage, record,
-        server.metrics, server.requests, server.running, ended,
+        server.metrics, server.requests, server.running, ended, _fingerprint(model.info.fingerprint, server),
     )  # fmt: skip
+
+
+def _fingerprint(own: str, server: ServerState) -> str:
+    """Return the model's fingerprint, with the number of times that its weights have been replaced."""
+    version = server.engine.weights_version if own else 0
+    return f"{own}-{version}" if version else own
 
 
 @contextmanager

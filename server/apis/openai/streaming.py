@@ -17,7 +17,8 @@ _encode = msgspec.json.encode
 
 def head_members(generation: Generation, kind: str) -> dict[str, Any]:
     """Return the first members of a response or an event. `kind`: its `object`."""
-    return {"id": generation.id, "object": kind, "created": generation.created, "model": generation.model}
+    head = {"id": generation.id, "object": kind, "created": generation.created, "model": generation.model}
+    return head | ({"system_fingerprint": generation.fingerprint} if generation.fingerprint else {})
 
 
 class CompletionStream:

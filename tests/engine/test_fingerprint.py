@@ -1,0 +1,59 @@
+"""`system_fingerprint`: it changes when the bytes of an answer may, and only then."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.processing import fingerprint
+from engine.processing.fingerprint import system_fingerprint
+from tests.support.tiny_model import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def test_without_the_mode_there_is_none(model: Path) -> None:
+    assert system_fingerprint(EngineConfig(model=str(model)), model) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"dtype": "float32"}, True),
+        ({"quantization": "int8"}, True),
+        ({"kv_cache_dtype": "fp8"}, True),
+        ({"hf_overrides": {"rope_theta": 500.0}}, True),
+        ({"seed": 1}, True),
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": 32}, False),
+        ({"enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 50}, False),
+        ({"speculative_config": {"num_speculative_tokens": 3}, "data_parallel_size": 2}, False),
+    ],
+)
+def test_settings(model: Path, settings: dict[str, Any], changes: bool) -> None:
+    config = EngineConfig(model=str(model), deterministic=True)
+    own = system_fingerprint(config, model)
+    assert own.startswith("quire-")
+    assert own == system_fingerprint(config, model)
+    assert (system_fingerprint(replace(config, **settings), model) != own) == changes
+
+
+def test_files_versions_and_the_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(model), deterministic=True)
+    own = system_fingerprint(config, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "__version__", "9.9.9")
+        assert system_fingerprint(config, model) != own
+    with monkeypatch.context() as patch:
+        patch.setenv("QUIRE_CPU_ISA", "x86-64")
+        assert system_fingerprint(config, model) != own
+    weights = model / "model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    assert system_fingerprint(config, model) != own
