@@ -152,6 +152,27 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "kernels.cpu.token_by_token": ("delta_rule", "kda", "mamba2"),
     },
+    "cuda": {
+        "kernels.cuda.deterministic": (
+            "experts",
+            "experts_add_norm",
+            "linear",
+            "linear_add",
+            "linear_add_norm",
+            "linear_gated",
+            "norm_gated",
+            "norm_linear",
+            "norm_route",
+            "norms_apart",
+            "pack_experts",
+            "paged_attention_decode",
+            "paged_attention_prefill",
+            "quantized_input",
+            "route",
+            "route_norms_apart",
+            "token_logprobs",
+        ),
+    },
 }
 
 

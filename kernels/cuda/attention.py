@@ -85,7 +85,7 @@ def paged_attention_prefill(
     if tiles is None:
         packed = keys.shape[1] if args.sparse is None else num_heads
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
-        tiles = _tiles(query_start, context.lens, step)
+        tiles = tiles_of(query_start, context.lens, step)
     if not len(tiles):
         return out
     assert out.stride(1) == head_dim
@@ -96,7 +96,7 @@ def paged_attention_prefill(
     return out
 
 
-def _tiles(query_start: Tensor, context_lens: Tensor, step: int) -> Tensor:
+def tiles_of(query_start: Tensor, context_lens: Tensor, step: int) -> Tensor:
     """Return tiles [N, 2] of `step` queries, from lengths that are read back from the device."""
     made = make_prefill_tiles((query_start[1:] - query_start[:-1]).tolist(), context_lens.tolist(), step)
     return torch.tensor(made, dtype=torch.int32, device=query_start.device).view(-1, 2)
@@ -133,7 +133,7 @@ def latent_attention_prefill(
     `latent_tile_queries`; without it the lengths are read back.
     """
     if tiles is None:
-        tiles = _tiles(query_start, latents.lens, latent_tile_queries(query.shape[1], query.dtype))
+        tiles = tiles_of(query_start, latents.lens, latent_tile_queries(query.shape[1], query.dtype))
     if len(tiles):
         latent.latent_prefill(query, query_start, latents, tiles, scale, out)
     return out

@@ -106,12 +106,13 @@ def _outputs(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, out: Tenso
 def _grouped(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, inner: Tensor, parts: Tensor) -> None:
     """Compute both GEMMs of tiles of routed tokens, into `parts`; `inner`: memory between them."""
     tiles = sort_pairs(ids, len(stack), stack.first, tile_height(ids.numel() / len(stack)))
-    gate_up, down = _weight(stack.gate_up), _weight(stack.down)
+    gate_up, down = float_or_codes(stack.gate_up), float_or_codes(stack.down)
     grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, ids.shape[1])
     grouped(inner, down, stack.down_bias, weights, tiles, parts, "", ids.shape[1])
 
 
-def _weight(weight: ExpertWeight) -> Weight:
+def float_or_codes(weight: ExpertWeight) -> Weight:
+    """Return a weight that is not compressed."""
     assert not isinstance(weight, CompressedWeight)
     return weight
 
@@ -143,7 +144,7 @@ def small_batch_configs(
     x: Tensor, inner: Tensor, stack: Experts, chosen: int
 ) -> tuple[small_batch.Config, small_batch.Config] | None:
     """Return how Gluon's small-batch kernel computes both GEMMs; None: it does not."""
-    gate_up, down = _weight(stack.gate_up), _weight(stack.down)
+    gate_up, down = float_or_codes(stack.gate_up), float_or_codes(stack.down)
     most = CHOICE.experts_small_batch_tokens
     if isinstance(gate_up, Tensor):
         most = min(most, CHOICE.experts_float_tokens)
@@ -165,7 +166,7 @@ def _small_batch(
     """Compute `_outputs`. For a single token, the GEMMs with its experts' down matrices are one, which writes the
     sum.
     """
-    gate_up, down, first = _weight(stack.gate_up), _weight(stack.down), stack.first
+    gate_up, down, first = float_or_codes(stack.gate_up), float_or_codes(stack.down), stack.first
     small_batch.launch(
         x, gate_up, stack.gate_up_bias, ids, weights, inner, configs[0], activation=stack.activation, first=first
     )
@@ -206,7 +207,7 @@ def _compressed(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, out: Te
 
 
 def _supports_weight_only(x: Tensor, stack: Experts) -> bool:
-    return GLUON and all(weight_only.supports(x, _weight(each)) for each in (stack.gate_up, stack.down))
+    return GLUON and all(weight_only.supports(x, float_or_codes(each)) for each in (stack.gate_up, stack.down))
 
 
 def _weight_only(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, parts: Tensor) -> None:

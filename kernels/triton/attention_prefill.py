@@ -76,7 +76,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, CAUSAL: tl.constexpr,
+    ONE_LOOP: tl.constexpr = False,
 ):  # fmt: skip
+    """ONE_LOOP: all tiles of keys are computed by the same instructions, masked ones or not. Not with SPARSE."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
@@ -130,6 +132,10 @@ def _prefill_kernel(
             end = tl.minimum(last_pos + WINDOW, context_len)
         whole_end = tl.minimum(first_pos + WINDOW, context_len) if WINDOW > 0 else context_len
     whole_end = tl.maximum(whole_end // BLOCK_N * BLOCK_N, whole_begin)
+    if ONE_LOOP:
+        whole_begin = oldest // BLOCK_N * BLOCK_N
+        whole_end = whole_begin
+    LAST_STAGES: tl.constexpr = STAGES if ONE_LOOP else 1
 
     acc = no_sum(BLOCK_M, D_PAD, False)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -156,7 +162,7 @@ def _prefill_kernel(
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
             CAUSAL,
         )  # fmt: skip
-    for at in tl.range(whole_end, end, BLOCK_N, num_stages=1):
+    for at in tl.range(whole_end, end, BLOCK_N, num_stages=LAST_STAGES):
         acc, m, l = _attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
@@ -174,11 +180,18 @@ def _prefill_kernel(
 
 
 def launch(
-    query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
+    query: Tensor,
+    query_start: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    tiles: Tensor,
+    out: Tensor,
+    one_loop: bool = False,
 ) -> None:
     """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
-    `kernels.paged_attention_prefill`.
+    `kernels.paged_attention_prefill`. one_loop: see `_prefill_kernel`.
     """
+    assert args.sparse is None or not one_loop
     _, num_heads, head_dim = query.shape
     keys, lens, sparse = context.key_cache, context.lens, args.sparse
     _, num_kv_heads, page, _ = keys.shape
@@ -198,5 +211,6 @@ def launch(
         SPARSE=None if sparse is None else sparse.constants, SOFT_CAP=args.soft_cap,
         ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", CAUSAL=args.causal,
-        STAGES=2 if small else 3, num_warps=8 if small and block_m == 128 else 4, **pdl_options(query.device),
+        STAGES=2 if small else 3, num_warps=8 if small and block_m == 128 else 4, ONE_LOOP=one_loop,
+        **pdl_options(query.device),
     )  # fmt: skip

@@ -142,11 +142,13 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     return out
 
 
-def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Compute x [M, K] times the weight, plus bias [N] -> [M, N]."""
+def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, block_m: int = 0) -> Tensor:
+    """Compute x [M, K] times the weight, plus bias [N] -> [M, N]. block_m: tokens of a tile; 0: as suits their
+    number.
+    """
     num_tokens, n = len(x), len(weight)
     out = x.new_empty(num_tokens, n)
-    block_m = min(max(next_power_of_2(num_tokens), 16), 64)
+    block_m = block_m or min(max(next_power_of_2(num_tokens), 16), 64)
     block_n = 32 if n <= 8192 else 64
     scale, num_bytes = _bytes(weight.scale), weight.codes.shape[1]
     block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64

@@ -1,0 +1,187 @@
+"""Deterministic forms on CUDA devices: one kernel with one tile for each operation, whatever the number of tokens.
+
+Norms have kernels of their own, and activations are never quantised. A decoded token's attention is that of a prompt
+with one token. A prompt's keys are read in the same tiles, from the sequence's beginning on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kernels.cuda import attention, moe
+from kernels.data.activation import Gate
+from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.moe import Experts, Router
+from kernels.data.plan import prefill_tile_queries
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.triton import attention_prefill
+from kernels.triton.activation import gate_and_mul
+from kernels.triton.fixed_linear import fixed_linear, log_sums
+from kernels.triton.moe import grouped, sum_experts
+from kernels.triton.norm import rms_norm
+from kernels.triton.pairs import sort_pairs
+from kernels.triton.router import cuda_core_logits, top_k
+from kernels.triton.weight_only import weight_only_linear
+
+TILE_TOKENS = 64  # of a quantised weight's tile, and of an expert's
+
+
+def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.reference.linear`."""
+    assert isinstance(x, Tensor)
+    if not isinstance(weight, QuantizedWeight):
+        return fixed_linear(x, weight, bias, x.new_empty(len(x), len(weight)))
+    if weight.order is not None:
+        x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
+    return weight_only_linear(x, weight, bias, TILE_TOKENS)
+
+
+def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.reference.linear_add`."""
+    assert isinstance(x, Tensor)
+    if isinstance(weight, QuantizedWeight):
+        return residual.add_(linear(x, weight, bias))
+    return fixed_linear(x, weight, bias, residual, residual)
+
+
+def linear_add_norm(
+    residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, norm: NextNorm
+) -> Tensor | QuantizedRows:
+    """See `kernels.reference.linear_add_norm`."""
+    assert norm.rounded is None
+    return rms_norm(linear_add(residual, x, weight, bias), norm.weight, norm.eps)
+
+
+def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
+    """See `kernels.reference.linear_gated`."""
+    return gate_and_mul(linear(x, weight, bias), gate)
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """See `kernels.reference.norm_linear`."""
+    result = linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return result if out is None else out.copy_(result)
+
+
+def norm_gated(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
+) -> Tensor:
+    """See `kernels.reference.norm_gated`."""
+    return linear_gated(rms_norm(x, norm_weight, eps), weight, bias, gate)
+
+
+def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
+    """See `kernels.reference.norms_apart`."""
+    return True
+
+
+def quantized_input(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: Gate | None = None) -> None:
+    """See `kernels.reference.quantized_input`."""
+
+
+def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Weight, Weight]:
+    """See `kernels.reference.pack_experts`."""
+    return gate_up, down
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.route`."""
+    return top_k(cuda_core_logits(x, weight, bias)[1].unsqueeze(0), correction, rule, slots)
+
+
+def route_norms_apart(x: Tensor) -> bool:
+    """See `kernels.reference.route_norms_apart`."""
+    return True
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    rule: Router,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.reference.norm_route`."""
+    normed = rms_norm(x, norm_weight, eps)
+    return normed, *route(normed, weight, bias, correction, rule, slots)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:
+    """See `kernels.reference.experts`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    if not len(x):
+        return out
+    gate_up, down = moe.float_or_codes(stack.gate_up), moe.float_or_codes(stack.down)
+    size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
+    inner = torch.empty(ids.numel(), size, dtype=x.dtype, device=x.device)
+    parts = torch.empty(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
+    tiles, chosen = sort_pairs(ids, len(stack), stack.first, TILE_TOKENS), ids.shape[1]
+    grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, chosen, one_tile=True)
+    grouped(inner, down, stack.down_bias, weights, tiles, parts, "", chosen, one_tile=True)
+    sum_experts(parts, ids, out, add_to is not None, stack.first, len(stack))
+    return out
+
+
+def experts_add_norm(
+    residual: Tensor, norm: NextNorm, x: Tensor, ids: Tensor, weights: Tensor, stack: Experts
+) -> Tensor | QuantizedRows:
+    """See `kernels.reference.experts_add_norm`."""
+    assert norm.rounded is None
+    return rms_norm(experts(x, ids, weights, stack, residual), norm.weight, norm.eps)
+
+
+def paged_attention_decode(
+    query: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    *,
+    plan: object = None,
+    out: Tensor | QuantizedRows | None = None,
+) -> Tensor:
+    """See `kernels.reference.paged_attention_decode`. `plan` is not read."""
+    assert not isinstance(out, QuantizedRows)
+    starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+    tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
+    out = torch.empty_like(query) if out is None else out
+    attention_prefill.launch(query, starts, context, args, tiles, out, one_loop=True)
+    return out
+
+
+def paged_attention_prefill(
+    query: Tensor,
+    query_start: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    *,
+    tiles: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.cuda.attention.paged_attention_prefill`."""
+    _, num_heads, head_dim = query.shape
+    out = torch.empty_like(query) if out is None else out
+    if tiles is None:
+        packed = context.key_cache.shape[1] if args.sparse is None else num_heads
+        step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
+        tiles = attention.tiles_of(query_start, context.lens, step)
+    if len(tiles):
+        attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
+    return out
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.reference.token_logprobs`."""
+    total, wide = log_sums(logits).unsqueeze(1), logits.float()
+    chosen = wide.gather(1, token_ids.long().unsqueeze(1))
+    top, top_ids = wide.topk(num_top)
+    return (chosen - total).squeeze(1), (wide > chosen).sum(-1) + 1, top_ids, top - total
