@@ -1,0 +1,149 @@
+"""Deterministic forms for CUDA devices, in Triton's interpreter: right, and the same whatever the other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from kernels import AttentionArgs, Experts, NextNorm, PagedContext, QuantizedWeight, Router, pack_nibbles, reference
+from kernels.cuda import deterministic
+from kernels.data.quantized_weight import Weight
+
+MOST = 67  # more than a tile
+SIZES = (1, 2, 17, 64, 66)
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply tiles in float64: NumPy's products depend on where in a tile a row is, those of tensor cores do not."""
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        return np.einsum("ij,jk->ik", a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+    monkeypatch.setattr(interpreter.np, "matmul", matmul)
+
+
+def each_alone(f: Callable[[slice], Tensor]) -> Tensor:
+    whole = f(slice(0, MOST))
+    for size in SIZES:
+        assert torch.equal(f(slice(0, size)), whole[:size]), size
+    for i in (0, 31, MOST - 1):
+        assert torch.equal(f(slice(i, i + 1)), whole[i : i + 1]), i
+    return whole
+
+
+def int4(n: int, k: int) -> QuantizedWeight:
+    codes = pack_nibbles(torch.randint(16, (n, k)))
+    return QuantizedWeight("int4", codes, torch.rand(n, k // 32) / 20, 32)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "int4", "e4m3", "permuted"])
+def test_products(kind: str) -> None:
+    dtype, n, k = torch.float32 if kind == "float32" else torch.float16, 72, 96
+    weight: Weight = torch.randn(n, k).to(dtype)
+    if kind == "e4m3":
+        weight = QuantizedWeight("e4m3", torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1), k)
+        weight = replace(weight, rounds_activations=True)  # never taken here
+    elif kind in ("int4", "permuted"):
+        weight = int4(n, k)
+        weight = weight if kind == "int4" else replace(weight, order=torch.randperm(k))
+    x, residual = torch.randn(MOST, k).to(dtype), torch.randn(MOST, n).to(dtype)
+    norm, bias, exact = torch.rand(k).to(dtype), torch.randn(n).to(dtype), weight
+    if isinstance(exact, QuantizedWeight):
+        exact = reference.dequantize(exact.codes, exact, torch.float64)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.03}
+
+    def close(got: Tensor, want: Tensor) -> None:
+        torch.testing.assert_close(got.double(), want, **tolerance)
+
+    wide, exact = x.double(), exact.double()
+    close(each_alone(lambda at: deterministic.linear(x[at], weight, bias)), wide @ exact.T + bias.double())
+    close(
+        each_alone(lambda at: deterministic.linear_add(residual[at].clone(), x[at], weight)),
+        residual.double() + wide @ exact.T,
+    )
+    each_alone(lambda at: deterministic.norm_gated(x[at], norm, 1e-5, weight, bias))
+    into = residual.clone()
+    got = deterministic.linear_add_norm(into, x, weight, bias, NextNorm(torch.ones(n).to(dtype), 1e-5))
+    assert isinstance(got, Tensor)
+    close(got, reference.rms_norm(into.double(), torch.ones(n).double(), 1e-5))
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "capped", "sinks"])
+def test_attention(name: str) -> None:
+    args = {
+        "plain": AttentionArgs(0.25),
+        "window": AttentionArgs(0.25, window=40),
+        "capped": AttentionArgs(0.25, soft_cap=20.0),
+        "sinks": AttentionArgs(0.25, sinks=torch.rand(8)),
+    }[name]
+    length, size = 150, 16
+    blocks = -(-length // size)
+    cache, tables = torch.randn(2, blocks, 2, size, 16), torch.randperm(blocks).view(1, blocks).int()
+    query, rows = torch.randn(length, 8, 16), torch.zeros(1, dtype=torch.int32)
+
+    def prefilled(first: int, last: int) -> Tensor:
+        context = PagedContext(*cache, tables, rows, torch.tensor([last], dtype=torch.int32))
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        return deterministic.paged_attention_prefill(query[first:last].clone(), starts, context, args)
+
+    whole = prefilled(0, length)
+    context = PagedContext(*cache, tables, rows, torch.tensor([length], dtype=torch.int32))
+    want = reference.paged_attention_prefill(query, torch.tensor([0, length], dtype=torch.int32), context, args)
+    torch.testing.assert_close(whole, want, atol=1e-4, rtol=1e-4)
+    for first, last in [(0, 1), (0, 65), (33, 90), (149, 150)]:
+        assert torch.equal(prefilled(first, last), whole[first:last]), (first, last)
+    lens = torch.tensor([150, 0, 47, 3], dtype=torch.int32)
+    context = PagedContext(*cache, tables, torch.zeros(4, dtype=torch.int32), lens)
+    newest = torch.stack([query[max(n - 1, 0)] for n in lens.tolist()])
+    got = deterministic.paged_attention_decode(newest, context, args)
+    assert torch.equal(got[1], torch.zeros(8, 16))
+    for i in (0, 2, 3):
+        assert torch.equal(got[i], whole[int(lens[i]) - 1]), i
+
+
+@pytest.mark.parametrize("kind", ["float", "int4"])
+def test_experts(kind: str) -> None:
+    hidden, inner, count = 64, 32, 4
+    x = torch.randn(MOST, hidden).half()
+    if kind == "float":
+        stack = Experts(*(torch.randn(count, n, k).half() for n, k in ((2 * inner, hidden), (hidden, inner))))
+    else:
+        stack = Experts(
+            *(
+                QuantizedWeight.stack([int4(n, k) for _ in range(count)])
+                for n, k in ((2 * inner, hidden), (hidden, inner))
+            )
+        )
+    router, norm, rule = (
+        torch.randn(count, hidden).half(),
+        torch.rand(hidden).half(),
+        Router(2, renormalise=True),
+    )
+
+    def routed(at: slice) -> Tensor:
+        normed, ids, weights = deterministic.norm_route(x[at], norm, 1e-5, router, None, None, rule)
+        return deterministic.experts(normed, ids, weights, stack, x[at].clone())
+
+    got = each_alone(routed)
+    normed, ids, weights = reference.norm_route(x, norm, 1e-5, router, None, None, rule)
+    want = reference.experts(normed, ids, weights, stack, x.clone())
+    torch.testing.assert_close(got, want, atol=0.3, rtol=0.05)
+
+
+def test_log_probabilities() -> None:
+    logits, ids = (torch.randn(MOST, 3001) * 4).half(), torch.randint(3001, (MOST,))
+    each_alone(lambda at: deterministic.token_logprobs(logits[at], ids[at], 3)[0])
+    got, want = deterministic.token_logprobs(logits, ids, 3), reference.token_logprobs(logits, ids, 3)
+    for mine, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
