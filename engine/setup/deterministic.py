@@ -6,20 +6,40 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.spec import ModelSpec
+from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from engine.worker.device import Device
+
+ON_GPU = False  # until `python -m tests.gpu determinism` has passed on a GPU
 
 
 def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:
     """Raise `ConfigError` if an operation of this configuration has no deterministic form."""
     reasons = {
-        "device cuda": device.is_accelerator and "no GPU has checked its kernels yet",
         spec.architecture: spec.is_encoder and "an encoder generates no text",
-        "dtype float16": dtype == torch.float16 and "the CPU's own kernels do not multiply it: use bfloat16 or float32",
+        "images": spec.vision is not None and "the encoder of images has no deterministic form",
         f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1
         and "sums over ranks have no fixed order yet: use data_parallel_size or pipeline_parallel_size",
-        "reads_images in hf_overrides": spec.vision is not None and "the encoder of images has no deterministic form",
+        **(_of_gpus(config, spec) if device.is_accelerator else _of_cpus(dtype)),
     }
     for name, reason in reasons.items():
         if reason:
             raise ConfigError(f"deterministic cannot be used with {name}: {reason}")
+
+
+def _of_cpus(dtype: torch.dtype) -> dict[str, str | bool]:
+    own = "the CPU's own kernels do not multiply it: use bfloat16 or float32"
+    return {"dtype float16": dtype == torch.float16 and own}
+
+
+def _of_gpus(config: EngineConfig, spec: ModelSpec) -> dict[str, str | bool]:
+    mixers = [layer.mixer for layer in spec.layers]
+    missing = "it has no deterministic form on GPUs yet"
+    return {
+        "device cuda": not ON_GPU and "no GPU has checked its kernels yet",
+        "latent attention": any(isinstance(mixer, LatentSpec) for mixer in mixers) and missing,
+        "recurrent layers": spec.has_states and missing,
+        "block-sparse attention": any(isinstance(each, AttentionSpec) and each.sparse for each in mixers) and missing,
+        "enable_lora": config.enable_lora and missing,
+        "compress_experts": config.compress_experts and missing,
+        f"kv_cache_dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto" and missing,
+    }

@@ -27,6 +27,7 @@ from tests.gpu.attention import check_attention, check_many, check_rounding
 from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
+from tests.gpu.determinism import check_deterministic_engine, check_forms
 from tests.gpu.drafters import check_drafter_speed, check_drafter_texts
 from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
@@ -67,6 +68,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "latent": (check_latent,),
     "lora": (check_fused_adapters, check_expert_adapters, check_lora_kernels, check_lora_engine),
     "windows": (check_windows,),
+    "determinism": (check_forms, check_deterministic_engine),
     "drafters": (check_drafter_texts, check_drafter_speed),
     "shared": (check_shared_attention,),
     "drafts": (check_draft_texts, check_draft_speed),

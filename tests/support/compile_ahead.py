@@ -211,6 +211,23 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
     dequantize(weight.codes, weight, dtype)
 
 
+def deterministic(dtype: torch.dtype) -> None:
+    from kernels.cuda import deterministic as forms
+
+    x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
+    forms.linear_add(tensor(9, 2048, dtype=dtype), x, weight, tensor(2048, dtype=dtype))
+    forms.linear(x, QuantizedWeight("int4", tensor(2048, 512, dtype=torch.uint8), tensor(2048, 8, dtype=F16), 128))
+    forms.token_logprobs(tensor(9, 5000, dtype=dtype), tensor(9, dtype=I64), 2)
+    query, cache = tensor(9, 8, 128, dtype=dtype), tensor(2, 10, 2, 16, 128, dtype=dtype)
+    rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
+    for window in (0, 100):
+        args = kernels.AttentionArgs(0.1, window=window)
+        forms.paged_attention_decode(query, kernels.PagedContext(*cache, tables, rows, rows), args)
+    if dtype == BF16:
+        stack = kernels.Experts(tensor(8, 512, 1024), tensor(8, 1024, 256))
+        forms.experts(x, tensor(9, 2, dtype=I32), tensor(9, 2, dtype=F32), stack)
+
+
 def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
     from kernels.cuda.router import norm_route, route
     from kernels.data.moe import Router
@@ -445,6 +462,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 128, 7, 16, few=False),
     functools.partial(attention, 128, 4, 16, queries=4),
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
+    *(functools.partial(deterministic, dtype) for dtype in (F32, BF16)),
     functools.partial(latent, 20, 3),
     functools.partial(matmul, 1, F16),
     functools.partial(matmul, 5, BF16),
