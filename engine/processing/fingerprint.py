@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-import kernels
 from engine.config import EngineConfig
 from engine.models.files import fingerprint
 from engine.version import __version__
+from engine.worker.device import CpuDevice
 
 # Settings that change what a request computes. All others change only when and where.
 SETTINGS = (
@@ -32,7 +32,7 @@ def system_fingerprint(config: EngineConfig, folder: Path) -> str:
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "model": fingerprint(folder),
         "versions": [__version__, torch.__version__],
-        "instructions": kernels.cpu_instruction_set(),
+        "instructions": CpuDevice.instruction_set(),
         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
     }
     return "quire-" + sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

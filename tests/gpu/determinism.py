@@ -158,6 +158,7 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
         )
         for i in range(len(prompts))
     ]  # fmt: skip
+    others = range(COUNT, COUNT + max(CROWDS))
     settings = {"max_model_len": 512, "device": checks.device, "skip_tokenizer_init": True, **settings}
 
     def ask(llm: LLM, some: Sequence[int]) -> list[Any]:
@@ -185,7 +186,7 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
             compare(llm, f"after hits, all at once, with {crowd} others", crowd)
             llm.reset_prefix_cache()
         start = time.perf_counter()
-        ask(llm, range(COUNT, COUNT + 128))
+        ask(llm, others)
         seconds = time.perf_counter() - start
         llm.close()
         ways: dict[str, dict[str, Any]] = {
@@ -197,9 +198,11 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
             compare(llm, way, 44)
             llm.close()
     llm = LLM(folder, max_num_batched_tokens=8192, **settings)
-    ask(llm, range(COUNT, COUNT + 128))
+    ask(llm, others)
     llm.reset_prefix_cache()
     start = time.perf_counter()
-    ask(llm, range(COUNT, COUNT + 128))
-    print(f"{name}: 128 requests at once, speed with the mode / without: {(time.perf_counter() - start) / seconds:.2f}")
+    ask(llm, others)
+    print(
+        f"{name}: {len(others)} requests at once, speed with the mode / without: {(time.perf_counter() - start) / seconds:.2f}"
+    )
     llm.close()
