@@ -202,7 +202,6 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
     llm.reset_prefix_cache()
     start = time.perf_counter()
     ask(llm, others)
-    print(
-        f"{name}: {len(others)} requests at once, speed with the mode / without: {(time.perf_counter() - start) / seconds:.2f}"
-    )
+    ratio = (time.perf_counter() - start) / seconds
+    print(f"{name}: {len(others)} requests at once, speed with the mode / without: {ratio:.2f}")
     llm.close()
