@@ -91,17 +91,19 @@ def _check_attention(checks: Checks) -> None:
 
             def prefilled(first: int, last: int) -> Tensor:
                 rows, lens = torch.zeros(1, dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
-                context = PagedContext(*cache, tables, rows.to(device), lens.to(device))  # noqa: B023
+                context = PagedContext(cache[0], cache[1], tables, rows.to(device), lens.to(device))  # noqa: B023
                 starts = torch.tensor([0, last - first], dtype=torch.int32, device=device)
                 return deterministic.paged_attention_prefill(query[first:last], starts, context, args)  # noqa: B023
 
             whole = prefilled(0, length)
             lens = torch.randint(1, length + 1, (MOST,), device=device).int()
             newest, rows = query[lens.long() - 1], torch.zeros(MOST, dtype=torch.int32, device=device)
-            decoded = deterministic.paged_attention_decode(newest, PagedContext(*cache, tables, rows, lens), args)
+            decoded = deterministic.paged_attention_decode(
+                newest, PagedContext(cache[0], cache[1], tables, rows, lens), args
+            )
             wrong = int((decoded != whole[lens.long() - 1]).flatten(1).any(1).sum())
             for i in range(0, MOST, 11):
-                context = PagedContext(*cache, tables, rows[:1], lens[i : i + 1])
+                context = PagedContext(cache[0], cache[1], tables, rows[:1], lens[i : i + 1])
                 alone = deterministic.paged_attention_decode(newest[i : i + 1].clone(), context, args)
                 wrong += not torch.equal(alone[0], decoded[i])
             cuts = [0, *sorted(random.Random(3).sample(range(1, length), 12)), length]
@@ -115,8 +117,10 @@ def _check_experts(checks: Checks) -> None:
     x, router = checks.random(MOST, hidden, dtype=BF16), checks.random(count, hidden, dtype=BF16)
     norm, rule = checks.random(hidden, dtype=BF16), Router(8, renormalise=True)
     shapes = ((2 * inner, hidden), (hidden, inner))
-    floats = Experts(*(checks.random(count, n, k, dtype=BF16) / k**0.5 for n, k in shapes))
-    codes = Experts(*(QuantizedWeight.stack([_codes(checks, "int4", n, k) for _ in range(count)]) for n, k in shapes))
+    gate_up, down = (checks.random(count, n, k, dtype=BF16) / k**0.5 for n, k in shapes)
+    floats = Experts(gate_up, down)
+    first, second = (QuantizedWeight.stack([_codes(checks, "int4", n, k) for _ in range(count)]) for n, k in shapes)
+    codes = Experts(first, second)
     for name, stack in (("float", floats), ("int4", codes)):
 
         def routed(at: slice) -> Sequence[Tensor]:

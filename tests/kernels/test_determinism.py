@@ -176,7 +176,9 @@ def test_attention(dtype: torch.dtype, head_dim: int, name: str) -> None:
         own_cache = cache.clone()
         for position in range(last, blocks * size):  # nothing later than the last query is written
             own_cache[:, tables[0, position // size], :, position % size] = torch.nan
-        context = PagedContext(*own_cache, tables, torch.zeros(1, dtype=torch.int32), torch.tensor([last]).int())
+        context = PagedContext(
+            own_cache[0], own_cache[1], tables, torch.zeros(1, dtype=torch.int32), torch.tensor([last]).int()
+        )
         starts = torch.tensor([0, last - first], dtype=torch.int32)
         return kernels.paged_attention_prefill(own(query, slice(first, last)), starts, context, args)
 
@@ -187,7 +189,7 @@ def test_attention(dtype: torch.dtype, head_dim: int, name: str) -> None:
     lens = torch.tensor([length, 650, 570, 99, 700], dtype=torch.int32)
     newest = torch.randn(5, 8, head_dim).to(dtype)
     newest[0], newest[3] = query[length - 1], query[98]
-    context = PagedContext(*cache, tables, rows, lens)
+    context = PagedContext(cache[0], cache[1], tables, rows, lens)
     decoded = kernels.paged_attention_decode(newest, context, args)
     assert torch.equal(decoded[0], whole[-1])
     assert torch.equal(decoded[3], whole[98])

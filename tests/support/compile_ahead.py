@@ -222,7 +222,7 @@ def deterministic(dtype: torch.dtype) -> None:
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
     for window in (0, 100):
         args = kernels.AttentionArgs(0.1, window=window)
-        forms.paged_attention_decode(query, kernels.PagedContext(*cache, tables, rows, rows), args)
+        forms.paged_attention_decode(query, kernels.PagedContext(cache[0], cache[1], tables, rows, rows), args)
     if dtype == BF16:
         stack = kernels.Experts(tensor(8, 512, 1024), tensor(8, 1024, 256))
         forms.experts(x, tensor(9, 2, dtype=I32), tensor(9, 2, dtype=F32), stack)

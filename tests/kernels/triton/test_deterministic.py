@@ -93,18 +93,18 @@ def test_attention(name: str) -> None:
     query, rows = torch.randn(length, 8, 16), torch.zeros(1, dtype=torch.int32)
 
     def prefilled(first: int, last: int) -> Tensor:
-        context = PagedContext(*cache, tables, rows, torch.tensor([last], dtype=torch.int32))
+        context = PagedContext(cache[0], cache[1], tables, rows, torch.tensor([last], dtype=torch.int32))
         starts = torch.tensor([0, last - first], dtype=torch.int32)
         return deterministic.paged_attention_prefill(query[first:last].clone(), starts, context, args)
 
     whole = prefilled(0, length)
-    context = PagedContext(*cache, tables, rows, torch.tensor([length], dtype=torch.int32))
+    context = PagedContext(cache[0], cache[1], tables, rows, torch.tensor([length], dtype=torch.int32))
     want = reference.paged_attention_prefill(query, torch.tensor([0, length], dtype=torch.int32), context, args)
     torch.testing.assert_close(whole, want, atol=1e-4, rtol=1e-4)
     for first, last in [(0, 1), (0, 65), (33, 90), (149, 150)]:
         assert torch.equal(prefilled(first, last), whole[first:last]), (first, last)
     lens = torch.tensor([150, 0, 47, 3], dtype=torch.int32)
-    context = PagedContext(*cache, tables, torch.zeros(4, dtype=torch.int32), lens)
+    context = PagedContext(cache[0], cache[1], tables, torch.zeros(4, dtype=torch.int32), lens)
     newest = torch.stack([query[max(n - 1, 0)] for n in lens.tolist()])
     got = deterministic.paged_attention_decode(newest, context, args)
     assert torch.equal(got[1], torch.zeros(8, 16))
