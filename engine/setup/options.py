@@ -16,8 +16,7 @@ from engine.worker.options import AdapterOptions, RunnerOptions
 
 HOST_FRACTION = 0.0  # of the free host memory, for what a GPU's KV cache evicts, by default
 STEP_DRAFTS = 64  # of all requests in a step
-# See `RunnerOptions.splits_drafts`. False until `python -m tests.gpu drafts` has passed on a GPU.
-SPLIT_DRAFTS = False
+SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
 DTYPES = {
