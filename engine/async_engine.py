@@ -236,7 +236,8 @@ class AsyncEngine:
         return self._availability.weights_version
 
     async def update_weights(self, path: str, *, abort: bool = False) -> None:
-        """Replace the weights by those in another folder, see `Engine.update_weights`. New requests are refused.
+        """Replace the weights by those in another folder, or if it has no config.json, some tensors by those in it; see
+        `Engine.update_weights`. New requests are refused.
 
         Waits for the running requests, or ends them with `abort`. Raises `EngineError`: all weights are those of before
         then.

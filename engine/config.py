@@ -42,6 +42,11 @@ class EngineConfig:
         "auto, safetensors: load the checkpoint; dummy: use random weights, for benchmarks",
         choices=("auto", "safetensors", "dummy"),
     )
+    weight_overlays: tuple[str, ...] = flag(
+        (),
+        "folders of safetensors files, without config.json, whose tensors replace the model's, the last one first",
+        metavar="FOLDER",
+    )
     served_model_name: tuple[str, ...] = flag(
         (), "names under which the API serves the model", metavar="NAME", common=True
     )

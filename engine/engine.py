@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from engine.processing.input_processor import load_tokenizer
 from engine.setup.drafter import with_drafter
 from engine.setup.options import device_of, drafts_of, quantization_in_memory, runner_options
 from engine.setup.speculative import SpeculativeConfig
+from engine.setup.weight_source import WeightSource
 from engine.stats import ExpertTokens
 from engine.stepping.adapted import AdaptedRequests
 from engine.stepping.engine_runner import BuildRunner, EngineRunner, RunnerBuilder
@@ -107,7 +108,7 @@ class Engine:
         self._intake = Intake(self._adapted, self._guided, self._recovery, self.scheduler)
         self._in_doubt = False  # a step failed midway: the content of the KV cache is unknown
         self._open_store = partial(_opened_store, config, options)
-        self._store = self._open_store(folder, self.runner, self.scheduler)
+        self._store = self._open_store(builder, self.runner, self.scheduler)
         self._debug_checks = config.debug_checks
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._seeds = random.Random(config.seed)
@@ -284,26 +285,36 @@ class Engine:
         """
         if self.is_sleeping:
             self._runner.wake_up()
-            self._store = self._open_store(self._builder.folder, self.runner, self.scheduler)
+            self._store = self._open_store(self._builder, self.runner, self.scheduler)
 
-    def update_weights(self, path: str) -> None:
-        """Replace the weights by those of another folder, in the same format. The prefix cache is emptied.
+    def update_weights(self, path: str, overlays: Sequence[str] = ()) -> None:
+        """Replace the weights by those of another folder, in the same format, and some tensors by those of `overlays`,
+        see `WeightSource`. The prefix cache is emptied.
 
         Raises `EngineError` while a request is unfinished or the engine sleeps, and if the folder cannot be used: the
         weights are those of before then.
         """
         if self.is_sleeping:
             raise EngineError("the engine is asleep: wake it up first")
-        folder, before = Path(path).expanduser().absolute(), self._builder.folder
+        builder, folder = self._builder, Path(path).expanduser().absolute()
+        before = builder.folder, builder.overlays
         self._check_weights(folder)
         self.sleep(level=2)
-        self._builder.folder = folder
+        builder.folder, builder.overlays = folder, tuple(overlays)
+        self.scheduler.blocks.weights_replaced(1)
         try:
             self.wake_up()
         except (ModelError, EngineError) as error:
-            self._builder.folder = before
+            builder.folder, builder.overlays = before
+            self.scheduler.blocks.weights_replaced(-1)
             self.wake_up()
-            raise EngineError(f"the weights in {folder} cannot be used, those of before stay: {error}") from None
+            source = overlays[-1] if overlays else folder
+            raise EngineError(f"the weights in {source} cannot be used, those of before stay: {error}") from None
+
+    @property
+    def weights(self) -> WeightSource:
+        """The source of the weights."""
+        return WeightSource(str(self._builder.folder), self._builder.overlays)
 
     def _check_weights(self, folder: Path) -> None:
         """Raise `EngineError` unless the folder has weights of this model."""
@@ -351,11 +362,12 @@ def _new_scheduler(
 
 
 def _opened_store(
-    config: EngineConfig, options: RunnerOptions, folder: Path, runner: Runner, scheduler: Scheduler
+    config: EngineConfig, options: RunnerOptions, builder: RunnerBuilder, runner: Runner, scheduler: Scheduler
 ) -> Store | None:
     if config.prefix_cache_file is None:
         return None
-    return open_store(config, folder, options, runner.open_block_file, scheduler.blocks)
+    options = replace(options, weight_overlays=builder.overlays)
+    return open_store(config, builder.folder, options, runner.open_block_file, scheduler.blocks)
 
 
 def _log_corrupted(outputs: StepOutputs) -> None:

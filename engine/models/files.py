@@ -87,8 +87,15 @@ def fingerprint(folder: Path) -> str:
     digest = sha256(read_file(folder / "config.json", folder, MAX_JSON_BYTES))
     if (tensors := folder / "gguf.json").is_file():  # names a GGUF file and its version
         digest.update(read_file(tensors, folder, MAX_JSON_BYTES))
-    for path in sorted((*folder.glob(WEIGHT_FILES), *folder.glob(PICKLED))):
-        blob, found = path.resolve(), path.stat()
-        version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else found.st_mtime_ns
-        digest.update(json.dumps([path.name, found.st_size, version]).encode())
+    digest.update(weights_fingerprint(folder).encode())
     return digest.hexdigest()
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Return a hash of the weight files alone, see `fingerprint`."""
+    found = []
+    for path in sorted((*folder.glob(WEIGHT_FILES), *folder.glob(PICKLED))):
+        blob, status = path.resolve(), path.stat()
+        version = blob.name if path.is_symlink() and blob.parent.name == "blobs" else status.st_mtime_ns
+        found.append([path.name, status.st_size, version])
+    return sha256(json.dumps(found).encode()).hexdigest()

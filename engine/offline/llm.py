@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.engine_request import Adapter, EngineRequest
@@ -48,6 +51,7 @@ from engine.processing.output_collector import (
     with_samples,
 )
 from engine.processing.prompts import Prompt, as_list, read_prompt
+from engine.setup.weight_source import write_tensors
 from engine.text.chat_renderer import ChatRenderer
 from engine.text.chat_templates import choose_renderer
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -82,6 +86,7 @@ class LLM:
         self._input_processor = processor.with_context(self._engine.runner.max_model_len)
         self._ids = itertools.count()
         self._runner = JobRunner(self._engine)
+        self._tensor_folders: list[TemporaryDirectory[str]] = []  # of `update_weights`
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def generate(
@@ -171,11 +176,31 @@ class LLM:
         """End `sleep`. Raises `EngineError` if memory is too low by now; the model is still asleep then."""
         self._engine.wake_up()
 
-    def update_weights(self, path: str) -> None:
-        """Replace the weights by those in another folder of the same model. Raises `EngineError` if they do not fit:
-        those of before stay.
+    def update_weights(self, weights: str | Mapping[str, Tensor]) -> None:
+        """Replace the weights by those in another folder of the same model; or some tensors: those in a folder without
+        config.json, or these ones, by the checkpoint's names.
+
+        Raises `EngineError` if they do not fit: those of before stay. Tensors are copied to shared memory, and stay
+        there until all of them are replaced, or `close`.
         """
-        self._engine.update_weights(path)
+        path = weights if isinstance(weights, str) else self._written(weights)
+        try:
+            source = self._engine.weights.after(path)
+            self._engine.update_weights(source.folder, source.overlays)
+        finally:
+            self._remove_unused()
+
+    def _written(self, tensors: Mapping[str, Tensor]) -> str:
+        folder = write_tensors(tensors)
+        self._tensor_folders.append(folder)
+        return folder.name
+
+    def _remove_unused(self) -> None:
+        used = self._engine.weights.overlays
+        for folder in self._tensor_folders:
+            if folder.name not in used:
+                folder.cleanup()
+        self._tensor_folders = [folder for folder in self._tensor_folders if folder.name in used]
 
     def is_sleeping(self) -> bool:
         """Return whether the model sleeps."""
@@ -305,6 +330,8 @@ class LLM:
     def close(self) -> None:
         """Release the device's memory. The LLM cannot be used afterwards."""
         self._runner.close()
+        for folder in self._tensor_folders:
+            folder.cleanup()
 
     def _generate(
         self,

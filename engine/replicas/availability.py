@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from engine.errors import EngineAsleepError
 from engine.replicas.dispatcher import Dispatcher
 from engine.replicas.replica import Replica
+from engine.setup.weight_source import WeightSource
 
 
 class Availability:
@@ -23,6 +24,7 @@ class Availability:
     ) -> None:
         """`check_alive`: raises `EngineDeadError` once the processes are lost for good."""
         self.weights_path, self.weights_version = weights_path, 0  # the version counts replacements
+        self._source: WeightSource | None = None  # of the newest weights; None: they have not been replaced
         self._replicas, self._dispatcher = replicas, dispatcher
         self._check_alive, self._abort_all = check_alive, abort_all
         self._lock, self._refuses, self._is_updating = asyncio.Lock(), False, False
@@ -79,19 +81,23 @@ class Availability:
             try:
                 if abort:
                     self._abort_all()
-                await self._update_replicas(path)
+                if self._source is None:
+                    self._source = await asyncio.to_thread(WeightSource.of, self._replicas[0].config)
+                source = await asyncio.to_thread(self._source.after, path)
+                await self._update_replicas(source, self._source)
+                self._source = source
                 self.weights_path, self.weights_version = path, self.weights_version + 1
             finally:
                 self._refuses = self._is_updating = False
                 for replica in self._replicas:
                     self._dispatcher.started(replica)  # with an empty cache
 
-    async def _update_replicas(self, path: str) -> None:
-        updates = (replica.update_weights(path) for replica in self._replicas)
+    async def _update_replicas(self, source: WeightSource, before: WeightSource) -> None:
+        updates = (replica.update_weights(source) for replica in self._replicas)
         results = await asyncio.gather(*updates, return_exceptions=True)
         errors = [result for result in results if result is not None]
         if not errors:
             return
         done = [replica for replica, result in zip(self._replicas, results, strict=True) if result is None]
-        await asyncio.gather(*(replica.update_weights(self.weights_path) for replica in done), return_exceptions=True)
+        await asyncio.gather(*(replica.update_weights(before) for replica in done), return_exceptions=True)
         raise errors[0]

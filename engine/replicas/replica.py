@@ -20,6 +20,7 @@ from engine.replicas.start_times import expected_seconds
 from engine.replicas.state import STARTING, StateHolder
 from engine.replicas.streams import Stream
 from engine.replicas.supervisor import RestartPolicy, Supervisor
+from engine.setup.weight_source import WeightSource
 from engine.stats import ExpertTokens, StepTokens
 from engine.worker.parallel.cores import num_cores
 
@@ -139,7 +140,7 @@ class Replica:
         while any(not stream.output.finished for stream in self.streams.values()):
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
 
-    async def update_weights(self, path: str) -> None:
+    async def update_weights(self, source: WeightSource) -> None:
         """Replace the weights once the requests have ended, see `Engine.update_weights`. A process that is started
         again loads the new ones, too. Raises `EngineError`.
         """
@@ -147,9 +148,8 @@ class Replica:
         try:
             await self._drained()
             self.states.enter("starting")
-            await self.call("update_weights", path=path)
-            config = self.config
-            self.config = replace(config, model=path, tokenizer=config.tokenizer or config.model)
+            await self.call("update_weights", path=source.folder, overlays=list(source.overlays))
+            self.config = source.applied(self.config)
         finally:
             self._is_draining = False
             if self.states.state.phase in STARTING:

@@ -81,6 +81,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=config.block_size,
         load_format=config.load_format,
+        weight_overlays=config.weight_overlays,
         seed=config.seed,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,

@@ -35,6 +35,7 @@ class RunnerBuilder:
         """Ray, if it starts the ranks, assigns their GPUs now. Raises `EngineError` if it cannot."""
         self._build, self._config, self.progress = build, config, progress
         self.folder = folder  # of the weights: another one may be set between two runners
+        self.overlays = config.weight_overlays  # the same of folders whose tensors replace the model's
         self._lost = lost if config.num_ranks > 1 else None
         self._launcher = self._new_launcher()  # of the next runner
 
@@ -52,6 +53,7 @@ class RunnerBuilder:
         given = {"launcher": launcher, "lost": self._lost}
         given = {name: value for name, value in given.items() if value is not None}
         try:
+            options = replace(options, weight_overlays=self.overlays)
             return self._build(self.folder, spec, options, progress=self.progress, **given)
         except KVCacheTooSmallError as error:
             raise EngineError(str(error)) from None

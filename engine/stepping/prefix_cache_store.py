@@ -17,6 +17,7 @@ from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.block_pool import BlockPool, Name
 from engine.core.kv.saved_blocks import Save, SavedBlocks
 from engine.core.tiers import HostTier
+from engine.models.files import weights_fingerprint
 from engine.version import __version__
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, Found
 from engine.worker.options import RunnerOptions
@@ -308,7 +309,7 @@ def open_store(
 
 def _identity(config: EngineConfig, options: RunnerOptions) -> dict[str, str]:
     """Return the settings that blocks depend on."""
-    return {
+    identity = {
         "hf_overrides": sha256(json.dumps(config.hf_overrides, sort_keys=True).encode()).hexdigest(),
         "seed": str(config.seed) if config.load_format == "dummy" or config.calculate_kv_scales else "",
         "dtype": f"{options.dtype}, {options.kv_dtype}, scales calculated: {options.calculate_kv_scales}",
@@ -318,3 +319,7 @@ def _identity(config: EngineConfig, options: RunnerOptions) -> dict[str, str]:
         "kind of device": options.device.torch_device.type,
         "version of Quire": __version__,
     }
+    if options.weight_overlays:
+        overlays = [weights_fingerprint(Path(each)) for each in options.weight_overlays]
+        identity["weight overlays"] = sha256(json.dumps(overlays).encode()).hexdigest()
+    return identity

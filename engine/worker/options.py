@@ -38,6 +38,7 @@ class RunnerOptions:
     max_num_batched_tokens: int
     block_size: int = 16
     load_format: str = "auto"
+    weight_overlays: tuple[str, ...] = ()  # folders whose tensors replace the model's, the last one first
     seed: int = 0
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None

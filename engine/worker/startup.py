@@ -91,7 +91,8 @@ def build_runner(
         if mapped is not None:
             assert isinstance(options.device, CudaDevice)
             options = replace(options, device=replace(options.device, graph_pool=mapped.graph_pool))
-        checkpoint = open_checkpoint(folder, options.load_format, options.seed, spec.quantization)
+        overlays = [Path(each) for each in options.weight_overlays]
+        checkpoint = open_checkpoint(folder, options.load_format, options.seed, spec.quantization, overlays)
         if isinstance(checkpoint, GGUFCheckpoint):
             checkpoint.log_decoding(options.dtype)
         rows, length = own_rows(spec.vision, options.max_num_batched_tokens), options.max_model_len

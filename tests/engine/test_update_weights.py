@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file, save, save_file
 
 from engine import LLM, AsyncEngine, EngineConfig, EngineError, EngineRequest, SamplingParams
+from engine.models.errors import ModelError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = ["weights of the next step " * 3, "another"]
@@ -107,3 +109,78 @@ def test_a_served_model_keeps_new_weights_when_its_process_is_lost(tiny_model: P
             engine.close()
 
     asyncio.run(test())
+
+
+def some(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names have this part."""
+    return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if part in name}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantization": "int8"}, {"tensor_parallel_size": 2}], ids=["plain", "int8", "two ranks"]
+)
+def test_named_tensors_replace_those_of_the_model(
+    tiny_model: Path, other: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """In memory or in a folder: answers are those of an engine that starts with these weights."""
+    mlp, attention = some(other, "mlp"), some(other, "self_attn")
+    folders = [tmp_path / name for name in ("mlp", "attention")]
+    for folder, tensors in zip(folders, (mlp, attention), strict=True):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+    fresh = LLM(model=str(tiny_model), weight_overlays=tuple(map(str, folders)), **SETTINGS, **settings)
+    expected = answers(fresh)
+    fresh.close()
+    llm = LLM(model=str(tiny_model), **SETTINGS, **settings)
+    before = answers(llm)
+    llm.update_weights(mlp)
+    assert answers(llm) != before
+    llm.update_weights(str(folders[1]))
+    assert answers(llm) == expected != before
+    assert llm._engine.weights.overlays[1:] == (str(folders[1]),)
+    llm.update_weights({name: tensor + 1 for name, tensor in mlp.items()})
+    (written,) = llm._tensor_folders
+    llm.update_weights(mlp)
+    assert not Path(written.name).exists(), "all of its tensors were replaced"
+    assert len(llm._engine.weights.overlays) == 2
+    assert answers(llm) == expected
+    llm.update_weights(str(tiny_model))
+    assert answers(llm) == before
+    assert llm._tensor_folders == []
+    llm.close()
+
+
+def test_tensors_that_cannot_be_used(tiny_model: Path, other: Path, tmp_path: Path) -> None:
+    llm = LLM(model=str(tiny_model), **SETTINGS)
+    before = answers(llm)
+    name, tensor = next(iter(some(other, "mlp.down_proj").items()))
+    for wrong, message in (
+        ({"x": tensor}, "the model has no tensor 'x'"),
+        ({name: tensor[1:]}, "must have the shape"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            llm.update_weights(wrong)
+        assert answers(llm) == before
+    assert llm._tensor_folders == []
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(EngineError, match=r"holds no \.safetensors weights"):
+        llm.update_weights(str(empty))
+    llm.close()
+    (empty / "model.safetensors").write_bytes(save({"x": tensor}))
+    with pytest.raises(ModelError, match="the model has no tensor"):
+        LLM(model=str(tiny_model), weight_overlays=(str(empty),), **SETTINGS)
+
+
+def test_a_version_is_part_of_names(tiny_model: Path, other: Path) -> None:
+    llm = LLM(model=str(tiny_model), **SETTINGS)
+    found = []
+    for update in (None, some(other, "mlp"), str(tiny_model)):
+        if update is not None:
+            llm.update_weights(update)
+        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        found.append({name for _, name in llm._engine.scheduler.blocks.pools.pools[0].published()})
+    assert all(found)
+    assert not found[0] & found[1]
+    assert not (found[0] | found[1]) & found[2]
+    llm.close()

@@ -120,6 +120,10 @@ class BlockManager:
         """See `PrefixMatcher.match`."""
         return self._prefixes.match(request)
 
+    def weights_replaced(self, change: int) -> None:
+        """Count how often weights were replaced: that is part of the names of blocks. The cache is empty."""
+        self._prefixes.weights_version += change
+
     def awaits_state(self, request: Request, num_matched: int) -> bool:
         """See `PrefixMatcher.awaits_state`."""
         return self._prefixes.awaits_state(request, num_matched)

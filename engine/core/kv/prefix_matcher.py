@@ -20,7 +20,8 @@ class PrefixMatcher:
     """Names blocks by their content, and finds them in the prefix cache.
 
     The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the chain starts at
-    `sha256(salt)`, or with a LoRA adapter at a hash of that and the adapter's version. Name ids are the token ids,
+    `sha256(salt)`, or with a LoRA adapter at a hash of that and the adapter's version; once weights were replaced, at a
+    hash of that and their version. Name ids are the token ids,
     except for placeholders (`Request.name_ids`). So a name stands for a whole prefix, equal prefixes have equal names,
     and a chain survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal
     content: no one can construct two prefixes with the same name, as would be possible with Python's `hash()` of token
@@ -38,6 +39,7 @@ class PrefixMatcher:
     ) -> None:
         """`caches`: there is a prefix cache."""
         self._caches = caches
+        self.weights_version = 0  # how often weights were replaced
         self.history = PrefixHistory(block_size)
         self._groups, self._pools, self._states, self._tier, self._size = groups, pools, states, tier, block_size
         self._passing = [(index, group) for index, group in enumerate(groups) if group.passes]
@@ -146,7 +148,12 @@ class PrefixMatcher:
         start = len(hashes)
         end = min(max(count, start + HASHED_AT_ONCE), len(request.token_ids) // size)
         data, width = pack(f"<{(end - start) * size}q", *request.name_ids(start * size, end * size)), 8 * size
-        name = hashes[-1] if hashes else salt_hash(request)
+        name = hashes[-1] if hashes else self._first_name(request)
         for at in range(0, len(data), width):
             name = sha256(name + data[at : at + width]).digest()
             hashes.append(name)
+
+    def _first_name(self, request: Request) -> bytes:
+        """Return the hash that precedes the request's first block."""
+        name = salt_hash(request)
+        return sha256(name + pack("<q", self.weights_version)).digest() if self.weights_version else name

@@ -1,0 +1,70 @@
+"""The source of a model's weights: its folder, and folders whose tensors replace some of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.models.checkpoints import SafetensorsFolder
+from engine.models.errors import ModelError
+from engine.models.hub import resolve_model
+
+SHARED_MEMORY = Path("/dev/shm")  # Linux: files in memory, which all processes share
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The model's folder, and folders of safetensors files: a tensor is that of the last folder that has it."""
+
+    folder: str
+    overlays: tuple[str, ...] = ()
+
+    def after(self, path: str) -> WeightSource:
+        """Return the source after an update from `path`: a model's folder, or one that has only tensors.
+
+        Folders of which every tensor is replaced are left out. Raises `EngineError` for a folder that cannot be read.
+        """
+        folder = Path(path).expanduser().absolute()
+        if not folder.is_dir():
+            raise EngineError(f"there is no folder {folder}")
+        if (folder / "config.json").is_file():
+            return WeightSource(str(folder))
+        names = _names(folder)
+        kept = [each for each in self.overlays if each != str(folder) and not _names(Path(each)) <= names]
+        return WeightSource(self.folder, (*kept, str(folder)))
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> WeightSource:
+        """Return the source from which an engine starts. Its model is on this machine already."""
+        folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+        return cls(str(folder), config.weight_overlays)
+
+    def applied(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration of an engine that starts with these weights."""
+        tokenizer = config.tokenizer or config.model
+        return replace(config, model=self.folder, tokenizer=tokenizer, weight_overlays=self.overlays)
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(SafetensorsFolder(folder).tensors())
+    except ModelError as error:
+        raise EngineError(str(error)) from None
+
+
+def write_tensors(tensors: Mapping[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
+    """Write tensors, by the checkpoint's names, to a new folder in shared memory. It exists until its `cleanup`."""
+    in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    folder = tempfile.TemporaryDirectory(prefix="quire-weights-", dir=in_memory)
+    # Tensors that share memory, such as tied ones, would be refused.
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(copies, Path(folder.name, "model.safetensors"))
+    return folder
