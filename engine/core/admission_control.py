@@ -66,6 +66,8 @@ class AdmissionControl:
         if len(request.token_ids) < request.num_tokens:  # just preempted: a token of it is in flight
             return None
         if self._blocks.awaits_load(request, self._num_spare(request)):
+            if request.load is None and not self._blocks.has_loads:  # there are too few blocks for a load
+                self._refuse(request)
             return None
         prefix = self._cached(request)
         num_blocks = len(prefix[0]) if prefix else 0

@@ -198,14 +198,15 @@ class HostTier:
         """Return whether a load of these blocks must wait: for loads of the same ones, or since there are too many."""
         return len(self._loads) >= MAX_LOADS or any(name in self._loading for name in names)
 
-    def begin(self, tables: list[list[int]], names: list[Name], num_spare: int) -> HostLoad:
+    def begin(self, tables: list[list[int]], names: list[Name], num_spare: int) -> HostLoad | None:
         """Begin to load the blocks that are `IN_HOST` in `tables`, the first entries of each group's block table. Their
-        `names` are in the same order. Returns `NOTHING_TO_LOAD` unless `num_spare` blocks of each group remain free.
+        `names` are in the same order. Returns None unless `num_spare` blocks of each group remain free: wait until
+        some are released; or `NOTHING_TO_LOAD` if all are free already.
         """
         counts = [table.count(IN_HOST) for table in tables]
         held = [[block_id for block_id in held_ids(table) if block_id != IN_HOST] for table in tables]
         if not self._pools.has_room(counts, held, num_spare):
-            return NOTHING_TO_LOAD
+            return None if self._pools.num_free < sum(self._pools.num_blocks) else NOTHING_TO_LOAD
         for group, block_ids in enumerate(held):
             self._pools.of_group[group].hold(block_ids)
         slots = [self._pinned(name) for name in names]  # before blocks are evicted

@@ -186,6 +186,19 @@ def test_states_of_recurrent_layers(tmp_path: Path, ranks: dict[str, int]) -> No
     engine.close()
 
 
+def test_a_full_cache_waits_for_room_instead_of_computing(tiny_model: Path) -> None:
+    """Conversations at once, of which a third fits: nearly all of their contexts come back."""
+    engine = start(tiny_model, num_gpu_blocks_override=30, kv_offloading_size=8 * MIB)
+    prompts = [[(5 * i * i + 3 * n) % 250 for i in range(64)] for n in range(9)]
+    greedy_beside(engine, prompts)
+    assert engine.stats().external_hits == 0
+    greedy_beside(engine, [[*prompt, 1, 2, 3] for prompt in prompts])
+    stats = engine.stats()
+    assert stats.external_hits >= 0.8 * 64 * len(prompts)
+    assert stats.prefix_hits >= 0.95 * 64 * len(prompts)
+    engine.close()
+
+
 def test_sleep_empties_it(tiny_model: Path, expected: list[list[int]]) -> None:
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=8 * MIB)
     for level in (1, 2):

@@ -132,9 +132,14 @@ class BlockManager:
         """See `PrefixMatcher.explain_miss`."""
         return self._prefixes.explain_miss(request, num_matched)
 
+    @property
+    def has_loads(self) -> bool:
+        """True while blocks are on their way to the device."""
+        return self.tier is not None and self.tier.has_loads
+
     def awaits_load(self, request: Request, num_spare: int) -> bool:
         """Return whether a waiting request should wait for blocks of its prefix, which come from host memory. Begins to
-        load them, once for each time that the request starts, if `num_spare` blocks of each group remain free.
+        load them, once for each time that the request starts, as soon as `num_spare` blocks of each group remain free.
         """
         tier = self.tier
         if tier is None or not request.reads_cache:
@@ -146,9 +151,13 @@ class BlockManager:
             at = [(g, i) for g, table in enumerate(tables) for i, block_id in enumerate(table) if block_id == IN_HOST]
             names = [(g, self._prefixes.hash(request, i)) for g, i in at]
             if names and num_tokens >= tiers.MIN_LOADED_TOKENS:
-                if tier.must_wait(names):
+                rest = 0  # blocks that it needs once it starts
+                if not self._passing:
+                    rest = -(-request.num_tokens // self.block_size) - len(tables[0])
+                load = None if tier.must_wait(names) else tier.begin(tables, names, num_spare + rest)
+                if load is None:
                     return True
-                request.load = tier.begin(tables, names, num_spare)
+                request.load = load
             else:
                 request.load = NOTHING_TO_LOAD
             if not request.scheduled_time:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,8 @@ CHUNK_BYTES = 256 << 20  # of host memory allocated at a time
 CHUNKS_AHEAD = 4  # chunks that are ready before they are needed
 STAGING_BYTES = 32 << 20  # of device memory, where blocks are packed before they cross the bus and after
 NUM_STAGES = 4  # such pieces of memory for either way
+MAX_IDS = 1024  # blocks copied by one kernel
+NUM_IDS = 256  # such lists of blocks on their way
 
 
 class HostChunks:
@@ -86,7 +89,7 @@ class Staging:
 
     def rows(self, block_bytes: int) -> int:
         """Return how many blocks fit in a stage."""
-        return self._memory.shape[1] // block_bytes
+        return min(self._memory.shape[1] // block_bytes, MAX_IDS)
 
     def take(self, block_bytes: int, count: int) -> tuple[int, Tensor, Event | None]:
         """Return a stage: its number, its first rows, and what its last user waits for."""
@@ -96,6 +99,29 @@ class Staging:
     def give_back(self, number: int, event: Event) -> None:
         """The stage is free after the event."""
         self._busy.append((number, event))
+
+
+class IdRing:
+    """Memory for block ids on their way to the device, in one of its queues. No memory is allocated while steps run: to
+    lock memory makes a GPU's queues wait for each other.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._host = device.pinned(NUM_IDS, MAX_IDS, dtype=torch.int64)
+        self._on_device = torch.empty(NUM_IDS, MAX_IDS, dtype=torch.int64, device=device.torch_device)
+        self._events: deque[tuple[int, Event | None]] = deque((i, None) for i in range(NUM_IDS))
+
+    def upload(self, block_ids: Sequence[int]) -> Tensor:
+        """Return up to `MAX_IDS` ids [N] int64, valid for what is queued before `NUM_IDS` more calls, in one queue."""
+        number, event = self._events.popleft()
+        if event is not None:
+            event.synchronize()  # the copy of long ago
+        host, ids = self._host[number, : len(block_ids)], self._on_device[number, : len(block_ids)]
+        host.copy_(torch.tensor(block_ids, dtype=torch.int64))
+        ids.copy_(host, non_blocking=True)
+        self._events.append((number, self._device.record_event()))
+        return ids
 
 
 class HostBlocks:
@@ -113,6 +139,7 @@ class HostBlocks:
         self._num_slots: Sequence[int] = [0] * len(block_bytes)
         self._parts: list[kernels.BlockParts | None] = []
         self._staging = self._new_staging()
+        self._spill_ids, self._load_ids = IdRing(device), IdRing(device)
         self._spill_queue, self._load_queue = device.side_queue(), device.side_queue()
         self._last_spill: Event | None = None
         self._loads: dict[int, Event] = {}  # that have not `arrived`
@@ -138,8 +165,8 @@ class HostBlocks:
         for pool, place in enumerate(self._parts):
             if place is not None:
                 number, packed, _ = self._staging[0].take(self._block_bytes[pool], 1)
-                kernels.gather_blocks(packed, place, self._ids([0]))
-                kernels.scatter_blocks(packed, place, self._ids([0]))
+                kernels.gather_blocks(packed, place, self._spill_ids.upload([0]))
+                kernels.scatter_blocks(packed, place, self._spill_ids.upload([0]))
                 self._staging[0].give_back(number, self._device.record_event())
 
     def detach(self) -> None:
@@ -166,6 +193,7 @@ class HostBlocks:
             spills = [(block_id, slot) for of_pool, block_id, slot in moves.spills if of_pool == pool]
             if place is not None and spills:
                 self._chunks[pool].use(max(slot for _, slot in spills))
+                spills.sort(key=itemgetter(1))  # slots that follow each other are one copy; equal ones keep their order
                 for part in _batched(spills, self._staging[0].rows(self._block_bytes[pool])):
                     self._spill(pool, place, *zip(*part, strict=True))
         if moves.loads:
@@ -179,7 +207,7 @@ class HostBlocks:
         number, packed, event = self._staging[0].take(self._block_bytes[pool], len(slots))
         if event is not None:
             self._device.wait(event)
-        kernels.gather_blocks(packed, place, self._ids(block_ids))
+        kernels.gather_blocks(packed, place, self._spill_ids.upload(block_ids))
         self._spill_queue.wait(self._device.record_event())
         with self._spill_queue:
             for start, rows in self._chunks[pool].runs(slots):
@@ -190,7 +218,7 @@ class HostBlocks:
     def _load(self, load: BlockLoad) -> None:
         with self._load_queue:
             for pool, place in enumerate(self._parts):
-                copies = [(slot, block_id) for of_pool, slot, block_id in load.copies if of_pool == pool]
+                copies = sorted((slot, block_id) for of_pool, slot, block_id in load.copies if of_pool == pool)
                 if place is None:
                     continue
                 for part in _batched(copies, self._staging[1].rows(self._block_bytes[pool])):
@@ -198,13 +226,10 @@ class HostBlocks:
                     number, packed, _ = self._staging[1].take(self._block_bytes[pool], len(slots))  # in queue order
                     for start, rows in self._chunks[pool].runs(slots):
                         packed[start : start + len(rows)].copy_(rows, non_blocking=True)
-                    kernels.scatter_blocks(packed, place, self._ids(block_ids))
+                    kernels.scatter_blocks(packed, place, self._load_ids.upload(block_ids))
                     self._staging[1].give_back(number, self._device.record_event())
             self._loads[load.number] = self._device.record_event()
         self._unreported.append(load.number)
-
-    def _ids(self, block_ids: Sequence[int]) -> Tensor:
-        return self._device.upload(torch.tensor(block_ids, dtype=torch.int64))
 
     def rows(self, pool: int, slots: Iterable[int]) -> list[Tensor]:
         """Return the memory of these slots, which holds all spills once `last_spill` is done."""
