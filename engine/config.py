@@ -245,6 +245,11 @@ class EngineConfig:
         "with LoRA: adapters kept in host memory; the least recently used ones are dropped (default: 4 × max_loras)",
         at_least=1,
     )
+    enable_sleep_mode: bool = flag(
+        False,
+        "on a GPU: let weights, KV cache and CUDA graphs keep their addresses during sleep, so that waking up takes a "
+        "fraction of a second; on by itself for several models",
+    )
     compress_experts: bool = flag(
         False,
         "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
@@ -274,6 +279,8 @@ class EngineConfig:
         self._check_media()
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if self.enable_sleep_mode and self.num_ranks > 1:
+            raise ConfigError("enable_sleep_mode needs a model on one device: leave it out, and use level 2 of sleep")
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_file needs enable_prefix_caching")
         if self.distributed_executor_backend == "ray":

@@ -100,6 +100,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,
         whole_prompts=spec.is_encoder,
+        sleeps_fast=config.enable_sleep_mode,
         host_cache_bytes=0 if spec.is_encoder else _host_cache_bytes(config, device),
     )
 

@@ -55,6 +55,7 @@ class RunnerOptions:
     max_step_drafts: int = 0  # of all requests in a step
     max_request_drafts: int = 0  # of a request in a step
     whole_prompts: bool = False  # a step has all of a prompt, or none: of encoders
+    sleeps_fast: bool = False  # weights, KV cache and CUDA graphs keep their addresses during sleep, on a GPU
     host_cache_bytes: int = 0  # of host memory, for what this rank's KV cache evicts
     drafter: DraftSpec | None = None  # that runs on the device; None: there is none
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.

@@ -46,7 +46,6 @@ from engine.worker.proposers.loading import load_proposer
 
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
-MAPS_MEMORY = False  # on GPUs without other ranks: sleep keeps addresses, and so CUDA graphs
 MOST_MEASURED = 2 * MAX_DRAFTED_SEQS  # tokens of a step with drafts
 
 
@@ -160,7 +159,7 @@ def prepare_steps(runner: ModelRunner, progress: Progress) -> None:
 
 def _mapped(options: RunnerOptions) -> MappedMemory | None:
     """Return memory for what an engine gives back while it sleeps; None: everything is allocated again then."""
-    return mapped_memory(options.device) if MAPS_MEMORY and isinstance(options.device, CudaDevice) else None
+    return mapped_memory(options.device) if options.sleeps_fast and isinstance(options.device, CudaDevice) else None
 
 
 def _compile_processes(options: RunnerOptions) -> AbstractContextManager[Any]:

@@ -366,6 +366,7 @@ def configs_of(config: EngineConfig, settings: ServerConfig, others: Sequence[st
     if settings.sleep_level == 1 and config.num_ranks > 1:
         raise ConfigError("sleep_level 1 needs models on one device: use 2")
     file = config.prefix_cache_file
+    config = replace(config, enable_sleep_mode=config.num_ranks == 1)
     return [
         replace(
             config, model=model, served_model_name=(name,), prefix_cache_file=file if file is None else f"{file}.{i}"

@@ -6,13 +6,11 @@ import importlib.util
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
-from engine.worker import startup
 from tests.gpu.checks import Checks
 from tests.oracles.families import VOCAB, make_checkpoint
 
@@ -31,11 +29,11 @@ def check_sleep_texts(checks: Checks) -> None:
     for name in FAMILIES:
         if not checks.wants(f"sleep: {name}"):
             continue
-        with tempfile.TemporaryDirectory() as folder, patch.object(startup, "MAPS_MEMORY", True):
+        with tempfile.TemporaryDirectory() as folder:
             make_checkpoint(name, Path(folder))
             llm = LLM(
                 model=folder, device=checks.device, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
-                max_num_seqs=8, num_gpu_blocks_override=100,
+                max_num_seqs=8, num_gpu_blocks_override=100, enable_sleep_mode=True,
             )  # fmt: skip
             expected = _texts(llm, prompts)
             for level in (1, 1, 2, 1):
@@ -59,10 +57,10 @@ def check_sleep_speed(checks: Checks) -> None:
     torch.cuda.init()
     free_before = torch.cuda.mem_get_info()[0]
     prompts = [{"prompt_token_ids": list(range(n, n + 200))} for n in range(8)]
-    with tempfile.TemporaryDirectory() as folder, patch.object(startup, "MAPS_MEMORY", True):
+    with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             model=str(model_folder(SHAPE, Path(folder))), device=checks.device, load_format="dummy",
-            skip_tokenizer_init=True, max_model_len=4096,
+            skip_tokenizer_init=True, max_model_len=4096, enable_sleep_mode=True,
         )  # fmt: skip
         expected = _texts(llm, prompts)
         mapped = llm._engine.runner.mapped  # type: ignore[attr-defined]
