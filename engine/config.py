@@ -42,11 +42,7 @@ class EngineConfig:
         "auto, safetensors: load the checkpoint; dummy: use random weights, for benchmarks",
         choices=("auto", "safetensors", "dummy"),
     )
-    weight_overlays: tuple[str, ...] = flag(
-        (),
-        "folders of safetensors files, without config.json, whose tensors replace the model's, the last one first",
-        metavar="FOLDER",
-    )
+    weight_overlays: tuple[str, ...] = flag((), "folders of tensors that replace the model's", metavar="FOLDER")
     served_model_name: tuple[str, ...] = flag(
         (), "names under which the API serves the model", metavar="NAME", common=True
     )
@@ -83,8 +79,7 @@ class EngineConfig:
     max_model_len: int | None = flag(
         None,
         "maximum number of tokens of prompt and answer together; 32k is 32,000 (default: the model's context length, "
-        "or what "
-        "the KV cache holds)",
+        "or what the KV cache holds)",
         size=True,
         at_least=2,
         common=True,
@@ -114,8 +109,7 @@ class EngineConfig:
     prefix_cache_file_size: int = flag(
         16 << 30,
         "maximum size of the prefix cache file, or of each rank's, in bytes, such as 16GiB, the default; least "
-        "recently used "
-        "blocks are evicted",
+        "recently used blocks are evicted",
         size=True,
         at_least=1,
     )
@@ -230,8 +224,7 @@ class EngineConfig:
     engine_watchdog_timeout: float = flag(
         120.0,
         "seconds without a heartbeat (during start-up: without CPU use) after which the engine process counts as "
-        "hanging; "
-        "0: never",
+        "hanging; 0: never",
         at_least=0,
     )
     enable_lora: bool = flag(False, "serve LoRA adapters of the model beside it", common=True)
@@ -246,21 +239,17 @@ class EngineConfig:
         at_least=1,
     )
     enable_sleep_mode: bool = flag(
-        False,
-        "on a GPU: let weights, KV cache and CUDA graphs keep their addresses during sleep, so that waking up takes a "
-        "fraction of a second; on by itself for several models",
+        False, "on a GPU: keep addresses during sleep, so that waking up is fast; on by itself for several models"
     )
     compress_experts: bool = flag(
         False,
         "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
-        "and faster "
-        "answers, but slower long prompts",
+        "and faster answers, but slower long prompts",
     )
     expert_load_interval: int = flag(
         0,
         "count the tokens of each expert in every N-th step with prompt tokens, for /metrics; 0: never. Decode-only "
-        "steps "
-        "and their CUDA graphs are unaffected",
+        "steps and their CUDA graphs are unaffected",
         metavar="N",
         at_least=0,
     )

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -51,7 +50,7 @@ from engine.processing.output_collector import (
     with_samples,
 )
 from engine.processing.prompts import Prompt, as_list, read_prompt
-from engine.setup.weight_source import write_tensors
+from engine.setup.weight_source import TensorFolders
 from engine.text.chat_renderer import ChatRenderer
 from engine.text.chat_templates import choose_renderer
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -86,7 +85,7 @@ class LLM:
         self._input_processor = processor.with_context(self._engine.runner.max_model_len)
         self._ids = itertools.count()
         self._runner = JobRunner(self._engine)
-        self._tensor_folders: list[TemporaryDirectory[str]] = []  # of `update_weights`
+        self._tensors = TensorFolders()
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def generate(
@@ -183,24 +182,7 @@ class LLM:
         Raises `EngineError` if they do not fit: those of before stay. Tensors are copied to shared memory, and stay
         there until all of them are replaced, or `close`.
         """
-        path = weights if isinstance(weights, str) else self._written(weights)
-        try:
-            source = self._engine.weights.after(path)
-            self._engine.update_weights(source.folder, source.overlays)
-        finally:
-            self._remove_unused()
-
-    def _written(self, tensors: Mapping[str, Tensor]) -> str:
-        folder = write_tensors(tensors)
-        self._tensor_folders.append(folder)
-        return folder.name
-
-    def _remove_unused(self) -> None:
-        used = self._engine.weights.overlays
-        for folder in self._tensor_folders:
-            if folder.name not in used:
-                folder.cleanup()
-        self._tensor_folders = [folder for folder in self._tensor_folders if folder.name in used]
+        self._tensors.update(self._engine, weights)
 
     def is_sleeping(self) -> bool:
         """Return whether the model sleeps."""
@@ -330,8 +312,7 @@ class LLM:
     def close(self) -> None:
         """Release the device's memory. The LLM cannot be used afterwards."""
         self._runner.close()
-        for folder in self._tensor_folders:
-            folder.cleanup()
+        self._tensors.close()
 
     def _generate(
         self,

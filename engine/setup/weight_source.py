@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,6 +59,42 @@ def _names(folder: Path) -> set[str]:
         return set(SafetensorsFolder(folder).tensors())
     except ModelError as error:
         raise EngineError(str(error)) from None
+
+
+class Updatable(Protocol):
+    """An engine whose weights can be replaced."""
+
+    @property
+    def weights(self) -> WeightSource: ...
+    def update_weights(self, path: str, overlays: Sequence[str] = ()) -> None: ...
+
+
+class TensorFolders:
+    """Folders of tensors in shared memory, each as long as an engine's weights come from it."""
+
+    def __init__(self) -> None:
+        self.folders: list[tempfile.TemporaryDirectory[str]] = []
+
+    def update(self, engine: Updatable, weights: str | Mapping[str, Tensor]) -> None:
+        """Replace the weights by those in a folder, or by tensors. Raises `EngineError`: those of before stay then."""
+        if not isinstance(weights, str):
+            self.folders.append(write_tensors(weights))
+            weights = self.folders[-1].name
+        try:
+            source = engine.weights.after(weights)
+            engine.update_weights(source.folder, source.overlays)
+        finally:
+            self._keep(engine.weights.overlays)
+
+    def _keep(self, used: Sequence[str]) -> None:
+        for folder in self.folders:
+            if folder.name not in used:
+                folder.cleanup()
+        self.folders = [folder for folder in self.folders if folder.name in used]
+
+    def close(self) -> None:
+        """Remove all."""
+        self._keep(())
 
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> tempfile.TemporaryDirectory[str]:

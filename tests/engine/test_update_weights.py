@@ -139,14 +139,14 @@ def test_named_tensors_replace_those_of_the_model(
     assert answers(llm) == expected != before
     assert llm._engine.weights.overlays[1:] == (str(folders[1]),)
     llm.update_weights({name: tensor + 1 for name, tensor in mlp.items()})
-    (written,) = llm._tensor_folders
+    (written,) = llm._tensors.folders
     llm.update_weights(mlp)
     assert not Path(written.name).exists(), "all of its tensors were replaced"
     assert len(llm._engine.weights.overlays) == 2
     assert answers(llm) == expected
     llm.update_weights(str(tiny_model))
     assert answers(llm) == before
-    assert llm._tensor_folders == []
+    assert llm._tensors.folders == []
     llm.close()
 
 
@@ -161,7 +161,7 @@ def test_tensors_that_cannot_be_used(tiny_model: Path, other: Path, tmp_path: Pa
         with pytest.raises(EngineError, match=message):
             llm.update_weights(wrong)
         assert answers(llm) == before
-    assert llm._tensor_folders == []
+    assert llm._tensors.folders == []
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(EngineError, match=r"holds no \.safetensors weights"):

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.core import tiers
-from engine.core.host_load import NOTHING_TO_LOAD
 from engine.core.kv.block_pools import UNHELD, BlockPools, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup, longest_sequence, most_blocks
+from engine.core.kv.prefix_loads import PrefixLoads
 from engine.core.kv.prefix_matcher import PrefixMatcher
 from engine.core.kv.state_blocks import StateBlocks
 from engine.core.request import Request
-from engine.core.tiers import IN_HOST, HostTier
+from engine.core.tiers import HostTier
 
 
 @dataclass(slots=True)
@@ -73,6 +72,9 @@ class BlockManager:
         self._prefixes = PrefixMatcher(
             self.groups, self.pools, self._states, self.tier, block_size, enable_prefix_caching
         )
+        self._loads = None
+        if self.tier is not None:
+            self._loads = PrefixLoads(self.tier, self._prefixes, block_size, keeps_all=not self._passing)
         self._state_pools = [self.pools.of_group[g] for g in self._states.groups]
         self.num_states = sum(pool.num_blocks for pool in self._state_pools)
         self.num_blocks = sum(self.pools.num_blocks) - self.num_states  # of the KV cache
@@ -138,31 +140,8 @@ class BlockManager:
         return self.tier is not None and self.tier.has_loads
 
     def awaits_load(self, request: Request, num_spare: int) -> bool:
-        """Return whether a waiting request should wait for blocks of its prefix, which come from host memory. Begins to
-        load them, once for each time that the request starts, as soon as `num_spare` blocks of each group remain free.
-        """
-        tier = self.tier
-        if tier is None or not request.reads_cache:
-            return False
-        if request.load is None:
-            on_device = self.match_prefix(request)
-            tables = self._prefixes.match(request, in_host=True)
-            num_tokens = (len(tables[0]) - len(on_device[0])) * self.block_size
-            at = [(g, i) for g, table in enumerate(tables) for i, block_id in enumerate(table) if block_id == IN_HOST]
-            names = [(g, self._prefixes.hash(request, i)) for g, i in at]
-            if names and num_tokens >= tiers.MIN_LOADED_TOKENS:
-                rest = 0  # blocks that it needs once it starts
-                if not self._passing:
-                    rest = -(-request.num_tokens // self.block_size) - len(tables[0])
-                load = None if tier.must_wait(names) else tier.begin(tables, names, num_spare + rest)
-                if load is None:
-                    return True
-                request.load = load
-            else:
-                request.load = NOTHING_TO_LOAD
-            if not request.scheduled_time:
-                tier.record(request.num_prompt_tokens - len(on_device[0]) * self.block_size, request.load, num_tokens)
-        return not request.load.is_done
+        """See `PrefixLoads.awaits`."""
+        return self._loads is not None and self._loads.awaits(request, num_spare)
 
     def grow(
         self,
