@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import kernels
 from engine.models.attention import AttentionMetadata
+from engine.models.errors import ModelError
 from engine.models.layers import Linear, RowsLinear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import RMSNorm
@@ -85,6 +87,10 @@ class GatedDeltaNet(CheckpointModule):
         self._scope = scope
         keys = scope.shard.span("linear_num_key_heads", spec.num_key_heads)
         values = scope.shard.span("linear_num_value_heads", spec.num_value_heads)
+        if spec.of_gguf and scope.shard.size > 1 and spec.num_value_heads > spec.num_key_heads:
+            raise ModelError(
+                "its GGUF file has value heads in an order that is not divided among ranks; use pipeline_parallel_size"
+            )
         projections, gates = (_fused_parts if spec.fused else _parts)(spec, keys, values, scope)
         self.qkvz = RowsLinear(scope, hidden_size, projections)
         self.gates = RowsLinear(scope, hidden_size, gates)
@@ -95,7 +101,7 @@ class GatedDeltaNet(CheckpointModule):
         self.rate = empty(own.num_value_heads, dtype=torch.float32, device=scope.device)
         self.bias = empty(own.num_value_heads, dtype=torch.float32, device=scope.device)
         self._conv_rows = [part.rows for part in _qkv_parts(spec, keys, values, "")]
-        self._values = values
+        self._values = _heads(spec, values)
 
     def forward(
         self,
@@ -115,6 +121,8 @@ class GatedDeltaNet(CheckpointModule):
         args = self.rate, self.bias, kernels.DeltaStates(*states), metadata.context
         out = kernels.delta_rule(qkv, gates, *args)  # [T, Hv, Dv]
         out = kernels.gated_rms_norm(metadata.select(out), metadata.select(z), self.norm.weight, self.norm.eps)
+        if self.spec.of_gguf:  # the weight has the heads in another order
+            out = out.unflatten(1, (self.spec.num_key_heads, -1, self.spec.value_dim)).transpose(1, 2).flatten(1)
         return self.output.run(out, epilogue.select(metadata.logits_indices))
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
@@ -128,11 +136,24 @@ class GatedDeltaNet(CheckpointModule):
             memory = self.conv[start : start + len(rows)].unsqueeze(1)
             yield CheckpointTensor(name("conv1d.weight"), (rows, one, taps), memory)
             start += len(rows)
-        yield CheckpointTensor(name("A_log"), (self._values,), self.rate, take=self._take_rate)
-        yield CheckpointTensor(name("dt_bias"), (self._values,), self.bias)
+        start = 0
+        for heads in self._values:
+            rate, bias = (each[start : start + len(heads)] for each in (self.rate, self.bias))
+            yield CheckpointTensor(name("A_log"), (heads,), rate, take=partial(self._take_rate, rate))
+            yield CheckpointTensor(name("dt_bias"), (heads,), bias)
+            start += len(heads)
 
-    def _take_rate(self, stored: Tensor) -> None:
-        self.rate.copy_(stored.float().exp())
+    def _take_rate(self, into: Tensor, stored: Tensor) -> None:
+        into.copy_(-stored.float() if self.spec.of_gguf else stored.float().exp())
+
+
+def _heads(spec: DeltaNetSpec, values: Span) -> list[Span]:
+    """Return where the checkpoint has this rank's value heads, in our order."""
+    if not spec.of_gguf:
+        return [values]
+    count, total = spec.num_value_heads // spec.num_key_heads, spec.num_value_heads
+    positions = (head % count * spec.num_key_heads + head // count for head in range(values.start, values.stop))
+    return [Span(total, position, position + 1) for position in positions]
 
 
 def _qkv_parts(spec: DeltaNetSpec, keys: Span, values: Span, name: str) -> list[Part]:
@@ -141,7 +162,7 @@ def _qkv_parts(spec: DeltaNetSpec, keys: Span, values: Span, name: str) -> list[
     rows = (
         (0, keys, spec.key_dim),
         (of_keys, keys, spec.key_dim),
-        (2 * of_keys, values, spec.value_dim),
+        *((2 * of_keys, heads, spec.value_dim) for heads in _heads(spec, values)),
     )
     total = 2 * of_keys + of_values
     return [
@@ -152,13 +173,13 @@ def _qkv_parts(spec: DeltaNetSpec, keys: Span, values: Span, name: str) -> list[
 
 def _parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
     """Return the parts of queries, keys, values and z, and of b and a: this rank's heads of separate tensors."""
-    size = spec.value_dim
-    z = Span(spec.num_value_heads * size, values.start * size, values.stop * size)
+    size, own = spec.value_dim, _heads(spec, values)
+    z = (Span(spec.num_value_heads * size, heads.start * size, heads.stop * size) for heads in own)
     projections = [
         *_qkv_parts(spec, keys, values, scope.name("in_proj_qkv")),
-        Part(name=scope.name("in_proj_z"), rows=z),
+        *(Part(name=scope.name("in_proj_z"), rows=rows) for rows in z),
     ]
-    return projections, [Part(name=scope.name(name), rows=values) for name in ("in_proj_b", "in_proj_a")]
+    return projections, [Part(name=scope.name(name), rows=rows) for name in ("in_proj_b", "in_proj_a") for rows in own]
 
 
 def _fused_parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[list[Part], list[Part]]:

@@ -71,6 +71,8 @@ class DeltaNetSpec(RecurrentSpec):
     kernel_size: int  # of the convolution of queries, keys and values
     norm_eps: float
     fused: bool = False  # the checkpoint has the projections of each key head and its value heads together
+    # As llama.cpp stores it: the first value head of each key head, then the second of each, and so on; and -e^A_log.
+    of_gguf: bool = False
 
     @property
     def conv_channels(self) -> int:

@@ -54,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shared_intermediate_size": 96},
     "lfm2": {},
     "lfm2_moe": WIDE,
+    "qwen3_5": {},
+    "qwen3_5_moe": WIDE | {"shared_expert_intermediate_size": 96},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
 }
 TYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "F16", "BF16", "MXFP4")

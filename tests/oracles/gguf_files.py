@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "phi3": "phi3", "gpt_oss": "gpt-oss", "glm4": "glm4", "granite": "granite", "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe", "smollm3": "smollm3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_end|>")
@@ -59,6 +60,14 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if architecture.startswith("qwen35"):
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     if architecture.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_leading_dense_block_count(getattr(config, "num_dense_layers", config.num_hidden_layers))
@@ -143,9 +152,14 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, Tensor, Calla
             heads = 0
             if architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
                 heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            offset = 1.0 if architecture.startswith("gemma") and part.endswith("norm.weight") else 0.0
+            offset = 0.0
+            if architecture.startswith(("gemma", "qwen35")) and part.endswith("norm.weight"):
+                offset = 0.0 if "linear_attn" in part else 1.0
             found = names.get_name(part, try_suffixes=(".weight", ".bias"))
             assert found is not None, part
+            if architecture.startswith("qwen35") and "linear_attn" in part and "norm" not in part:
+                yield found, *_tiled(view, part, config)
+                continue
             value = _permuted(view, heads) if heads else view + offset
 
             def take(stored: Tensor, view: Tensor = view, heads: int = heads, offset: float = offset) -> None:
@@ -160,7 +174,9 @@ def _parts(name: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor]]:
         return [(name + ".weight", tensor)]
     if name.endswith("expert_bias"):
         return [(name + ".bias", tensor)]
-    if name.endswith("conv.conv.weight"):
+    if name.endswith("dt_bias"):
+        return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
+    if name.endswith(("conv.conv.weight", "linear_attn.conv1d.weight")):
         return [(name, tensor.squeeze(1))]
     name = name.replace("block_sparse_moe.", "mlp.")
     block, _, what = name.rpartition(".experts.")
@@ -180,6 +196,21 @@ def _parts(name: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor]]:
         return [(f"{base}gate_proj.weight", first), (f"{base}up_proj.weight", second)]
     replaced = name.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj")
     return [(replaced.replace("router", "gate") if family.startswith("granite") else replaced, tensor)]
+
+
+def _tiled(tensor: Tensor, name: str, config: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Return a delta net's tensor as in the file: the first value head of each key head, then the second, and so on."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    count = config.linear_num_value_heads // keys
+    first = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    size = 1 if any(each in name for each in ("A_log", "dt_proj", "in_proj_a", "in_proj_b")) else size
+    order = torch.arange(keys * count * size).view(keys, count, size).swapaxes(0, 1).flatten()
+    order = torch.cat((torch.arange(first), first + order))
+    if "out_proj" in name:
+        return tensor[:, order].contiguous(), lambda stored: tensor.index_copy_(1, order, stored)
+    if "A_log" in name:
+        return -tensor[order].exp(), lambda stored: None
+    return tensor[order].contiguous(), lambda stored: tensor.index_copy_(0, order, stored)
 
 
 def _permuted(tensor: Tensor, heads: int) -> Tensor:

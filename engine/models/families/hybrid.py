@@ -122,6 +122,7 @@ def _delta_net(
         kernel_size=integer(config, "linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_KERNEL),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         fused=fused,
+        of_gguf=flag(config, "delta_net_of_gguf"),
     )
     bias = flag(config, "attention_bias")
     mixer = attention({"head_dim": 256} | config, qkv_bias=bias, o_bias=bias, qk_norm=True, rotary_factor=0.25)

@@ -51,11 +51,24 @@ LFM2 = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
+DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_a": "linear_attn.A_log",  # of which it holds -e^A_log
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+PLAIN_NORMS = ("ssm_norm",)
 # Tensors that config.json holds instead.
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
 
@@ -112,7 +125,8 @@ class Architecture:
     config: Callable[[Settings], Config]  # returns fields beside the common ones
     names: Mapping[str, str] = field(default_factory=dict)  # beside `NAMES`
     permutes: bool = False  # rows of q and k are permuted for interleaved RoPE
-    norm_offset: float = 0.0  # added to norms in the file
+    norm_offset: float = 0.0  # added to norms in the file, but not to those of `PLAIN_NORMS`
+    skips_drafts: bool = False  # layers after the model's are not read
 
     def part_name(self, part: str) -> str | None:
         """Return a layer part's name below the layer; None if there is no such part."""
@@ -330,6 +344,26 @@ def _lfm2_moe(settings: Settings) -> Config:
     return {**_moe(settings), **_lfm2(settings), "num_dense_layers": settings.integer("leading_dense_block_count")}
 
 
+def _qwen35(settings: Settings) -> Config:
+    count, values = settings.integer("block_count"), max(settings.integer("ssm.time_step_rank"), 1)
+    num_layers = count - settings.integer("nextn_predict_layers", 0)
+    is_net = [f"blk.{layer}.ssm_a" in settings.shapes for layer in range(num_layers)]
+    return {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_net],
+        "linear_conv_kernel_dim": settings.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": settings.integer("ssm.state_size"),
+        "linear_num_key_heads": settings.integer("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": settings.integer("ssm.inner_size") // values,
+        "delta_net_of_gguf": True,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _qwen35_moe(settings: Settings) -> Config:
+    return {**_qwen2_moe(settings), **_qwen35(settings), "norm_topk_prob": True}
+
+
 _FUSED = {"ffn_up": "mlp.gate_up_proj"}
 _LLAMA = Architecture("LlamaForCausalLM", _llama, permutes=True)
 _GEMMA2 = Architecture("Gemma2ForCausalLM", _gemma2, GEMMA, norm_offset=1.0)
@@ -340,6 +374,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3": Architecture("Qwen3ForCausalLM", _qwen3),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", _qwen35, DELTA_NET, norm_offset=1.0, skips_drafts=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _qwen35_moe, DELTA_NET, norm_offset=1.0, skips_drafts=True),
     "gemma": Architecture("GemmaForCausalLM", _gemma, norm_offset=1.0),
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, name="Gemma3ForCausalLM", config=_gemma3),

@@ -24,6 +24,7 @@ from engine.models.gguf.architectures import (
     LAYER,
     LONG_FACTORS,
     OUTSIDE,
+    PLAIN_NORMS,
     ROPE_FACTORS,
     SHORT_FACTORS,
     Architecture,
@@ -36,7 +37,7 @@ from engine.models.gguf.vocabulary import chat_templates, end_token_ids, special
 from engine.models.quantization import GGUF_SCHEMES
 from engine.utils.folder_files import open_file
 
-VERSION = 3  # of the folder's content
+VERSION = 4  # of the folder's content
 TENSORS = "gguf.json"  # files and tensors, see `derived_tensors`
 NO_TOKENIZER = "tokenizer.missing"  # why there is no tokenizer.json
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
@@ -46,12 +47,14 @@ FUSED = (
     ("ffn_gate", "ffn_up"),
     ("ffn_gate_exps", "ffn_up_exps"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
+    ("attn_qkv", "attn_gate"),
+    ("ssm_beta", "ssm_alpha"),
 )
 ALONE = (
-    *("attn_qkv", "attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"),
-    *("shortconv.in_proj", "shortconv.out_proj"),
+    *("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"),
+    *("shortconv.in_proj", "shortconv.out_proj", "ssm_out"),
 )
-WHOLE = ("attn_sinks", "exp_probs_b")  # names of these are not followed by the kind of tensor
+WHOLE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")  # names of these are not followed by the kind of tensor
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SETTINGS |= {"penalty_repeat": "repetition_penalty"}
 
@@ -194,10 +197,14 @@ def _tensors(
     num_experts = config.get("num_experts", config.get("num_local_experts"))
     for name, tensor in stored.items():
         part, _, what = name.rpartition(".")
+        if what not in ("weight", "bias"):
+            part, what = name, ""
         if part in FACTORS:
             continue
         prefix, ours = "", OUTSIDE.get(part)
         if match := re.fullmatch(r"blk\.(\d+)\.(.+)", part):
+            if of.skips_drafts and int(match[1]) >= config["num_hidden_layers"]:
+                continue
             prefix, part = LAYER.format(match[1]), match[2]
             ours = of.part_name(part)
         if ours is None:
@@ -211,5 +218,5 @@ def _tensors(
             raise ModelError(f"{name!r} has {tensor.shape[0]} experts of {num_experts}; download it again")
         is_kept = name in kept
         named = ours if is_kept or part in WHOLE else f"{ours}.{what}"
-        offset = of.norm_offset if part.endswith("norm") else 0.0
+        offset = of.norm_offset if part.endswith("norm") and part not in PLAIN_NORMS else 0.0
         yield prefix + named, {**tensor._asdict(), "heads": heads, "offset": offset, "blocks": is_kept}

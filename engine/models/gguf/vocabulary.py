@@ -72,7 +72,7 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken", "glm4")  # ignore merges
 _BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")  # with bos, unless a file says
-_COMPOSED = ("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan")  # NFC
+_COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "hunyuan")  # NFC
 # Tokens that end a turn, for files that do not name theirs.
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
 
