@@ -113,7 +113,7 @@ def _changed(
         mask = is_row[:, None] & is_rank[None, :]
         part = inner + row.to(tl.int64)[:, None] * NUM_RANKS + (group * RANK + rank)[None, :]
         if SPLITS == 1:
-            u = tl.load(part, mask=mask, other=0.0)
+            u = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
         else:
             split = tl.arange(0, SPLITS)[:, None, None]
             u = tl.sum(tl.load(part[None] + split * stride_split, mask=mask[None] & (split < splits), other=0.0), 0)
