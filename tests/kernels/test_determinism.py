@@ -325,7 +325,7 @@ def test_gated_norms_and_adapters(dtype: torch.dtype) -> None:
     blocks = kernels.LoraWeights.blocks_of(groups, torch.device("cpu"))
     lora = kernels.LoraWeights(
         torch.randn(3, 8, 48).to(dtype), torch.randn(3, 20, 8).to(dtype), torch.ones(3, 20), torch.zeros(3, 20),
-        groups, *blocks, torch.zeros(1, dtype=torch.int32),
+        groups, *blocks,
     )  # fmt: skip
     each_alone(
         lambda at: kernels.lora_add(own(y, at), own(gate, at), lora, kernels.AdapterTokens(slots[at].int(), 3)), FEW
