@@ -44,7 +44,7 @@ def test_tokens_are_stored_in_their_rows(backend: str) -> None:
 def test_recorded_work_is_done_again_in_the_same_memory(backend: str) -> None:
     table, ids, weight = torch.randn(9, 32), torch.tensor([1, 2]), matmul.pack_weight(torch.randn(48, 32))
     with unwritten_is_unknown():  # to fill what is empty would be computing
-        result, again = step.record(lambda: matmul.linear(step.embedding(table, ids)[:, :], weight))
+        result, again, _ = step.record(lambda: matmul.linear(step.embedding(table, ids)[:, :], weight))
     if backend == "no compiler":
         assert again is None
         return
@@ -57,7 +57,7 @@ def test_recorded_work_is_done_again_in_the_same_memory(backend: str) -> None:
 
 def test_work_that_pytorch_computes_in_part_is_not_recorded(backend: str) -> None:
     table, ids = torch.randn(9, 32), torch.tensor([1, 2])
-    result, again = step.record(lambda: step.embedding(table, ids).mul_(2))
+    result, again, _ = step.record(lambda: step.embedding(table, ids).mul_(2))
     assert again is None
     assert torch.equal(result, 2 * table[1:3])
 
@@ -67,7 +67,7 @@ def test_a_recording_does_not_import_the_compiler() -> None:
     code = """
 import sys, torch
 from kernels.cpu.step import record
-result, replay = record(lambda: torch.ones(4)[:2])
+result, replay, _ = record(lambda: torch.ones(4)[:2])
 assert result.tolist() == [1, 1]
 assert "torch._dynamo" not in sys.modules
 """
