@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -197,3 +198,65 @@ def test_what_turns_out_to_be_corrupt_leaves_the_file(start: Start) -> None:
     written(engine)
     assert engine.stats().num_file_blocks == 1, "that of the answer"
     assert len(store_of(engine)._file.entries()) == 1
+
+
+@pytest.mark.parametrize("num_rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [{}, {"kv_offloading_size": 0.1 / 1024}], ids=["file", "host memory and file"])
+def test_no_fault_of_a_disk_changes_an_answer(
+    tiny_model: Path,
+    start: Start,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rounds: int,
+    settings: dict[str, Any],
+) -> None:
+    """In each round some conversations go on, while the disk is full, slow or damages blocks, or the engine is lost."""
+    rng, read, write = Random(num_rounds), CacheFile.read, os.pwritev
+    monkeypatch.setattr(prefix_cache_store, "RETRY_SECONDS", 0.0)
+    prompts = [[rng.randrange(250) for _ in range(rng.randint(30, 90))] for _ in range(12)]
+    plain = EngineConfig(
+        model=str(tiny_model), device="cpu", skip_tokenizer_init=True, max_model_len=128, dtype="float32"
+    )
+    truth = Engine(plain)
+    expected = [greedy_answers(truth, [prompt], LENGTH)[0] for prompt in prompts]
+    truth.close()
+
+    def full(*arguments: Any) -> int:
+        if rng.random() < 0.5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    def slow(*arguments: Any) -> bool:
+        time.sleep(0.002)
+        return read(*arguments)
+
+    engine, hits = start(num_gpu_blocks_override=30, **settings), 0
+    for _ in range(num_rounds):
+        fault = rng.choice(["none", "full", "slow", "damage", "lost"])
+        with monkeypatch.context() as patch:
+            if fault == "full":
+                patch.setattr(os, "pwritev", full)
+            if fault == "slow":
+                patch.setattr(CacheFile, "read", slow)
+            if fault == "damage":
+                with path.open("r+b") as file:
+                    file.seek(rng.randrange(4096, max(path.stat().st_size, 4097)))
+                    file.write(rng.randbytes(5000))
+            if fault == "lost":
+                hits += engine.stats().external_hits
+                lose(engine)
+                with path.open("r+b") as file:
+                    file.truncate(max(path.stat().st_size - rng.choice([0, 1000]), 4096))  # a torn last block
+                engine = start(num_gpu_blocks_override=30, **settings)
+            chosen = rng.sample(range(len(prompts)), 4)
+            assert greedy_answers(engine, [prompts[i] for i in chosen], LENGTH) == [expected[i] for i in chosen]
+    assert hits + engine.stats().external_hits > 0
+
+
+def lose(engine: Engine) -> None:
+    """The engine is gone without a word, and its lock with it."""
+    store: Any = engine._store
+    store._file.reads.close()
+    store._file._io.shutdown()
+    store._file._file.close()
+    engine._store = None
