@@ -25,9 +25,10 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.flags import nearest, settings_of
+from engine.offline.beams import search_beams
 from engine.offline.images import load_all, take_images
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
-from engine.offline.results import beam_sequence, embedding_output, request_output
+from engine.offline.results import embedding_output, request_output
 from engine.offline.scores import (
     ClassificationRequestOutput,
     ScoringRequestOutput,
@@ -40,7 +41,7 @@ from engine.offline.scores import (
     similarities,
 )
 from engine.processing.adapters import LoRARequests, adapters_of
-from engine.processing.beam_search import BeamSearch, BeamSearchParams
+from engine.processing.beam_search import BeamSearchParams
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import (
     BeamSearchOutput,
@@ -134,13 +135,7 @@ class LLM:
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False")
-        if not messages:
-            raise ValueError("messages must hold at least one message, got an empty list")
-        conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages  # type: ignore
-        for conversation in conversations:
-            for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
-                if not isinstance(message, Mapping) or "role" not in message:
-                    raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
+        conversations = _conversations(messages)
         renderer = _chat_renderer(self._input_processor, self.get_tokenizer(), chat_template, bool(tools))
         loader = self._input_processor.images
         with_images = [take_images(conversation) for conversation in conversations]
@@ -270,30 +265,14 @@ class LLM:
             raise ValueError("beam_search takes no images: use a server's API for that")
         adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
         jobs = self._jobs(several, [first] * len(several), True, None, None, adapters)
-        ends, context = self._input_processor.eos_token_ids, self._input_processor.max_model_len
-        searches = []
-        for job in jobs:
-            fitting = replace(params, max_tokens=min(params.max_tokens, context - len(job.token_ids)))
-            searches.append(BeamSearch(len(job.token_ids), fitting, ends))
-        salts = [job.answers[0].request.cache_salt for job in jobs]
-        while unfinished := [index for index, search in enumerate(searches) if not search.is_over]:
-            asked: list[Prompt] = [
-                {"prompt_token_ids": jobs[index].token_ids + beam.token_ids, "cache_salt": salts[index]}
-                for index in unfinished
-                for beam in searches[index].beams
-            ]
-            own = [adapters[index] for index in unfinished for _ in searches[index].beams]
+
+        def step(asked: list[Prompt], own: list[Adapter | None]) -> list[Job]:
             steps = self._jobs(asked, [first] * len(asked), True, None, None, own)
             self._runner.run(steps, use_tqdm, "Beam search")
             check_all(steps)
-            found = iter([logprobs for step in steps for logprobs in step.answers[0].logprobs or ()])
-            for index in unfinished:
-                searches[index].advance(list(itertools.islice(found, len(searches[index].beams))))
-        tokenizer = self._input_processor.tokenizer
-        return [
-            BeamSearchOutput([beam_sequence(job.token_ids, beam, params, tokenizer) for beam in search.best()])
-            for job, search in zip(jobs, searches, strict=True)
-        ]
+            return steps
+
+        return search_beams(jobs, params, self._input_processor, step, adapters)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `ValueError` with `skip_tokenizer_init`."""
@@ -326,11 +305,7 @@ class LLM:
         several = as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        each = (
-            [sampling_params] * len(several) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-        )
-        if len(each) != len(several):
-            raise ValueError(f"sampling_params must be one, or one for each prompt ({len(several)}), got {len(each)}")
+        each = _one_each(sampling_params, len(several))
         adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
         jobs = self._jobs(several, each, add_special_tokens, priority, None, adapters)
         self._runner.run(jobs, use_tqdm, "Generating")
@@ -391,6 +366,26 @@ class LLM:
             collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
             answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
         return Job(request_id, text, token_ids, answers)
+
+
+def _one_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts. Raises `ValueError`."""
+    each = [given] * count if isinstance(given, SamplingParams) else list(given)
+    if len(each) != count:
+        raise ValueError(f"sampling_params must be one, or one for each prompt ({count}), got {len(each)}")
+    return each
+
+
+def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """Return one conversation or several as a list of them. Raises `ValueError` for what is no conversation."""
+    if not messages:
+        raise ValueError("messages must hold at least one message, got an empty list")
+    conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages  # type: ignore
+    for conversation in conversations:
+        for message in [conversation] if isinstance(conversation, (str, Mapping)) else conversation:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(f"messages must be dicts with 'role' and 'content', got {message!r}")
+    return conversations
 
 
 def _chat_renderer(processor: InputProcessor, tokenizer: Tokenizer, given: str | None, has_tools: bool) -> ChatRenderer:

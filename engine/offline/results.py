@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from engine.offline.job_runner import Answer, Job
-from engine.processing.beam_search import Beam, BeamSearchParams
 from engine.processing.output_collector import (
-    BeamSearchSequence,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -53,19 +51,3 @@ def embedding_output(job: Job) -> EmbeddingRequestOutput:
     answer = job.answers[0]
     embedding = EmbeddingOutput.read(answer.embedding)
     return EmbeddingRequestOutput(job.request_id, embedding, job.token_ids, True, job.text, answer.num_cached_tokens)
-
-
-def beam_sequence(
-    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
-) -> BeamSearchSequence:
-    """Return a beam as a result: prompt and completion, without the end token unless `params` include it."""
-    ended = beam.finish_reason == "stop"
-    shown = beam.token_ids[:-1] if ended and not params.include_stop_str_in_output else beam.token_ids
-    return BeamSearchSequence(
-        prompt + shown,
-        beam.cumulative_logprob,
-        tokenizer.decode(prompt + shown) if tokenizer is not None else None,
-        logprobs_by_id(beam.token_ids, beam.logprobs, tokenizer),
-        beam.finish_reason,
-        beam.token_ids[-1] if ended else None,
-    )

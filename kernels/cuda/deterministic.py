@@ -126,9 +126,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
     size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
     inner = torch.empty(ids.numel(), size, dtype=x.dtype, device=x.device)
     parts = torch.empty(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
-    tiles, chosen = sort_pairs(ids, len(stack), stack.first, TILE_TOKENS), ids.shape[1]
-    grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, chosen, one_tile=True)
-    grouped(inner, down, stack.down_bias, weights, tiles, parts, "", chosen, one_tile=True)
+    tiles, chosen = sort_pairs(ids, len(stack), stack.first, TILE_TOKENS)._replace(one_tile=True), ids.shape[1]
+    grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, chosen)
+    grouped(inner, down, stack.down_bias, weights, tiles, parts, "", chosen)
     sum_experts(parts, ids, out, add_to is not None, stack.first, len(stack))
     return out
 

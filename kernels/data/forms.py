@@ -6,6 +6,7 @@ nor on how many there are. Kernels ask `FORMS`; nothing above them does.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from weakref import WeakSet
 
@@ -26,6 +27,8 @@ class Forms:
         """Choose the forms. RuntimeError: the others are in use."""
         if deterministic == self.deterministic:
             return
+        if self._holders:
+            gc.collect()  # a closed engine may wait for it
         if self._holders:
             raise RuntimeError(
                 f"another engine of this process runs {'without' if deterministic else 'with'} deterministic: close it "

@@ -52,3 +52,4 @@ class Tiles(NamedTuple):
     block_m: int
     # ids' shape, int32: where a routed token is in `order`; unwritten for those that are not local
     positions: Tensor | None = None
+    one_tile: bool = False  # few routed tokens are computed as many are

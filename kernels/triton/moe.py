@@ -268,9 +268,8 @@ def grouped(
     out: Tensor,
     activation: str,
     chosen: int,
-    one_tile: bool = False,
 ) -> None:
-    """Launch one grouped GEMM; see `_grouped_kernel`. one_tile: few routed tokens are computed as many are."""
+    """Launch one grouped GEMM; see `_grouped_kernel`."""
     n, k = out.shape[1], x.shape[1]
     kind: str
     if isinstance(weight, QuantizedWeight):
@@ -295,7 +294,7 @@ def grouped(
         x, codes, scale, zero, factor, _or(bias, x), weights, tiles.order, tiles.entries, out, x.stride(0),
         N=n, K=k, CHOSEN=chosen, ACTIVATION=activation, BIAS=bias is not None, GROUP=group, ROWS=rows, KIND=kind,
         HALVES=halves, ZERO=has_zero, FACTOR=has_factor, BLOCK_M=tiles.block_m,
-        SMALL_M=tiles.block_m // 2 if tiles.block_m >= 64 and not one_tile else 0, BLOCK_N=config.block_n,
+        SMALL_M=tiles.block_m // 2 if tiles.block_m >= 64 and not tiles.one_tile else 0, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=num_stages, **pdl_options(x.device),
     )  # fmt: skip
 

@@ -92,7 +92,7 @@ def check_sorted_pairs(checks: Checks) -> None:
         return
     ids = torch.randint(-1, 160, (131_072, 8), dtype=torch.int32, device=checks.device)
     call = partial(sort_pairs, ids, count, first, block_m, with_positions=True)
-    order, entries, _, positions = call()
+    order, entries, _, positions, _ = call()
     assert positions is not None
     local = ids.flatten() - first
     pairs = ((local >= 0) & (local < count)).nonzero().flatten()

@@ -26,7 +26,7 @@ def test_pairs_in_the_order_of_their_experts(
     ids = torch.rand(num_tokens, 8).argsort(1)[:, :chosen].int()
     ids[ids == 4] = 3
     ids[-3:] = -1
-    order, entries, _, positions = pairs.sort_pairs(ids, count, first, block_m, with_positions=True)
+    order, entries, _, positions, _ = pairs.sort_pairs(ids, count, first, block_m, with_positions=True)
     local = ids.flatten() - first
     want = [pair for expert in range(count) for pair in (local == expert).nonzero().flatten().tolist()]
     assert order.tolist() == want + [0] * (ids.numel() - len(want))
