@@ -4,6 +4,7 @@ of another commit: interleaved, the best of all rounds.
 python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
 QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
 python -m benchmarks.offline.cpu_peers --pytorch
+python -m benchmarks.offline.cpu_peers --models lfm2-350m qwen3.5-0.8b --formats int8 Q4_K_M --llama-cpp …/bin
 git worktree add ../before COMMIT && python -m benchmarks.offline.cpu_peers --other-quire ../before
 """
 
