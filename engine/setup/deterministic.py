@@ -16,7 +16,9 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, d
     """Raise `ConfigError` if an operation of this configuration has no deterministic form."""
     reasons = {
         spec.architecture: spec.is_encoder and "an encoder generates no text",
-        "images": spec.vision is not None and "the encoder of images has no deterministic form",
+        "images": spec.vision is not None
+        and device.is_accelerator
+        and "the encoder of images has no deterministic form on GPUs: leave it out by language_model_only",
         f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1
         and "sums over ranks have no fixed order yet: use data_parallel_size or pipeline_parallel_size",
         **(_of_gpus(config, spec) if device.is_accelerator else _of_cpus(dtype)),

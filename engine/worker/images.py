@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import kernels
 from engine.core.engine_request import ImageInput
 from engine.models.decoder import Decoder, ImageTokens
 from engine.models.rope import sectioned_rows
@@ -162,9 +163,14 @@ def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, s
 
 
 def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
-    """Group images that are encoded at once: together at most `CACHED_TOKENS` tokens, or a single one."""
+    """Group images that are encoded at once: together at most `CACHED_TOKENS` tokens, or a single one. In deterministic
+    mode each is encoded alone, so that the others change no bit of it.
+    """
     group: list[ImageInput] = []
     for image in images:
+        if group and kernels.FORMS.deterministic:
+            yield group
+            group = []
         if group and sum(each.num_tokens for each in group) + image.num_tokens > CACHED_TOKENS:
             yield group
             group = []

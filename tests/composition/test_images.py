@@ -57,6 +57,20 @@ def prompts() -> list[Any]:
     ]
 
 
+def test_no_bit_depends_on_other_requests_in_deterministic_mode(model: Path) -> None:
+    def scores(llm: LLM, asked: list[Any]) -> list[float | None]:
+        found = llm.generate(asked, SAMPLING, use_tqdm=False)
+        return [output.cumulative_logprob for each in found for output in each.outputs]
+
+    llm = LLM(str(model), **COMMON | ALONE, deterministic=True)
+    alone = [score for each in prompts() for score in scores(llm, [each])]
+    llm.close()
+    for settings in (MANY, FEATURES["chunked prefill"]):
+        llm = LLM(str(model), **COMMON | settings, deterministic=True)
+        assert scores(llm, prompts()) == alone
+        llm.close()
+
+
 SAMPLING = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, logprobs=0, n=2)
 
 
