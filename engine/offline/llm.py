@@ -357,15 +357,20 @@ class LLM:
             token_ids = placed.token_ids
             request = replace(request, prompt_token_ids=token_ids, name_ids=placed.name_ids, images=placed.images)
         request = self._input_processor.check(request)
-        sampling = request.sampling
         room = 0 if pooling is not None else self._input_processor.max_model_len - len(token_ids)
-        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        answers = []
-        for index, own in enumerate(with_samples(sampling)):
-            answer_id = request_id if sampling.n == 1 else f"{request_id}-{index}"
-            collector = OutputCollector(token_ids, own, self._input_processor.tokenizer)
-            answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
-        return Job(request_id, text, token_ids, answers)
+        return Job(request_id, text, token_ids, _answers(request, self._input_processor.tokenizer, room))
+
+
+def _answers(request: EngineRequest, tokenizer: Tokenizer | None, room: int) -> list[Answer]:
+    """Return the answers to a request, of at most `room` tokens each, none generated yet."""
+    sampling = request.sampling
+    max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    answers = []
+    for index, own in enumerate(with_samples(sampling)):
+        answer_id = request.request_id if sampling.n == 1 else f"{request.request_id}-{index}"
+        collector = OutputCollector(request.prompt_token_ids, own, tokenizer)
+        answers.append(Answer(replace(request, request_id=answer_id, sampling=own), collector, max_tokens))
+    return answers
 
 
 def _one_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
