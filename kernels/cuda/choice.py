@@ -24,13 +24,13 @@ class Choice:
     small_batch_weight: int = 1 << 24  # elements of a float weight, from 9 tokens on: every program reads all of x
     small_batch_outputs: int = 32768  # beyond (output heads) these kernels save little beside the time of the GEMM
     cuda_core_tokens: int = 2  # the Triton kernel for float weights on CUDA cores; then cuBLAS
-    # With LoRA adapters. What is off waits for a GPU's check: `python -m tests.gpu lora`, `benchmarks.micro.lora`.
+    # With LoRA adapters. What is off was slower, or waits for a check: `python -m tests.gpu lora`.
     adapted_tokens: int = 8  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
     adapted_rank: int = 16  # of adapters in that kernel
     adapted_tokens_first: bool = False  # that kernel where weights are the columns of a tile (small layers)
     adapted_gate: bool = False  # one of these computes the gated activation, too, and its programs more outputs
     adapters_reduced: bool = False  # the other one sums what its programs share, so that this one reads less
-    adapters_one_launch: bool = False  # both in one launch after the GEMM
+    adapters_one_launch: bool = True  # both in one launch after the GEMM
     adapters_overlap: bool = False  # the other one runs beside the GEMM, on a second stream
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Quantised weights.

@@ -369,9 +369,6 @@ class Config(NamedTuple):
     max_registers: int | None = None  # of a thread
 
 
-WIDE_CHUNKS = False  # also of several groups; not yet measured
-
-
 @functools.cache
 def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int, swiglu: bool) -> Config | None:
     """x in registers where it fits into those of 16 warps; a step of a warp in few groups."""
@@ -380,7 +377,7 @@ def _choose(n: int, row_bytes: int, k: int, group: int, num_groups: int, m: int,
             return Config(16, 16, 128, 1, per_sm=1, keep_x=True, max_registers=128)
         if k > 8192 and k % (8 * 128) == 0:
             return Config(16, 8, 128, 1, per_sm=2, max_registers=128)
-    chunk = 64 if num_groups == 1 or group % 64 == 0 or (WIDE_CHUNKS and row_bytes % 64 == 0) else 32
+    chunk = 64 if num_groups == 1 or group % 64 == 0 else 32  # 64 bytes of several groups are slower
     chunks = row_bytes // chunk
     if row_bytes % chunk or (num_groups > 1 and group % chunk and chunk % group):
         return None

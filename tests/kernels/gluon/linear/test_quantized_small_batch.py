@@ -97,14 +97,6 @@ def test_every_form(form: str, num_tokens: int, n: int, without_layouts: Any) ->
     check(form, num_tokens, n, 768, "cpu")
 
 
-@pytest.mark.parametrize("form", ["int4 minima", "int8 groups of 16"])
-def test_steps_of_several_groups(form: str, without_layouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "WIDE_CHUNKS", True)
-    few._choose.cache_clear()
-    check(form, 3, 128, 768, "cpu")
-    few._choose.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("n", "k"), [(4096, 14336), (6144, 4096), (28672, 4096), (1024, 896), (640, 192), (5120, 25600)]
 )
