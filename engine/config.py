@@ -190,8 +190,7 @@ class EngineConfig:
 
     deterministic: bool = flag(
         False,
-        "the same request gives the same bytes, whatever runs beside it and however its prompt is cut: every operation "
-        "has one order of sums; see docs/determinism.md",
+        "the same request gives the same bytes, whatever runs beside it: see docs/determinism.md",
         common=True,
     )
 

@@ -35,7 +35,7 @@ FORMS = {
         CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=True, adapters_overlap=True
     ),
     "one launch": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=False),
-    "one launch, wide": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=True),
+    "one launch, gate": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=True),
     "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
     "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
     "in the GEMM": replace(CHOICE, adapted_tokens=16, adapted_rank=64),

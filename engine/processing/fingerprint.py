@@ -7,12 +7,9 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
-import torch
-
 from engine.config import EngineConfig
 from engine.models.files import fingerprint
 from engine.version import __version__
-from engine.worker.device import CpuDevice
 
 # Settings that change what a request computes. All others change only when and where.
 SETTINGS = (
@@ -28,6 +25,10 @@ def system_fingerprint(config: EngineConfig, folder: Path) -> str:
     """
     if not config.deterministic:
         return ""
+    import torch  # an API process does without, in other modes
+
+    from engine.worker.device import CpuDevice
+
     parts = {
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "model": fingerprint(folder),

@@ -7,16 +7,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.models.checkpoints import SafetensorsFolder
 from engine.models.errors import ModelError
 from engine.models.hub import resolve_model
+
+if TYPE_CHECKING:  # not in an API process
+    from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux: files in memory, which all processes share
 
@@ -55,6 +54,8 @@ class WeightSource:
 
 
 def _names(folder: Path) -> set[str]:
+    from engine.models.checkpoints import SafetensorsFolder
+
     try:
         return set(SafetensorsFolder(folder).tensors())
     except ModelError as error:
@@ -99,6 +100,8 @@ class TensorFolders:
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
     """Write tensors, by the checkpoint's names, to a new folder in shared memory. It exists until its `cleanup`."""
+    from safetensors.torch import save_file
+
     in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
     folder = tempfile.TemporaryDirectory(prefix="quire-weights-", dir=in_memory)
     # Tensors that share memory, such as tied ones, would be refused.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from PIL import Image, ImageOps
+if TYPE_CHECKING:  # Pillow and NumPy are imported where they are used: a server of texts does without them
+    from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_BYTES = 32 << 20  # of a file
@@ -24,6 +24,8 @@ def decode(data: bytes) -> Image.Image:
 
     Size and shape are checked before pixels are decoded. Raises `ImageError`.
     """
+    from PIL import Image
+
     if len(data) > MAX_BYTES:
         raise ImageError(f"the file has {len(data) >> 20} MiB; at most {MAX_BYTES >> 20} are taken")
     try:
@@ -53,6 +55,9 @@ def check_size(width: int, height: int) -> None:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB; what is transparent becomes white."""
+    import numpy as np
+    from PIL import Image
+
     if image.mode in ("I;16", "I;16B", "I;16L", "I;16N", "I"):
         return Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
@@ -65,6 +70,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _turned(image: Image.Image) -> Image.Image:
     """Return the image as its EXIF data orients it. Data that cannot be read say nothing."""
+    from PIL import ImageOps
+
     try:
         orientation: Any = image.getexif().get(_ORIENTATION)
     except Exception:

@@ -7,12 +7,12 @@ before: never to this machine or a private network.
 from __future__ import annotations
 
 import ipaddress
-import socket
 import ssl
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from socket import SHUT_RDWR, SOCK_STREAM, create_connection, getaddrinfo, socket
 from threading import Timer
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -78,13 +78,13 @@ def _connect(parts: SplitResult, deadline: float) -> HTTPConnection:
     """Connect to a checked address of the host."""
     is_secure = parts.scheme == "https"
     host, port = str(parts.hostname).rstrip("."), parts.port or (443 if is_secure else 80)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = getaddrinfo(host, port, type=SOCK_STREAM)
     if not found or not all(is_public(str(address[0])) for *_, address in found):
         raise ImageError(f"{host} is no public address")
     left = deadline - time.monotonic()
     if left <= 0:
         raise ImageError(f"{host} takes more than {MAX_SECONDS:g} s")
-    connected = socket.create_connection((str(found[0][4][0]), port), timeout=left)
+    connected = create_connection((str(found[0][4][0]), port), timeout=left)
     try:
         if is_secure:
             connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
@@ -138,7 +138,7 @@ def _body(response: HTTPResponse) -> bytes:
     return b"".join(parts)
 
 
-def _end(connected: socket.socket) -> None:
+def _end(connected: socket) -> None:
     """End a download that takes too long, so that waiting reads fail."""
     with suppress(OSError):  # it has ended
-        connected.shutdown(socket.SHUT_RDWR)
+        connected.shutdown(SHUT_RDWR)

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import RLock
+from typing import TYPE_CHECKING
 from weakref import finalize
-
-import numpy as np
-from PIL import Image
 
 from engine.core.engine_request import ImageInput
 from engine.vision.decode import ImageError, decode, to_rgb
 from engine.vision.processors import ImageProcessor, ProcessedImage
 from engine.vision.sources import ImageSource, Media
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_CACHED_BYTES = 256 << 20  # patches of images that are kept for other requests
 
@@ -136,6 +137,8 @@ def token_names(image: ProcessedImage) -> list[int]:
     """Return a name in the prefix cache for each token of an image: 62 bits that follow from its content, and a 63rd by
     which no token id is equal.
     """
+    import numpy as np
+
     stream = hashlib.shake_256(bytes.fromhex(image.digest)).digest(8 * image.num_tokens)
     names: list[int] = (np.frombuffer(stream, np.uint64) >> np.uint64(2) | np.uint64(1 << 62)).tolist()
     return names

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from engine.models.errors import ModelError
 from engine.models.spec import VisionSpec
 from engine.utils.folder_files import read_file
 from engine.vision.decode import check_size
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_FILE_BYTES = 16 << 20
-RESAMPLING = {each.value: each for each in Image.Resampling}
+BICUBIC, RESAMPLING = 3, range(6)  # Pillow's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,17 @@ class ImageProcessor:
     merge_size: int  # patches of a side of a block that becomes a token
     min_pixels: int
     max_pixels: int
-    resampling: Image.Resampling = Image.Resampling.BICUBIC
+    resampling: int = BICUBIC
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
+        import numpy as np
+        from PIL import Image
+
         check_size(*image.size)
         width, height = image.size
         height, width = self.size_of(height, width)
-        pixels = np.asarray(image.resize((width, height), self.resampling))
+        pixels = np.asarray(image.resize((width, height), Image.Resampling(self.resampling)))
         side, merge = self.patch_size, self.merge_size
         rows, columns = height // side, width // side
         blocks = pixels.reshape(rows // merge, merge, side, columns // merge, merge, side, 3)
@@ -83,18 +87,22 @@ def read_processor(folder: Path, vision: VisionSpec) -> ImageProcessor:
             raise wrong(field, f"{value}, as in config.json")
     for field, values in (("image_mean", vision.mean), ("image_std", vision.std)):
         given = config.get(field, values)
-        if not isinstance(given, list | tuple) or not np.allclose(given, values, atol=1e-6):
+        if not isinstance(given, list | tuple) or not _are_close(given, values):
             raise wrong(field, f"{list(values)} for this model")
-    if config.get("resample", Image.Resampling.BICUBIC) not in RESAMPLING:
+    resampling = config.get("resample", BICUBIC)
+    if type(resampling) is not int or resampling not in RESAMPLING:
         raise wrong("resample", f"one of {', '.join(map(str, RESAMPLING))}")
     sizes = config.get("size") or {}
     low = config.get("min_pixels", sizes.get("shortest_edge", vision.min_pixels))
     high = config.get("max_pixels", sizes.get("longest_edge", vision.max_pixels))
     if type(low) is not int or type(high) is not int or not 0 < low <= high:
         raise wrong("size", "an object with 'shortest_edge' and 'longest_edge', numbers of pixels")
-    return ImageProcessor(
-        vision.patch_size, vision.merge_size, low, high, RESAMPLING[config.get("resample", Image.Resampling.BICUBIC)]
-    )
+    return ImageProcessor(vision.patch_size, vision.merge_size, low, high, resampling)
+
+
+def _are_close(given: Sequence[Any], values: Sequence[float]) -> bool:
+    are_numbers = all(isinstance(each, int | float) for each in given) and len(given) == len(values)
+    return are_numbers and all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(given, values, strict=True))
 
 
 def _config(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -35,7 +35,5 @@ ADVICE = {
     "--enable-lora-bias": "biases of adapters are always served; leave it out",
     "--lora-dtype": "adapters have the data type of the model; leave it out",
     "--speculative-model": "drafts, and the model that makes them, are set by --speculative-config (docs/drafts.md)",
-    "--enable-sleep-mode": "POST /sleep works without it; leave it out",
-    "--limit-mm-per-prompt": "only text is supported; leave it out",
     "--disable-fastapi-docs": "/docs requires an API key if the server does",
 }

@@ -58,9 +58,10 @@ def check_lora_kernels(
                 used = len(slots[slots >= 0].unique())
                 num_bytes = used * (weights.down[0].nbytes + weights.up[0].nbytes) + x.nbytes + 2 * y.nbytes
                 scratch = y.clone()
-                reduced = expand(y.clone(), shrink(x, weights, tokens, reduced=True), weights, tokens)
-                checks.add(f"{label}, reduced", relative_error(reduced, want), 2 * LIMITS[dtype])
-                if is_one_launch(weights, tokens):
+                if checks.device != "cpu":
+                    reduced = expand(y.clone(), shrink(x, weights, tokens, reduced=True), weights, tokens)
+                    checks.add(f"{label}, reduced", relative_error(reduced, want), 2 * LIMITS[dtype])
+                if checks.device != "cpu" and is_one_launch(weights, tokens):
                     got_both = both(y.clone(), x, weights, tokens, wide=True)
                     checks.add(f"{label}, one launch", relative_error(got_both, want), 2 * LIMITS[dtype])
                     if name == "gate_up":

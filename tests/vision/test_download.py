@@ -68,8 +68,8 @@ class Web:
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     found = Web()
-    monkeypatch.setattr(socket, "getaddrinfo", found.resolve)
-    monkeypatch.setattr(socket, "create_connection", found.connect)
+    monkeypatch.setattr(downloading, "getaddrinfo", found.resolve)
+    monkeypatch.setattr(downloading, "create_connection", found.connect)
     with closing(found.listener):
         yield found
     found.ended.set()

@@ -30,7 +30,7 @@ def qwen3_vl(config: Config, text: Config) -> VisionSpec:
         image_token_id=integer(config, "image_token_id", 151655),
         placeholder=_placeholder(config),
         rope_sections=_sections(text, (24, 20, 20)),
-        deepstack=_layers(fields, "deepstack_visual_indexes", []),
+        deepstack=_layers(fields, "deepstack_visual_indexes", [], integer(fields, "depth", 32)),
         activation=_activation(fields, "gelu_pytorch_tanh"),
     )
     _check_heads(spec)
@@ -58,7 +58,7 @@ def qwen2_5_vl(config: Config, text: Config) -> VisionSpec:
         activation=_activation(fields, "silu"),
         is_older=True,
         window=integer(fields, "window_size", 112) // (patch * merge),
-        full_layers=_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
+        full_layers=_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31], MANY),  # fewer layers have some of them
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
         min_pixels=56 * 56,
@@ -111,8 +111,11 @@ def _sections(text: Config, default: tuple[int, int, int]) -> tuple[int, int, in
     return found[0], found[1], found[2]
 
 
-def _layers(fields: Config, name: str, default: list[int]) -> tuple[int, ...]:
-    found, depth = fields.get(name), integer(fields, "depth", 32)
+MANY = 1 << 16
+
+
+def _layers(fields: Config, name: str, default: list[int], depth: int) -> tuple[int, ...]:
+    found = fields.get(name)
     found = default if found is None else found
     if not isinstance(found, list) or not all(type(each) is int and 0 <= each < depth for each in found):
         raise ModelError(f"{name!r} must be layers below {depth}, got {found!r}")
