@@ -40,6 +40,16 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_forms() -> None:
+    """Engines that other modules left in this process do not keep the forms of kernels that they had."""
+    if "kernels" in sys.modules:
+        forms = sys.modules["kernels"].FORMS
+        for engine in [*forms._holders]:
+            forms.release(engine)
+        forms.choose(False)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return ROOT / "configs" / "demo"

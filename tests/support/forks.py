@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+import kernels
 from engine.worker.parallel import ranks
 from engine.worker.parallel.launcher import Follower, Location, Lost
 
@@ -45,6 +46,7 @@ class Fork:
 
     def _follow(self, connection: Connection) -> None:
         code = 1
+        kernels.FORMS._holders.clear()  # engines of the parent, whose garbage is not collected here
         try:
             ranks.follow(connection)
             code = 0
