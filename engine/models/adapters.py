@@ -187,7 +187,7 @@ class AdapterLayout:
                 f"{config.path}: rank {config.most_rank}, above max_lora_rank={self.max_rank}; start with more"
             )
         into.values.zero_()
-        into.floats.zero_()  # also what no layer of this stage has: all is checked below
+        into.floats.zero_()  # also what lies between the layers' numbers: all is checked below
         for layer in self.own_layers:
             factor, shift = self._vectors(layer, into.floats)
             factor.fill_(1.0)

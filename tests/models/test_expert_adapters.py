@@ -124,3 +124,15 @@ def test_adapters_of_experts_that_do_not_fit_are_refused(
     stacked[name][0, 0] = torch.nan
     with pytest.raises(ModelError, match="NaN"):
         read(layout_of(model), tmp_path / "d", stacked)
+
+
+def test_memory_between_the_layers_numbers_is_not_looked_at(model: Path, tmp_path: Path) -> None:
+    """It holds what was there before: any bits."""
+    layout, name = layout_of(model), "model.layers.0.self_attn.o_proj"
+    layout.num_values, layout.num_floats = layout.num_values + 8, layout.num_floats + 8
+    channels = next(each.channels for each in layout.layers if each.out == layout.spec.hidden_size)
+    halves = {
+        f"{name}.lora_A.weight": torch.ones(RANK, channels),
+        f"{name}.lora_B.weight": torch.ones(layout.spec.hidden_size, RANK),
+    }
+    assert read(layout, tmp_path, halves, target_modules=["o_proj"]).isfinite().all()
