@@ -3,9 +3,9 @@
     python -m benchmarks.micro.drafts                        # the bundled model and a Llama of 100M parameters
     python -m benchmarks.micro.drafts --streams 1 8 64 --models qwen3-8b
 
-Guesses come from lookup in passages that have begun for the fourth time: in those of several whose answers repeat most
-(`copy`), and in any (`mixed`), some of which a model does not go on with; or from known answers with nine of ten tokens
-right (`right`) or none (`wrong`). The policy is on: drafts that do not pay are not verified.
+Prompts repeat a passage three times and begin it once more, and guesses come from lookup: `copy` has the prompts whose
+answers repeat most, `mixed` has any, some of whose answers leave the passage. Or guesses come from known answers, with
+nine of ten tokens right (`right`) or none (`wrong`). The policy is on: drafts that do not pay are not verified.
 """
 
 from __future__ import annotations

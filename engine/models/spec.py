@@ -327,7 +327,7 @@ class VisionSpec:
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
     is_older: bool = False  # Qwen2.5-VL's parts: RMSNorm, gated MLPs, and no bias of patches
-    window: int = 0  # blocks of a side of a window, outside of which patches are not seen; 0: there are none
+    window: int = 0  # side of an attention window, in blocks of merged patches; 0: full attention
     full_layers: tuple[int, ...] = ()  # layers without windows
     # Pixels are divided by 255; then the mean of a channel is subtracted, and the result divided by `std`.
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -30,7 +30,7 @@ class WeightSource:
     def after(self, path: str) -> WeightSource:
         """Return the source after an update from `path`: a model's folder, or one that has only tensors.
 
-        Folders of which every tensor is replaced are left out. Raises `EngineError` for a folder that cannot be read.
+        Drops folders whose tensors are all replaced. Raises `EngineError` for a folder that cannot be read.
         """
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():

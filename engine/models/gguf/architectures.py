@@ -55,7 +55,7 @@ DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "post_attention_norm": "post_attention_layernorm",
-    "ssm_a": "linear_attn.A_log",  # of which it holds -e^A_log
+    "ssm_a": "linear_attn.A_log",  # stored as -exp(A_log)
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_conv1d": "linear_attn.conv1d",

@@ -78,7 +78,7 @@ class BlockCopier:
 
 
 class StateCopier:
-    """Copies blocks of recurrent layers' states, each of which is large: one at a time, part by part."""
+    """Copies blocks of recurrent states, one at a time and part by part: each is large."""
 
     def __init__(self, parts: Sequence[Tensor], layout: KVCacheLayout, device: Device) -> None:
         """`parts`: of a block, see `KVCacheLayout.block_parts`."""
