@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
@@ -23,6 +24,8 @@ from engine.models.wide_pages import WidePages
 # Names of the scales of an fp8 cache in checkpoints of AutoFP8, ModelOpt and llm-compressor, and the rows of kv_scale
 # that they fill. Scales of queries and probabilities are ignored, since these are not quantised here.
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
+# The arguments of attention that a layer's spec holds under their names.
+SPEC_ARGS = {each.name for each in fields(kernels.AttentionArgs)} & {each.name for each in fields(AttentionSpec)}
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
 
@@ -67,7 +70,6 @@ class Attention(CheckpointModule):
 
     cos_sin: Tensor | None
     kv_scale: Tensor
-    sinks: nn.Parameter | None
     alibi_slopes: Tensor | None
     v_norm: Tensor | None
     unit: Tensor | None
@@ -112,7 +114,9 @@ class Attention(CheckpointModule):
         # Divisors of keys and values per head before they are stored as e4m3: [2, Hkv].
         scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
         self.register_buffer("kv_scale", scale, persistent=False)
-        self.sinks = empty(self.spec.num_heads, dtype=torch.float32, device=scope.device) if spec.sinks else None
+        self._rule: dict[str, Any] = {name: getattr(self.spec, name) for name in SPEC_ARGS}
+        for name in spec.learnt:
+            setattr(self, name, empty(self.spec.num_heads, dtype=torch.float32, device=scope.device))
         ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
         self.register_buffer("v_norm", ones, persistent=False)  # [D]
         unit = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.rotates_first else None
@@ -190,17 +194,19 @@ class Attention(CheckpointModule):
         self._scale(query, x.context)
         adapts = epilogue.stream.context.adapters is not None
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
-        args = kernels.AttentionArgs(
-            spec.scale, spec.window, spec.soft_cap, self.alibi_slopes, self.sinks, spec.sparse, kv_scale, spec.causal
-        )
         wide_pages = None if wide is None else wide.pages
-        attend(query, kv, metadata, args, stores=spec.kv_of is None, wide=wide_pages, out=out)
+        attend(query, kv, metadata, self._args(kv_scale), stores=spec.kv_of is None, wide=wide_pages, out=out)
         if self.gate is not None:
             assert isinstance(out, Tensor)
             out *= kernels.sigmoid(self.gate.run(x)).view_as(out)
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
+
+    def _args(self, kv_scale: Tensor | None) -> kernels.AttentionArgs:
+        """Return the kernels' arguments; kv_scale: None, or the layer's if its cache is e4m3."""
+        learnt = {name: getattr(self, name) for name in self.spec.learnt}
+        return kernels.AttentionArgs(**self._rule, **learnt, alibi_slopes=self.alibi_slopes, kv_scale=kv_scale)
 
     def _scale(self, query: Tensor, context: TokenContext) -> None:
         """Scale rotated queries [T, H, D] in place."""
@@ -261,8 +267,8 @@ class Attention(CheckpointModule):
         return torch.cat((qkv[:, :before], normed.view(values.shape)), 1)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        if self.sinks is not None:
-            yield CheckpointTensor(self._scope.name("sinks"), (self._heads,), self.sinks)
+        for name in self.spec.learnt:
+            yield CheckpointTensor(self._scope.name(name), (self._heads,), getattr(self, name))
 
     def optional_tensors(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         for owner in SCALE_OWNERS:

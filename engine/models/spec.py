@@ -59,7 +59,8 @@ class AttentionSpec:
     soft_cap: float = 0.0  # of the scores; 0: none
     sparse: BlockSparse | None = None  # blocks that each head attends to; None: all
     alibi: tuple[float, ...] = ()  # ALiBi slope of each head; (): no ALiBi
-    sinks: bool = False  # attention sinks: a learnt score per head in the softmax's denominator
+    # Fields of `kernels.AttentionArgs` that are learnt numbers per head, in the checkpoint under these names.
+    learnt: tuple[str, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head

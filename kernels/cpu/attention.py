@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels import reference
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.block_sparse import BlockSparse
 from kernels.reference.precision import to_wide, wide_dtype
 
 MASK_ELEMENTS = 1 << 22  # the largest attention mask (or score matrix) made at once
 GATHER_ELEMENTS = 1 << 18  # the most keys' elements copied out of the cache at once: they should stay in a core's cache
 
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal")
+FUSED = KnownArgs("window", "kv_scale", "causal")  # what PyTorch's fused attention computes, the window by a mask
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """`AttentionArgs` with values by head in the wide dtype: [Hkv, H / Hkv]."""
 
-    scale: float
-    window: int
-    soft_cap: float
-    slopes: Tensor | None
-    sinks: Tensor | None
-    sparse: BlockSparse | None
-    kv_scale: Tensor | None
-    causal: bool
-
-    @classmethod
-    def make(cls, query: Tensor, num_kv_heads: int, args: AttentionArgs) -> _Scores:
-        slopes, sinks = (
-            None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1)
-            for x in (args.alibi_slopes, args.sinks)
-        )
-        return cls(args.scale, args.window, args.soft_cap, slopes, sinks, args.sparse, args.kv_scale, args.causal)
-
-    @property
-    def plain(self) -> bool:
-        """Return whether PyTorch's fused attention computes it, but for the window."""
-        return not self.soft_cap and self.slopes is None and self.sinks is None and self.sparse is None
+def _by_head(query: Tensor, num_kv_heads: int, args: AttentionArgs) -> AttentionArgs:
+    """Return the arguments with values by head in the wide dtype: [Hkv, H / Hkv]."""
+    slopes, sinks = (
+        None if x is None else x.to(wide_dtype(query)).view(num_kv_heads, -1) for x in (args.alibi_slopes, args.sinks)
+    )
+    return replace(args, alibi_slopes=slopes, sinks=sinks)
 
 
 def _seen(sparse: BlockSparse, newest: Tensor, keys: Tensor, num_kv_heads: int, num_heads: int) -> Tensor:
@@ -50,7 +35,7 @@ def _seen(sparse: BlockSparse, newest: Tensor, keys: Tensor, num_kv_heads: int, 
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _Scores, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: AttentionArgs, sinks: Tensor | None
 ) -> Tensor:
     """softmax(cap(query keyᵀ scale) + mask) value, where the sinks take part in the sum.
 
@@ -107,7 +92,7 @@ def _gather(
     return key, value
 
 
-def _decode_one(query: Tensor, context: PagedContext, table: Tensor, context_len: int, how: _Scores) -> Tensor:
+def _decode_one(query: Tensor, context: PagedContext, table: Tensor, context_len: int, how: AttentionArgs) -> Tensor:
     """`paged_attention_decode` for one sequence: query [H, D], table [max_blocks] -> [H, D]."""
     num_kv_heads, block_size, head_dim = context.key_cache.shape[1:]
     oldest = max(context_len - how.window, 0) if how.window else 0
@@ -116,7 +101,8 @@ def _decode_one(query: Tensor, context: PagedContext, table: Tensor, context_len
     seen = slice(oldest - first_block * block_size, context_len - first_block * block_size)
     num_heads = len(query)
     query = query.view(num_kv_heads, 1, -1, head_dim)
-    bias = None if how.slopes is None else how.slopes[:, None, :, None] * torch.arange(oldest - context_len + 1, 1)
+    slopes, distance = how.alibi_slopes, torch.arange(oldest - context_len + 1, 1)
+    bias = None if slopes is None else slopes[:, None, :, None] * distance
     sinks = None if how.sinks is None else how.sinks[:, None, :, None]
     if how.sparse is not None:
         newest, keys = torch.tensor([context_len - 1]), torch.arange(oldest, context_len)
@@ -150,10 +136,12 @@ def paged_attention_decode(
     query: Tensor, context: PagedContext, args: AttentionArgs, *, plan: object = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`."""
+    if not KNOWN.cover(args):
+        return reference.paged_attention_decode(query, context, args, out=out)
     num_kv_heads, block_size, head_dim = context.key_cache.shape[1:]
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)
-    how = _Scores.make(query, num_kv_heads, args)
+    how = _by_head(query, num_kv_heads, args)
     rows, lens = context.rows, context.lens.tolist()
     first_blocks = [max(n - args.window, 0) // block_size if args.window else 0 for n in lens]
     num_blocks = [-(-n // block_size) - first for n, first in zip(lens, first_blocks, strict=True)]
@@ -173,7 +161,7 @@ def paged_attention_decode(
 
 
 def _decode_group(
-    query: Tensor, context: PagedContext, blocks: Tensor, lens: Tensor, origins: Tensor, how: _Scores
+    query: Tensor, context: PagedContext, blocks: Tensor, lens: Tensor, origins: Tensor, how: AttentionArgs
 ) -> Tensor:
     """`paged_attention_decode` for b sequences: query [b, H, D] -> [b, H, D].
 
@@ -192,15 +180,17 @@ def _decode_group(
         newest, keys = lens.unsqueeze(1) - 1, torch.arange(key.shape[2]) + origins
         each = [_seen(how.sparse, *pair, num_kv_heads, num_heads) for pair in zip(newest, keys, strict=True)]
         mask = mask & torch.cat(each, 2).transpose(1, 2)  # [Hkv, b, G, S]
-    if how.slopes is not None:
-        bias = how.slopes[:, None, :, None] * -distance[None, :, None]  # [Hkv, b, G, S]
+    if how.alibi_slopes is not None:
+        bias = how.alibi_slopes[:, None, :, None] * -distance[None, :, None]  # [Hkv, b, G, S]
         mask = bias.masked_fill_(~mask, -math.inf)
     q = query.view(len(query), num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, b, G, D]
     attended = _attend(q, key, value, mask, how, None if how.sinks is None else how.sinks[:, None, :, None])
     return attended.transpose(0, 1).reshape(query.shape)
 
 
-def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: int, how: _Scores, out: Tensor) -> None:
+def _prefill_one(
+    query: Tensor, context: PagedContext, table: Tensor, length: int, how: AttentionArgs, out: Tensor
+) -> None:
     """`paged_attention_prefill` for one sequence of `length` tokens: query, out [n, H, D], table [max_blocks]."""
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, block_size = context.key_cache.shape[1:3]
@@ -212,13 +202,13 @@ def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: in
     kv = _gather(context, blocks, range(num_kv_heads), how.kv_scale, query.dtype)
     key, value = (x[:, :, : length - origin].expand(-1, group, -1, -1) for x in kv)  # [Hkv, G, N, D]
     q = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    windowed = 0 < window < length
-    if computed == 0 and not windowed and how.plain:
+    windowed, is_fused = 0 < window < length, FUSED.cover(how)
+    if computed == 0 and not windowed and is_fused:
         attended = F.scaled_dot_product_attention(q, key, value, is_causal=how.causal, scale=how.scale)
         out[:] = attended.permute(2, 0, 1, 3).reshape(out.shape)
         return
     sinks = None if how.sinks is None else how.sinks[:, :, None, None]
-    score_rows = 1 if how.plain else num_heads
+    score_rows = 1 if is_fused else num_heads
     step = min(max(MASK_ELEMENTS // (score_rows * key.shape[2]), 16), 256)
     for low in range(0, num_queries, step):
         high = min(low + step, num_queries)
@@ -235,8 +225,8 @@ def _prefill_one(query: Tensor, context: PagedContext, table: Tensor, length: in
             keys_at = torch.arange(oldest, end)
             seen = seen & _seen(how.sparse, newest.flatten(), keys_at, num_kv_heads, num_heads)
         mask = None if high - low == 1 and how.sparse is None and how.causal else seen
-        if how.slopes is not None:
-            mask = (how.slopes[:, :, None, None] * -distance).masked_fill_(~seen, -math.inf)
+        if how.alibi_slopes is not None:
+            mask = (how.alibi_slopes[:, :, None, None] * -distance).masked_fill_(~seen, -math.inf)
         keys = slice(oldest - origin, end - origin)
         attended = _attend(q[:, :, low:high], key[:, :, keys], value[:, :, keys], mask, how, sinks)
         out[low:high] = attended.permute(2, 0, 1, 3).reshape(high - low, num_heads, head_dim)
@@ -252,10 +242,12 @@ def paged_attention_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.paged_attention_prefill`."""
+    if not KNOWN.cover(args):
+        return reference.paged_attention_prefill(query, query_start, context, args, out=out)
     if out is None:
         out = torch.zeros(query.shape, dtype=query.dtype)
     starts = query_start.tolist()
-    how = _Scores.make(query, context.key_cache.shape[1], args)
+    how = _by_head(query, context.key_cache.shape[1], args)
     sequences = zip(context.rows.tolist(), starts[:-1], starts[1:], context.lens.tolist(), strict=True)
     for row, start, end, length in sequences:
         if length == 0:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from kernels.cpu import attention
 from kernels.cpu.library import library
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.quantized_rows import QuantizedRows
+
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "kv_scale", "causal")
 
 
 class _Struct(ctypes.Structure):
@@ -71,7 +73,7 @@ def is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tok
     key_cache, value_cache = context.key_cache, context.value_cache
     head_dim = key_cache.shape[3]
     return (
-        args.sparse is None
+        KNOWN.cover(args)
         and query.dtype in (torch.float32, torch.bfloat16)
         and key_cache.dtype in (query.dtype, torch.float8_e4m3fn)
         and key_cache.stride() == value_cache.stride()

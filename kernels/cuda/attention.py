@@ -19,6 +19,7 @@ from kernels.gpu.attention import Output
 from kernels.gpu.launch import next_power_of_2
 from kernels.gpu.rounding import LARGEST
 from kernels.triton import attention_decode, attention_prefill, latent
+from kernels.triton.scaled import quantize_rows
 
 if GLUON:
     from kernels.gluon.attention import decode, latent_decode, prefill
@@ -37,6 +38,8 @@ def paged_attention_decode(
     `plan` must have been written by `plan_decode` for these `context.lens`, and its window must be this one, or 0: then
     programs whose tiles lie before the window do nothing. Without a plan one is allocated and written here.
     """
+    if not attention_decode.KNOWN.cover(args):
+        return decode_as_prefill(query, context, args, out)
     num_seqs, num_heads, head_dim = query.shape
     keys = context.key_cache
     output = _output(torch.empty_like(query) if out is None else out, num_heads, head_dim)
@@ -52,9 +55,28 @@ def paged_attention_decode(
     assert output.values.stride(1) == head_dim
     assert keys.stride() == context.value_cache.stride()
     assert (args.kv_scale is not None) == (keys.dtype == torch.float8_e4m3fn)
-    launch = decode.launch if GLUON and decode.supports(query, keys, plan) else attention_decode.launch
+    launch = decode.launch if GLUON and decode.supports(query, keys, args, plan) else attention_decode.launch
     launch(query, context, args, plan, output, dependent)
     return output.values[:num_seqs]
+
+
+def decode_as_prefill(
+    query: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    out: Tensor | QuantizedRows | None,
+    one_loop: bool = False,
+) -> Tensor:
+    """Compute decode attention by Triton's prefill kernel, as that of prompts with one token; one_loop: see there."""
+    floats = torch.empty_like(query) if out is None or isinstance(out, QuantizedRows) else out
+    starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+    tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
+    attention_prefill.launch(query, starts, context, args, tiles, floats, one_loop)
+    if not isinstance(out, QuantizedRows):
+        return floats
+    codes, scale = quantize_rows(floats.flatten(0, 1), out.codes.dtype)
+    out.scale[: len(query)] = scale.reshape(query.shape[:2])
+    return out.codes.unflatten(1, query.shape[1:])[: len(query)].copy_(codes.view(query.shape))
 
 
 def _output(out: Tensor | QuantizedRows, num_heads: int, head_dim: int) -> Output:

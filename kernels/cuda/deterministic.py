@@ -151,11 +151,7 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`. `plan` is not read."""
     assert not isinstance(out, QuantizedRows)
-    starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
-    tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
-    out = torch.empty_like(query) if out is None else out
-    attention_prefill.launch(query, starts, context, args, tiles, out, one_loop=True)
-    return out
+    return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 
 
 def paged_attention_prefill(

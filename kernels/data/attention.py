@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,11 @@ from kernels.data.block_sparse import BlockSparse
 
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
-    """A layer's attention: the same for all of its steps. H query heads, Hkv KV heads."""
+    """A layer's attention: the same for all of its steps. H query heads, Hkv KV heads.
+
+    The reference implementation computes all arguments. A kernel names those that it computes, see `KnownArgs`: calls
+    with others take a kernel that knows them, so an argument that is added here needs one kernel to start with.
+    """
 
     scale: float  # of scores
     window: int = 0  # a query sees keys at a distance below it; 0: all
@@ -21,6 +26,27 @@ class AttentionArgs:
     sparse: BlockSparse | None = None  # the blocks of keys that are attended to; None: all
     kv_scale: Tensor | None = None  # [2, Hkv] float32: factors of cached keys and values; for e4m3 caches
     causal: bool = True  # False: queries see later keys too, and their whole sequence is one step's; not with `sparse`
+
+
+class KnownArgs:
+    """The optional arguments of `AttentionArgs` that a kernel computes."""
+
+    def __init__(self, *names: str) -> None:
+        optional = {field.name: field.default for field in fields(AttentionArgs) if field.name != "scale"}
+        assert optional.keys() >= set(names)
+        self._others = {name: default for name, default in optional.items() if name not in names}
+
+    def cover(self, args: AttentionArgs) -> bool:
+        """Return whether the kernel computes all that is asked for."""
+        return not self._others or not self.missing(args)
+
+    def missing(self, args: AttentionArgs) -> list[str]:
+        """Return the names of the arguments that are given and not computed."""
+        return [name for name, default in self._others.items() if _differs(getattr(args, name), default)]
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and (isinstance(value, Tensor) or bool(value != default))
 
 
 @dataclass(frozen=True, slots=True)

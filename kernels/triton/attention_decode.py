@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.plan import DecodePlan
 from kernels.gpu.attention import Output
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -38,6 +38,8 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
+
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal")
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.plan import prefill_block_m, prefill_tile_queries
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.paged_tile import (
@@ -29,6 +29,8 @@ from kernels.triton.paged_tile import (
     soft_capped,
     whole_sum,
 )
+
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal")
 
 
 @triton.jit
@@ -192,6 +194,8 @@ def launch(
     `kernels.paged_attention_prefill`. one_loop: see `_prefill_kernel`.
     """
     assert args.sparse is None or not one_loop
+    if missing := KNOWN.missing(args):
+        raise NotImplementedError(f"no kernel for GPUs computes attention with {', '.join(missing)}")
     _, num_heads, head_dim = query.shape
     keys, lens, sparse = context.key_cache, context.lens, args.sparse
     _, num_kv_heads, page, _ = keys.shape

@@ -189,7 +189,7 @@ def test_sinks_of_a_ranks_heads(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path)
     file, prompts, spec = tmp_path / "model.safetensors", make_prompts(), read_spec(tmp_path)
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, sinks=True))
+        replace(layer, mixer=replace(layer.mixer, learnt=("sinks",)))
         for layer in spec.layers
         if isinstance(layer.mixer, AttentionSpec)
     )

@@ -222,7 +222,7 @@ def gpt_oss(config: Config) -> ModelSpec:
     else:
         slide = slides(config)
     bias = flag(config, "attention_bias", True)
-    mixer = replace(attention(config, qkv_bias=bias, o_bias=bias), sinks=True)
+    mixer = replace(attention(config, qkv_bias=bias, o_bias=bias), learnt=("sinks",))
     mlp = experts(
         config, count=("num_local_experts", "num_experts"), size="intermediate_size", scoring="softmax_chosen"
     )

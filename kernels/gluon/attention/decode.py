@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.plan import DecodePlan
 from kernels.gluon.attention.loads import ask_boxes, blocks_of_boxes
 from kernels.gluon.common.layouts import barrier, box_descriptor
@@ -35,6 +35,7 @@ from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_opt
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = 64
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "causal")
 SHARED_BYTES, REGISTERS = 112_000, 96  # of a program, of which two share a multiprocessor, and of its threads
 
 
@@ -511,12 +512,13 @@ def _hopper_decode_kernel(
     )  # fmt: skip
 
 
-def supports(query: Tensor, key_cache: Tensor, plan: DecodePlan) -> bool:
+def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs, plan: DecodePlan) -> bool:
     """Return whether `launch` computes the call: a plan for it, queries of the cache's dtype, blocks of at least 8
     slots.
     """
     return (
         plan.streams
+        and KNOWN.cover(args)
         and query.dtype == key_cache.dtype
         and key_cache.shape[2] >= 8
         and query.stride(0) % 8 == 0

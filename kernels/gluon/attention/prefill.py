@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.data.attention import AttentionArgs, PagedContext
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.plan import prefill_query_rows
 from kernels.gluon.attention.loads import (
     bring_items,
@@ -42,6 +42,7 @@ from kernels.gluon.common.layouts import box_descriptor, side_by_side
 from kernels.gpu.device import is_hopper, num_multiprocessors
 from kernels.gpu.launch import launch_dependents, pdl_options, wait_for_inputs
 
+KNOWN = KnownArgs("window", "soft_cap", "sinks", "sparse", "kv_scale")
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -386,8 +387,7 @@ def supports(query: Tensor, key_cache: Tensor, args: AttentionArgs) -> bool:
     fp8 = key_cache.dtype == torch.float8_e4m3fn
     return (
         is_hopper(query.device)
-        and args.causal
-        and args.alibi_slopes is None
+        and KNOWN.cover(args)
         and query.dtype in (torch.bfloat16, torch.float16)
         and (fp8 or key_cache.dtype == query.dtype)
         and 64 <= head_dim <= 256

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import BlockSparse, QuantizedRows, reference
+from kernels import AttentionArgs, BlockSparse, PagedContext, QuantizedRows, reference
 from kernels.cuda import attention
+from kernels.data.attention import KnownArgs
 from kernels.data.plan import DecodePlan, make_prefill_tiles
-from kernels.triton import attention_decode
+from kernels.triton import attention_decode, attention_prefill
 from kernels.triton.scaled import quantize_rows
 from tests.support.attention_calls import spread
 from tests.support.paged import as_a_layer_of_one_tensor
@@ -440,3 +441,38 @@ def test_tiles_cover_every_query_once_longest_first() -> None:
     tiles = make_prefill_tiles([5, 1, 9], [100, 1, 9], 4)
     assert sorted(tiles) == [(0, 0), (0, 4), (1, 0), (2, 0), (2, 4), (2, 8)]
     assert tiles[:2] == [(0, 4), (0, 0)]
+
+
+def test_decode_takes_the_prefill_kernel_for_what_only_that_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, query = Case.make([1, 0, 40, 17], 2, 16, 32), torch.randn(4, 4, 32)
+    context = PagedContext(case.kv[0], case.kv[1], case.block_tables, case.rows, case.context_lens)
+    args = AttentionArgs(0.3, window=9, sinks=torch.randn(4))
+    want = reference.paged_attention_decode(query.double(), dataclasses.replace(context, **exact(case)), args)
+    monkeypatch.setattr(attention_decode, "KNOWN", KnownArgs("window"))
+    monkeypatch.setattr(attention_decode, "launch", lambda *_: pytest.fail("the decode kernel ran"))
+    out = torch.full_like(query, NAN)
+    assert attention.paged_attention_decode(query, context, args, out=out) is out
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    into = QuantizedRows.empty(query.flatten(1), torch.int8, 32)
+    got = attention.paged_attention_decode(query, context, args, out=into)
+    codes, scale = reference.quantize_rows(out.flatten(0, 1), torch.int8)
+    assert got.equal(codes.view(got.shape))
+    assert into.codes.view(codes.shape).equal(codes)
+    torch.testing.assert_close(into.scale, scale.view(4, 4))
+
+
+def exact(case: Case) -> dict[str, Tensor]:
+    keys, values = case.exact()
+    return {"key_cache": keys, "value_cache": values}
+
+
+def test_an_argument_that_no_kernel_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, query = Case.make([5], 2, 16, 32), torch.randn(5, 4, 32)
+    context = PagedContext(case.kv[0], case.kv[1], case.block_tables, case.rows, case.context_lens)
+    for module in (attention_decode, attention_prefill):
+        monkeypatch.setattr(module, "KNOWN", KnownArgs("window"))
+    args, starts = AttentionArgs(0.3, soft_cap=2.0, sinks=torch.randn(4)), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="computes attention with soft_cap, sinks"):
+        attention.paged_attention_prefill(query, starts, context, args)
+    with pytest.raises(NotImplementedError, match="computes attention with soft_cap, sinks"):
+        attention.paged_attention_decode(query[:1], context, args)

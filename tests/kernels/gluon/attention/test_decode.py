@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import QuantizedRows, reference
+from kernels import AttentionArgs, QuantizedRows, reference
 from kernels.cuda import attention
 from kernels.data.plan import DecodePlan
 from kernels.gluon.attention import decode as attention_decode
@@ -251,9 +251,11 @@ def test_which_calls_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan(kv_dtype=torch.float8_e4m3fn).streams
     assert not plan(kv_dtype=torch.float32).streams
     query, cache = torch.zeros(17, 16, 128, dtype=BF16), torch.zeros(3, 2, 8, 128, dtype=BF16)
-    assert attention_decode.supports(query, cache, plan())
-    assert not attention_decode.supports(query, cache, plan(seqs=16))
-    assert not attention_decode.supports(query.half(), cache, plan())
-    assert not attention_decode.supports(query, cache[:, :, :4], plan())
+    args = AttentionArgs(0.1, 5, 3.0, torch.ones(16), torch.ones(16))
+    assert attention_decode.supports(query, cache, args, plan())
+    assert not attention_decode.supports(query, cache, dataclasses.replace(args, kv_scale=torch.ones(2, 2)), plan())
+    assert not attention_decode.supports(query, cache, args, plan(seqs=16))
+    assert not attention_decode.supports(query.half(), cache, args, plan())
+    assert not attention_decode.supports(query, cache[:, :, :4], args, plan())
     monkeypatch.setattr("kernels.data.plan._on_hopper", lambda: False)
     assert not plan().streams
