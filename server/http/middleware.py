@@ -13,7 +13,7 @@ from server.http.callers import caller_in
 from server.http.entrance import BEGIN_AT_ONCE
 from server.http.sse import DIRECT_SEND
 from server.metrics import HTTPMetrics
-from server.observability.context import CURRENT, new_context
+from server.observability.context import CURRENT, PREFIX_HEADER, new_context, prefix_note
 
 _METHODS = frozenset(["GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"])
 
@@ -57,6 +57,8 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, scope["method"] = message["status"], method
+                if note := prefix_note():
+                    context.headers.append((PREFIX_HEADER.encode(), note.encode()))
                 message["headers"] = [*message["headers"], *context.headers]
             await send(message)
 

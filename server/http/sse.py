@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from server.generation.errors import RequestError
 from server.http.disconnect import disconnected, ended_by
 from server.http.errors import APIError, unexpected, with_status
+from server.observability.context import PREFIX_HEADER, prefix_note
 
 DIRECT_SEND = "quire.send"  # key in the ASGI scope: a `send` that bypasses the middleware
 EVENTS = "text/event-stream; charset=utf-8"
@@ -68,6 +69,8 @@ class EventStream(EventSourceResponse):
             last = self._failure(unexpected(error)) + last
         finally:
             await self._events.aclose()
+        if self.media_type == EVENTS and (note := prefix_note()):
+            last = f": {PREFIX_HEADER} {note}\n\n".encode() + last
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _watch(self, receive: Receive, send_event: Send) -> None:

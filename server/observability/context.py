@@ -27,11 +27,23 @@ class RequestContext:
     span: Any = None  # its `RequestSpan`, if traces are exported
     trace_id: str = ""  # hexadecimal
     key: str = ""  # name of the caller's API key, once the key is checked
+    record: Any = None  # the latest `RequestRecord`
 
 
 ARRIVED = "quire.arrived"  # key in the ASGI scope: when the body was complete, if it was received before the app
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+
+# A request with this header learns how much of its prompt was in the prefix cache, see `prefix_note`.
+DEBUG_HEADER, DEBUG_PREFIX, PREFIX_HEADER = "x-quire-debug", "prefix", "x-quire-prefix"
+
+
+def prefix_note() -> str:
+    """Return `RequestRecord.prefix_note` of the current HTTP request if it asks for it; else nothing."""
+    context = CURRENT.get()
+    if context is None or context.record is None or Headers(scope=context.scope).get(DEBUG_HEADER) != DEBUG_PREFIX:
+        return ""
+    return str(context.record.prefix_note())
 
 
 def new_context(scope: Scope) -> RequestContext:

@@ -73,6 +73,14 @@ class RequestRecord:
             "seconds": {name: round(seconds, 6) for name, seconds in self.stages(sample).items()},
         }
 
+    def prefix_note(self) -> str:
+        """Describe what the prefix cache held of the first prompt, and why no more; empty: it has not begun."""
+        sample = self.samples[0]
+        if sample.timings is None or not sample.timings.scheduled_ts:
+            return ""
+        reason, known = sample.timings.prefix_miss or "none", sample.timings.num_known_tokens
+        return f"prompt={sample.num_prompt_tokens}; cached={sample.num_cached_tokens}; known={known}; miss={reason}"
+
     def stages(self, sample: SampleWatch) -> dict[str, float]:
         """Return the seconds of each completed stage. Together they are the time from the request to the last token.
 
@@ -109,6 +117,7 @@ def new_record(
         context = RequestContext({}, "", now)
     created = time.time() - (now - context.received)
     record = RequestRecord(request_id, context.id, owner, model, created, context.received, n, samples, context.span)
+    context.record = record
     if record.span is not None:
         record.span.begin(record, sampling)
     return record

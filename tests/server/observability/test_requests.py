@@ -155,6 +155,22 @@ def test_a_request_is_told_while_it_runs(serve: Callable[..., Live]) -> None:
     assert choice["finish_reason"] == "abort"
 
 
+def test_a_request_can_ask_how_its_prefix_was_found(serve: Callable[..., Live]) -> None:
+    http = serve(FakeEngine()).http
+    body, asks, note = {"prompt": "Hi", "max_tokens": 4}, {"X-Quire-Debug": "prefix"}, "prompt=2; cached=1; known=0; "
+    answer = http.post("/v1/completions", json=body, headers=asks)
+    assert answer.headers["x-quire-prefix"].startswith(note)
+    assert "x-quire-prefix" not in http.post("/v1/completions", json=body).headers
+    assert "x-quire-prefix" not in http.get("/v1/models", headers=asks).headers
+    refused = http.post("/v1/completions", json=body | {"max_tokens": -1}, headers=asks)
+    assert (refused.status_code, "x-quire-prefix" in refused.headers) == (400, False)
+    events = http.post("/v1/completions", json=body | {"stream": True}, headers=asks).text.split("\n\n")
+    comment, end = events[-3:-1]
+    assert comment.startswith(f": x-quire-prefix {note}")
+    assert end == "data: [DONE]"
+    assert "x-quire" not in http.post("/v1/completions", json=body | {"stream": True}).text
+
+
 def test_one_owner_s_records_never_push_out_another_s() -> None:
     log = RequestLog()
     big = [record(f"big-{i}", "eve", 0.0, *[sample() for _ in range(2048)]) for i in range(3)]
