@@ -70,9 +70,9 @@ class InFlightSteps:
         assert step == output.step, "steps are read in the order they were launched"
         self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
         if self._drafts is not None:
-            self._drafts.record(output.batch, now, output.num_proposals > 0)
             if num_drafts:
                 self._settle(requests, num_drafts, result.num_sampled)
+            self._drafts.record(output.batch, now, output.num_proposals > 0)
         request_ids, token_ids = output.batch.request_ids, result.token_ids
         outputs: list[EngineOutput] = []
         for index, scores in result.prompt_logprobs.items():

@@ -11,7 +11,8 @@ from engine.worker.proposers.suffix import SuffixLimits
 from engine.worker.sampling.imposed import ImposedAcceptance
 
 # Whether there are drafts by lookup, where they pay, if nothing is configured.
-ON_CPUS, ON_ACCELERATORS = False, False
+ON_CPUS = False
+ON_ACCELERATORS = False
 MAX_TOKENS = 32
 MAX_LOOKUP = 16
 MODEL_METHODS = ("draft_model", "mtp", "eagle3")  # which run a model on the device

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import Acceptance, kind_of
+from engine.core.drafts.ledger import Ledger
 from engine.core.drafts.proposer import BY_MODEL, NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
 from engine.core.engine_request import EngineRequest
@@ -135,7 +136,9 @@ class DraftPolicy:
     It compares steps with 0, 1, 2 … drafts by the expected time for a token of a request, averaged over the requests.
     So drafts of some requests must not slow the others down by more than they gain: what counts is not the number of
     tokens a second, which would gain for a while, until the slow requests are left alone. Step times are measured with
-    all that the CPU does between two steps (`StepCosts`), acceptance is learned (`Acceptance`).
+    all that the CPU does between two steps (`StepCosts`), acceptance is learned (`Acceptance`). A step is plain if
+    nothing was looked up before it, and the one before had no drafts. Where drafts, with all that they cost, have made
+    tokens slower than plain steps do, there are none for a while (`Ledger`).
     """
 
     def __init__(
@@ -153,11 +156,13 @@ class DraftPolicy:
         """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
         self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
-        self._costs, self._acceptance = StepCosts(device_seconds), Acceptance()
+        self._costs, self._acceptance, self._ledger = StepCosts(device_seconds), Acceptance(), Ledger()
         self._finished = finished
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
         self._num_unmeasured = 0  # plain steps of one batch in a row
         self._measured: ScheduledBatch | None = None  # of the last plain step that was measured
+        self._is_plain = True  # the next step to be read, unless it has drafts
+        self._num_accepted = 0  # drafts of that step
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
     @property
@@ -167,7 +172,7 @@ class DraftPolicy:
 
     def may_draft(self, num_running: int) -> bool:
         """Return whether a step of so many running requests may have drafts at all."""
-        return 0 < num_running <= self._limits.max_seqs
+        return 0 < num_running <= self._limits.max_seqs and not self._ledger.pause
 
     def choose(
         self, requests: Sequence[Request], num_seqs: int, room: int, beside_chunks: bool = False
@@ -179,8 +184,10 @@ class DraftPolicy:
         they get drafts then. `room`: the most drafts of the step. `beside_chunks`: the step also computes chunks of
         prompts, so drafts have no known cost.
         """
+        if self._adaptive and self._costs.needs_plain(num_seqs):
+            return {}
         offers: list[tuple[Request, Proposal, int]] = []
-        is_ahead = False
+        self._is_plain = is_ahead = False
         for request in requests:
             state = self._state(request)
             in_flight = request.num_tokens - len(request.token_ids)
@@ -213,6 +220,8 @@ class DraftPolicy:
         """
         if not self._num_by_model or not self.may_draft(num_seqs):
             return 0
+        if self._adaptive and self._costs.needs_plain(num_seqs):
+            return 0
         if self._adaptive and self._num_useless >= USELESS:
             self._next_probe -= 1
             if self._next_probe > 0:
@@ -239,6 +248,7 @@ class DraftPolicy:
         if request.drafting.proposal.from_prediction:
             request.num_predicted[0] += num_accepted
             request.num_predicted[1] += num_drafts - num_accepted
+        self._num_accepted += num_accepted
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_drafts
@@ -252,9 +262,11 @@ class DraftPolicy:
             self._finished(request.engine_request, request.token_ids[request.num_prompt_tokens :])
 
     def record(self, batch: ScheduledBatch, now: float, has_proposals: bool = False) -> None:
-        """Record that a step was read `now`, in monotonic seconds. `has_proposals`: the drafter ran after it."""
+        """Record that a step was read `now`, in monotonic seconds, after its drafts have been `verified`.
+        `has_proposals`: the drafter ran after it.
+        """
         seconds, self._last_read = now - self._last_read, now
-        if batch is self._measured and not has_proposals:
+        if self._is_plain and batch is self._measured and not has_proposals:
             self._num_unmeasured += 1
             if self._num_unmeasured < PLAIN_INTERVAL:
                 return
@@ -262,14 +274,21 @@ class DraftPolicy:
 
     def _record(self, batch: ScheduledBatch, seconds: float, has_proposals: bool) -> None:
         costs, num_seqs, num_drafts = self._costs, len(batch.request_ids), batch.num_drafts
-        costs.num_steps += max(self._num_unmeasured, 1)
-        self._num_unmeasured, self._measured = 0, None
-        if has_proposals and not num_drafts:
-            return  # with the time of the drafter, it is no plain step
-        if batch.total_num_tokens == num_seqs + sum(num_drafts):  # no chunks of prompts
+        num_steps = max(self._num_unmeasured, 1)
+        costs.num_steps += num_steps
+        self._ledger.pause = max(self._ledger.pause - num_steps, 0)
+        num_accepted, is_plain = self._num_accepted, self._is_plain and not num_drafts and not has_proposals
+        self._num_unmeasured, self._measured, self._num_accepted = 0, None, 0
+        self._is_plain = not num_drafts  # the step after one with drafts takes longer
+        if batch.total_num_tokens != num_seqs + sum(num_drafts):
+            return  # with chunks of prompts
+        if is_plain or num_drafts:
             costs.record(batch.total_num_tokens, bool(num_drafts), seconds)
-            if not num_drafts and not costs.is_new(num_seqs):
+        if is_plain:
+            if not costs.is_new(num_seqs):
                 self._measured = batch
+        elif self._adaptive and (plain := costs.mean_plain(num_seqs)):
+            self._ledger.record(seconds, plain, 1 + num_accepted / num_seqs)
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:

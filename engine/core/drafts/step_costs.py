@@ -15,6 +15,9 @@ NUMBERS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_CHANGE = 0.02  # of a size's time, from which on estimates are made anew
 MOST_TABLES = 256
 STALE = 512  # steps after which a size that was not used since is measured again
+RECHECK = 256  # steps after which plain ones are measured again
+MEAN_OF = 16  # steps, about, of a mean
+LONGEST = 2.0  # times the median, as which a longer step counts in the mean
 EXACT = 16  # sizes up to this are measured apart, larger ones in steps of an eighth
 
 
@@ -29,11 +32,13 @@ def size_class(num_tokens: int) -> int:
 class _Times:
     """The latest times of steps of a size."""
 
-    __slots__ = ("_recent", "last_used", "seconds")
+    __slots__ = ("_num", "_recent", "last_used", "mean", "seconds")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._num = 0
         self.seconds = 0.0  # the median; 0: not yet known
+        self.mean = 0.0  # over more steps
         self.last_used = 0  # number of steps recorded by then
 
     @property
@@ -43,12 +48,14 @@ class _Times:
     def record(self, seconds: float, step: int) -> None:
         if step - self.last_used > STALE:
             self._recent.clear()
-            self.seconds = 0.0
+            self.seconds, self._num = 0.0, 0
         self.last_used = step
         self._recent.append(seconds)
         count = len(self._recent)
         if count >= LEAST:
-            self.seconds = sorted(self._recent)[(count - 1) // 2]
+            self.seconds = sorted(self._recent)[count // 2 if count > LEAST else 0]
+            self._num = min(self._num + 1, MEAN_OF)
+            self.mean += (min(seconds, LONGEST * self.seconds) - self.mean) / self._num
 
 
 class StepCosts:
@@ -92,6 +99,16 @@ class StepCosts:
         """Return the seconds of a step of so many requests without drafts; 0: not known yet."""
         found = self._plain.get(self._size(num_seqs))
         return found.seconds if found is not None else 0.0
+
+    def needs_plain(self, num_seqs: int) -> bool:
+        """Return whether plain steps of so many requests are to be measured, for the first time or again."""
+        found = self._plain.get(self._size(num_seqs))
+        return found is None or not found.seconds or self.num_steps - found.last_used > RECHECK
+
+    def mean_plain(self, num_seqs: int) -> float:
+        """Return the mean seconds of a step of so many requests without drafts; 0: not known yet."""
+        found = self._plain.get(self._size(num_seqs))
+        return found.mean if found is not None and found.seconds else 0.0
 
     def drafted(self, num_seqs: int, num_tokens: int) -> float:
         """Estimate the seconds of a step with drafts of so many requests, whose plain time is known."""

@@ -23,18 +23,26 @@ class Guesser:
 
     def __init__(self, truth: Sequence[float], basis: int = 4) -> None:
         self._truth, self._basis, self._rng = truth, basis, Random(2)
+        self.num_proposals = 0
 
     def start(self, request: EngineRequest) -> Guesser:
         return self
 
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        self.num_proposals += 1
         truth = self._truth[min(len(token_ids) * len(self._truth) // NUM_TOKENS, len(self._truth) - 1)]
         return Proposal([int(self._rng.random() < truth) for _ in range(most)], self._basis)
 
 
-def simulated(policy: DraftPolicy | None, num_seqs: int, seconds: Callable[[int, bool], float]) -> float:
+def simulated(
+    policy: DraftPolicy | None,
+    num_seqs: int,
+    seconds: Callable[[int, bool], float],
+    after: float = 0.0,
+    lookup: float = 0.0,
+) -> float:
     """Return the seconds in which so many requests get their tokens. `seconds`: of a step, by its number of tokens and
-    whether it has drafts.
+    whether it has drafts. `after`: of a step after one with drafts, beside. `lookup`: of a proposal.
     """
     requests = [
         Request(EngineRequest(f"{i}", [1], SamplingParams(max_tokens=NUM_TOKENS + 99)), frozenset(), 0)
@@ -42,16 +50,22 @@ def simulated(policy: DraftPolicy | None, num_seqs: int, seconds: Callable[[int,
     ]
     for request in requests:
         request.token_ids.append(1)
-    now, running = 0.0, requests
+    now, running, was_drafted = 0.0, requests, False
     while running:
         for request in running:
             request.num_tokens = len(request.token_ids)
             request.num_computed_tokens = request.num_tokens - 1
-        chosen = policy.choose(running, len(running), 64) if policy is not None else {}
+        chosen: dict[str, list[int]] | None = {}
+        if policy is not None and policy.may_draft(len(running)):
+            may_draft = [request for request in running if len(request.token_ids) >= request.drafts_from]
+            before = policy._proposer.num_proposals  # type: ignore[attr-defined]
+            chosen = policy.choose(may_draft, len(running), 64) if may_draft else {}
+            now += lookup * (policy._proposer.num_proposals - before)  # type: ignore[attr-defined]
         assert chosen is not None
         numbers = tuple(len(chosen.get(request.request_id, ())) for request in running)
         drafted = any(numbers)
-        now += seconds(len(running) + sum(numbers), drafted)
+        now += seconds(len(running) + sum(numbers), drafted) + after * was_drafted
+        was_drafted = drafted
         for request, number in zip(running, numbers, strict=True):
             right = 0
             if number:
@@ -116,3 +130,16 @@ def test_right_drafts_gain_what_there_is_to_gain(profile: bool) -> None:
 @pytest.mark.parametrize("profile", [False, True])
 def test_a_cliff_is_noticed_although_drafts_are_right(profile: bool) -> None:
     assert ratio([0.7], 1, with_a_cliff, profile) >= 0.95
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+@pytest.mark.parametrize("truth", [0.2, 0.4, 0.6])
+def test_what_drafts_cost_beside_their_steps_counts(num_seqs: int, truth: float) -> None:
+    """A tiny model: lookups, and steps after those with drafts, take a good part of a step's time."""
+
+    def seconds(num_tokens: int, drafted: bool) -> float:
+        return 1 + 0.06 * (num_tokens - num_seqs) + (0.2 if drafted else 0.0)
+
+    policy = DraftPolicy(Guesser([truth, 0.0, truth, 0.0]), DraftLimits(8, 64, 64))
+    drafted = simulated(policy, num_seqs, seconds, after=0.5, lookup=0.1 / num_seqs)
+    assert simulated(None, num_seqs, seconds) / drafted >= 0.97
