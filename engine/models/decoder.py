@@ -30,7 +30,8 @@ from engine.models.residual import InputNorm, OutputSum, ResidualStream, Sublaye
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
 from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
-from engine.models.vision import VisionEncoder
+from engine.models.vision.kinds import make_encoder
+from engine.models.vision.layers import VisionEncoder
 
 
 class Decoder(nn.Module):
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
         if spec.token_types:
             self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
         if spec.vision is not None:
-            self.vision = VisionEncoder(spec.vision, spec.hidden_size, first / "visual")
+            self.vision = make_encoder(spec.vision, spec.hidden_size, first)
         if spec.positions is not None:
             self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
         if spec.embedding_norm:

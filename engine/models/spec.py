@@ -308,33 +308,47 @@ class HeadSpec:
         return self.layers[-1].num_outputs
 
 
+Grid = tuple[int, int]  # rows and columns of patches
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """The image encoder of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a transformer over patches. A block of patches becomes a
-    token.
-    """
+    """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
+    kind: Literal["qwen", "pixtral"] = "qwen"  # a module of `engine.models.vision`
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block
-    num_positions: int  # learnt vectors of a square of positions; 0: none
-    image_token_id: int  # placeholder of a token of an image
-    placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
-    rope_sections: tuple[int, int, int]  # pairs of the text model's RoPE that turn by time, row and column
-    rope_interleaved: bool = True  # these take turns, as long as there are some; else they follow each other
-    deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
+    num_positions: int = 0  # learnt vectors of a square of positions; 0: none
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
+    eps: float = 1e-6  # of norms
+    theta: float = 10_000.0  # of the encoder's RoPE
+    deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
     is_older: bool = False  # Qwen2.5-VL's parts: RMSNorm, gated MLPs, and no bias of patches
     window: int = 0  # side of an attention window, in blocks of merged patches; 0: full attention
     full_layers: tuple[int, ...] = ()  # layers without windows
+    # From the encoder to the text model: of the projector's MLP, and the eps of its norm.
+    projector_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu"
+    projector_bias: bool = True
+    projector_eps: float = 1e-6
+
+    # In the prompt.
+    image_token_id: int  # placeholder of a token of an image
+    placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
+    row_ends: tuple[int, int] | None = None  # tokens behind each row of an image, and behind its last one
+    # Pairs of the text model's RoPE that turn by time, row and column; None: images have positions as texts have.
+    rope_sections: tuple[int, int, int] | None = None
+    rope_interleaved: bool = True  # these take turns, as long as there are some; else they follow each other
+
     # Pixels are divided by 255; then the mean of a channel is subtracted, and the result divided by `std`.
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     min_pixels: int = 65_536  # of a resized image, where the checkpoint does not say
     max_pixels: int = 16_777_216
+    longest_edge: int = 0  # pixels of the longest side of a resized image, where the checkpoint does not say
 
     @property
     def head_dim(self) -> int:

@@ -32,6 +32,7 @@ from engine.vision.sources import Media
 ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 PREDICTED_CHARACTERS = 16  # of a predicted answer, for each token of the context
 MAX_BAD_TOKENS = 4096
+ROW_ENDS = "[IMG_BREAK]", "[IMG_END]"  # behind each row of an image, and behind its last one
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
 
 
@@ -286,7 +287,11 @@ def _image_loader(
     text = "".join((tokenizer.id_to_token(i) or "") for i in ids) if tokenizer is not None else ""
     media = Media(tuple(config.allowed_media_domains), None if local is None else Path(local).expanduser())
     processor = read_processor(folder, spec.vision)
-    return ImageLoader(processor, media, spec.vision.image_token_id, text, config.max_images)
+    row_ends = spec.vision.row_ends
+    if tokenizer is not None and row_ends is not None:
+        named = tuple(tokenizer.token_to_id(token) for token in ROW_ENDS)
+        row_ends = named[0] or row_ends[0], named[1] or row_ends[1]
+    return ImageLoader(processor, media, spec.vision.image_token_id, text, config.max_images, row_ends)
 
 
 def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:

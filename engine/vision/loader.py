@@ -13,7 +13,7 @@ from weakref import finalize
 
 from engine.core.engine_request import ImageInput
 from engine.vision.decode import ImageError, decode, to_rgb
-from engine.vision.processors import ImageProcessor, ProcessedImage
+from engine.vision.processors import ProcessedImage, Processor
 from engine.vision.sources import ImageSource, Media
 
 if TYPE_CHECKING:
@@ -34,13 +34,23 @@ class PromptWithImages:
 class ImageLoader:
     """Loads images for one model. Thread-safe."""
 
-    def __init__(self, processor: ImageProcessor, media: Media, token_id: int, text: str, max_images: int) -> None:
-        """token_id: that stands for a token of an image. text: that stands for an image. max_images: of a prompt."""
+    def __init__(
+        self,
+        processor: Processor,
+        media: Media,
+        token_id: int,
+        text: str,
+        max_images: int,
+        row_ends: tuple[int, int] | None = None,
+    ) -> None:
+        """token_id: that stands for a token of an image. text: that stands for an image. max_images: of a prompt.
+        row_ends: tokens behind each row of an image, and behind its last one.
+        """
         self.processor, self.text, self.max_images = processor, text, max_images
         self.num_hits = self.num_loads = 0  # of the files that requests brought
         self.held_bytes = 0  # of the patches in prompts that are not forgotten yet
         self.loading_bytes = 0  # of those of requests whose prompts are being made; the event loop's
-        self._media, self._token_id = media, token_id
+        self._media, self._token_id, self._row_ends = media, token_id, row_ends
         self._lock = RLock()  # a prompt may be forgotten while it is held
         self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # by the file's hash, the oldest use first
         self._num_bytes = 0
@@ -100,10 +110,18 @@ class ImageLoader:
             for each in (found, names):
                 each += token_ids[begin:at]
             placed.append(self._held(ImageInput(len(found), image.num_tokens, image.grid, image.patches, image.digest)))
-            found += [self._token_id] * image.num_tokens
+            found += self._tokens(image)
             names += token_names(image)
             begin = at + 1
         return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
+
+    def _tokens(self, image: ProcessedImage) -> list[int]:
+        """Return the tokens that stand for an image."""
+        if self._row_ends is None:
+            return [self._token_id] * image.num_tokens
+        num_rows = image.grid[0] // self.processor.merge_size
+        row = [self._token_id] * (image.num_tokens // num_rows - 1) + [self._row_ends[0]]
+        return [*(row * num_rows)[:-1], self._row_ends[1]]
 
     def _held(self, image: ImageInput) -> ImageInput:
         """Count an image's bytes as long as a prompt has it."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.models.errors import ModelError
 from engine.models.spec import VisionSpec
@@ -27,15 +27,40 @@ BICUBIC, RESAMPLING = 3, range(6)  # Pillow's numbers
 class ProcessedImage:
     """An image as the model's encoder reads it."""
 
-    num_tokens: int
+    num_tokens: int  # of a prompt, from its first one to its last one, with those that end rows
     grid: tuple[int, int]  # rows and columns of patches
     patches: bytes  # uint8 [rows · columns, 3, P, P], in the order in which the encoder merges them
     digest: str  # hexadecimal SHA-256 of the grid and the patches
 
 
+class Processor(Protocol):
+    """Makes patches of RGB images."""
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a side of a block that becomes a token."""
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+
+
+def cut(image: Image.Image, patch_size: int, merge_size: int) -> tuple[tuple[int, int], bytes]:
+    """Return the grid and the patches of an image, whose sides are multiples of a block's."""
+    import numpy as np
+
+    rows, columns = image.height // patch_size, image.width // patch_size
+    shape = rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size, 3
+    return (rows, columns), np.asarray(image).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
+
+
+def digest_of(grid: tuple[int, int], patches: bytes) -> str:
+    """Return the digest of an image."""
+    return hashlib.sha256(f"{grid[0]} {grid[1]} ".encode() + patches).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """Makes patches of RGB images."""
+    """Makes patches of images of nearly any size, for the encoders of Qwen."""
 
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block that becomes a token
@@ -45,19 +70,13 @@ class ImageProcessor:
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
-        import numpy as np
         from PIL import Image
 
         check_size(*image.size)
-        width, height = image.size
-        height, width = self.size_of(height, width)
-        pixels = np.asarray(image.resize((width, height), Image.Resampling(self.resampling)))
-        side, merge = self.patch_size, self.merge_size
-        rows, columns = height // side, width // side
-        blocks = pixels.reshape(rows // merge, merge, side, columns // merge, merge, side, 3)
-        patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
-        digest = hashlib.sha256(f"{rows} {columns} ".encode() + patches).hexdigest()
-        return ProcessedImage(rows * columns // merge**2, (rows, columns), patches, digest)
+        height, width = self.size_of(image.height, image.width)
+        resized = image.resize((width, height), Image.Resampling(self.resampling))
+        grid, patches = cut(resized, self.patch_size, self.merge_size)
+        return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which an image is resized: multiples of a block's side, of about the same
@@ -75,29 +94,96 @@ class ImageProcessor:
         return rows * block, columns * block
 
 
-def read_processor(folder: Path, vision: VisionSpec) -> ImageProcessor:
+@dataclass(frozen=True, slots=True)
+class PixtralProcessor:
+    """Makes patches of images of nearly any size, for Pixtral: only large ones become smaller."""
+
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block that becomes a token
+    height: int  # pixels of the largest image
+    width: int
+    resampling: int = BICUBIC
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        from PIL import Image
+
+        check_size(*image.size)
+        height, width = self.size_of(image.height, image.width)
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling(self.resampling))
+        grid, patches = cut(image, self.patch_size, self.merge_size)
+        rows, columns = (count // self.merge_size for count in grid)
+        return ProcessedImage(rows * (columns + 1), grid, patches, digest_of(grid, patches))
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which an image is resized: the next multiples of a block's side, of about the
+        same shape and within the largest image.
+        """
+        block, ratio = self.patch_size * self.merge_size, max(height / self.height, width / self.width)
+        if ratio > 1:
+            height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
+        return math.ceil(height / block) * block, math.ceil(width / block) * block
+
+
+def read_processor(folder: Path, vision: VisionSpec) -> Processor:
     """Return the processor of the model in `folder`, from its preprocessor_config.json. Raises `ModelError`."""
-    name, config = _config(folder)
+    file = ProcessorFile(folder, *_config(folder), vision)
+    file.check_colours()
+    return PROCESSORS[vision.kind](file)
 
-    def wrong(field: str, wanted: Any) -> ModelError:
-        return ModelError(f"{folder / name}: {field!r} must be {wanted}, got {config.get(field)!r}")
 
+@dataclass(frozen=True, slots=True)
+class ProcessorFile:
+    """The fields of a preprocessor_config.json."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    vision: VisionSpec
+
+    def wrong(self, field: str, wanted: Any) -> ModelError:
+        """Return an error: a field must be something else."""
+        return ModelError(f"{self.folder / self.name}: {field!r} must be {wanted}, got {self.config.get(field)!r}")
+
+    def check_colours(self) -> None:
+        """Raise `ModelError` unless the encoder normalises colours as the file says."""
+        for field, values in (("image_mean", self.vision.mean), ("image_std", self.vision.std)):
+            given = self.config.get(field, values)
+            if not isinstance(given, list | tuple) or not _are_close(given, values):
+                raise self.wrong(field, f"{list(values)} for this model")
+
+    def resampling(self, default: int = BICUBIC) -> int:
+        """Return Pillow's number of the filter. Raises `ModelError`."""
+        found = self.config.get("resample", default)
+        if type(found) is not int or found not in RESAMPLING:
+            raise self.wrong("resample", f"one of {', '.join(map(str, RESAMPLING))}")
+        return found
+
+
+def _qwen(file: ProcessorFile) -> ImageProcessor:
+    config, vision = file.config, file.vision
     for field, value in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size)):
         if config.get(field, value) != value:
-            raise wrong(field, f"{value}, as in config.json")
-    for field, values in (("image_mean", vision.mean), ("image_std", vision.std)):
-        given = config.get(field, values)
-        if not isinstance(given, list | tuple) or not _are_close(given, values):
-            raise wrong(field, f"{list(values)} for this model")
-    resampling = config.get("resample", BICUBIC)
-    if type(resampling) is not int or resampling not in RESAMPLING:
-        raise wrong("resample", f"one of {', '.join(map(str, RESAMPLING))}")
+            raise file.wrong(field, f"{value}, as in config.json")
     sizes = config.get("size") or {}
     low = config.get("min_pixels", sizes.get("shortest_edge", vision.min_pixels))
     high = config.get("max_pixels", sizes.get("longest_edge", vision.max_pixels))
     if type(low) is not int or type(high) is not int or not 0 < low <= high:
-        raise wrong("size", "an object with 'shortest_edge' and 'longest_edge', numbers of pixels")
-    return ImageProcessor(vision.patch_size, vision.merge_size, low, high, resampling)
+        raise file.wrong("size", "an object with 'shortest_edge' and 'longest_edge', numbers of pixels")
+    return ImageProcessor(vision.patch_size, vision.merge_size, low, high, file.resampling())
+
+
+def _pixtral(file: ProcessorFile) -> PixtralProcessor:
+    vision, sizes = file.vision, file.config.get("size") or {}
+    edge = sizes.get("longest_edge", vision.longest_edge)
+    height, width = sizes.get("height", edge), sizes.get("width", edge)
+    if type(height) is not int or type(width) is not int or min(height, width) < 1:
+        raise file.wrong("size", "an object with 'longest_edge', a number of pixels")
+    return PixtralProcessor(vision.patch_size, vision.merge_size, height, width, file.resampling())
+
+
+PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {"qwen": _qwen, "pixtral": _pixtral}
 
 
 def _are_close(given: Sequence[Any], values: Sequence[float]) -> bool:

@@ -15,23 +15,26 @@ import kernels
 from engine.core.engine_request import ImageInput
 from engine.models.decoder import Decoder, ImageTokens
 from engine.models.rope import sectioned_rows
-from engine.models.spec import VisionSpec
-from engine.models.vision import EncodedImages
+from engine.models.spec import Grid, VisionSpec
+from engine.models.vision.layers import EncodedImages
 from engine.worker.device import Device
 from engine.worker.input_batch import PackedStep, Row
 
-CACHED_TOKENS = 16_384  # of encoded images that are kept, also the most that are encoded at once beside a larger image
+CACHED_TOKENS = 16_384  # of encoded images that are kept
+ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
 
 
 class StepImages(NamedTuple):
     """The tokens of a step that need more than their ids and indices."""
 
     tokens: ImageTokens | None  # None: none stands for an image, or this stage does not embed them
-    positioned: Tensor  # [m] int64: tokens of the step whose rows of the RoPE tables the step has written
+    positioned: Tensor | None  # [m] int64: tokens of the step whose rows of the RoPE tables the step has written
     first_row: int  # of these rows
 
     def place(self, positions: Tensor) -> None:
         """Let positions [T] name the rows."""
+        if self.positioned is None:
+            return
         rows = torch.arange(len(self.positioned), dtype=positions.dtype, device=positions.device)
         positions.index_copy_(0, self.positioned, rows + self.first_row)
 
@@ -50,6 +53,8 @@ class ImageReader:
 
     def shift_of(self, images: Sequence[ImageInput]) -> int:
         """Return how many positions more than tokens a prompt with these images takes: usually a negative number."""
+        if self._spec.rope_sections is None:
+            return 0
         return sum(max(image.grid) // self._spec.merge_size - image.num_tokens for image in images)
 
     def step(self, packed: PackedStep) -> StepImages:
@@ -63,31 +68,39 @@ class ImageReader:
             start = stop - int(members.query_lens[i])
             if not computes_images(row, start):
                 continue
-            positions.append(token_positions(row.images, self._spec.merge_size, start, stop))
-            positioned.append(np.arange(first, first + stop - start))
+            if self._spec.rope_sections is not None:
+                positions.append(token_positions(row.images, self._spec.merge_size, start, stop))
+                positioned.append(np.arange(first, first + stop - start))
             for image in row.images:
                 low, high = max(image.start, start), min(image.stop, stop)
                 if low < high:
                     shown.append((image, slice(low - image.start, high - image.start), first + low - start))
-        upload = self._device.upload
-        on_device = upload(torch.from_numpy(np.concatenate(positions, 1)))
-        for rope, table in self._model.rope_tables.items():
-            sections, interleaved = self._spec.rope_sections, self._spec.rope_interleaved
-            rows = sectioned_rows(rope, sections, on_device, interleaved=interleaved)
-            table[self._first_row :][: on_device.shape[1]] = rows
-        own = upload(torch.from_numpy(np.concatenate(positioned)))
         tokens = self._tokens(shown) if shown and self._model.stage.is_first else None
+        if self._spec.rope_sections is None:
+            return StepImages(tokens, None, self._first_row)
+        self._write_rows(self._spec.rope_sections, np.concatenate(positions, 1))
+        own = self._device.upload(torch.from_numpy(np.concatenate(positioned)))
         return StepImages(tokens, own, self._first_row)
+
+    def _write_rows(self, sections: Sequence[int], positions: np.ndarray) -> None:
+        """Write the rows of the RoPE tables for tokens at these times, rows and columns [3, m]."""
+        on_device = self._device.upload(torch.from_numpy(positions))
+        for rope, table in self._model.rope_tables.items():
+            rows = sectioned_rows(rope, sections, on_device, interleaved=self._spec.rope_interleaved)
+            table[self._first_row :][: on_device.shape[1]] = rows
 
     def _tokens(self, shown: Sequence[tuple[ImageInput, slice, int]]) -> ImageTokens:
         encoded = self._encode({image.digest: image for image, _, _ in shown}.values())
-        indices = torch.cat([torch.arange(at, at + part.stop - part.start) for _, part, at in shown])
-        embeddings = torch.cat([encoded[image.digest].embeddings[part] for image, part, _ in shown])
-        deepstack = [
-            torch.cat([encoded[image.digest].deepstack[layer][part] for image, part, _ in shown])
-            for layer in range(len(self._spec.deepstack))
-        ]
-        return ImageTokens(self._device.upload(indices), embeddings, deepstack)
+        indices, embeddings = [], []
+        deepstack: list[list[Tensor]] = [[] for _ in self._spec.deepstack]
+        for image, part, at in shown:
+            offsets, rows = encoded_tokens(self._spec, image.grid, part)
+            indices.append(torch.from_numpy(offsets + at))
+            embeddings.append(encoded[image.digest].embeddings[rows])
+            for found, layer in zip(deepstack, encoded[image.digest].deepstack, strict=True):
+                found.append(layer[rows])
+        on_device = self._device.upload(torch.cat(indices))
+        return ImageTokens(on_device, torch.cat(embeddings), [torch.cat(layer) for layer in deepstack])
 
     def _encode(self, images: Iterable[ImageInput]) -> dict[str, EncodedImages]:
         """Return the encoded images by digest."""
@@ -113,7 +126,7 @@ class ImageReader:
         data = np.frombuffer(b"".join(image.patches for image in images), dtype=np.uint8)
         patches = self._device.upload(torch.from_numpy(data.reshape(-1, 3, side, side).copy()))
         encoded = vision(patches, [image.grid for image in images])
-        counts = [image.num_tokens for image in images]
+        counts = [math.prod(image.grid) // self._spec.merge_size**2 for image in images]
         of_layers = [each.split(counts) for each in encoded.deepstack]
         parts = encoded.embeddings.split(counts)
         # Each image owns its memory, so that it is freed with it.
@@ -124,17 +137,29 @@ class ImageReader:
         vision, stage = self._model.vision, self._model.stage
         if vision is None or not stage.is_first:
             return
-        side = self._spec.merge_size
-        rows = math.isqrt(CACHED_TOKENS) * side
-        grid = rows, CACHED_TOKENS * side**2 // rows
-        num_patches, patch = grid[0] * grid[1], self._spec.patch_size
-        patches = torch.zeros(num_patches, 3, patch, patch, dtype=torch.uint8, device=vision.frequencies.device)
+        rows = math.isqrt(ENCODED_PATCHES)
+        grid, patch = (rows, ENCODED_PATCHES // rows), self._spec.patch_size
+        device = next(vision.parameters()).device
+        patches = torch.zeros(grid[0] * grid[1], 3, patch, patch, dtype=torch.uint8, device=device)
         with vision.few_layers():
             self._encoded[""] = vision(patches, [grid])
 
     def clear(self) -> None:
         """Forget all encoded images."""
         self._encoded.clear()
+
+
+def encoded_tokens(vision: VisionSpec, grid: Grid, part: slice) -> tuple[np.ndarray, slice]:
+    """Return which tokens of a part of an image's tokens the encoder computes, counted from the part's first [n] int64,
+    and which of the encoder's rows they are.
+    """
+    offsets = np.arange(part.start, part.stop)
+    if vision.row_ends is None:
+        return offsets - part.start, part
+    stride = grid[1] // vision.merge_size + 1  # each row ends with a token of the text model
+    found = offsets[offsets % stride != stride - 1]
+    first = part.start - part.start // stride
+    return found - part.start, slice(first, first + len(found))
 
 
 def computes_images(row: Row, start: int) -> bool:
@@ -163,7 +188,7 @@ def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, s
 
 
 def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
-    """Group images that are encoded at once: together at most `CACHED_TOKENS` tokens, or a single one. In deterministic
+    """Group images that are encoded at once: together at most `ENCODED_PATCHES`, or a single one. In deterministic
     mode each is encoded alone, so that the others change no bit of it.
     """
     group: list[ImageInput] = []
@@ -171,7 +196,7 @@ def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
         if group and kernels.FORMS.deterministic:
             yield group
             group = []
-        if group and sum(each.num_tokens for each in group) + image.num_tokens > CACHED_TOKENS:
+        if sum(math.prod(each.grid) for each in (*group, image)) > ENCODED_PATCHES and group:
             yield group
             group = []
         group.append(image)
@@ -183,9 +208,9 @@ def image_bytes(vision: VisionSpec, hidden_size: int, itemsize: int) -> tuple[in
     """Return the bytes of the encoded images that are kept, and an estimate of those that encoding needs."""
     kept = CACHED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
     widest = vision.hidden_size * 5 + max(vision.hidden_size * 2, vision.intermediate_size * 2)
-    return kept, CACHED_TOKENS * vision.merge_size**2 * widest * itemsize
+    return kept, ENCODED_PATCHES * widest * itemsize
 
 
 def own_rows(vision: VisionSpec | None, max_tokens: int) -> int:
     """Return how many rows of the RoPE tables steps of `max_tokens` tokens write."""
-    return 0 if vision is None else max_tokens
+    return 0 if vision is None or vision.rope_sections is None else max_tokens

@@ -32,7 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 HEAVY = {"tensor parallel", "pipeline parallel"}
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Mistral3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(request.param, tmp_path_factory.mktemp("model")).folder
 

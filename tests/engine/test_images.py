@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM
 from engine.config import EngineConfig
@@ -17,7 +18,18 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.worker.images import token_positions
 from tests.support.fake_engine import make_tokenizer
-from tests.support.image_models import FAMILIES, IMAGE, MERGE, NUM_TOKENS, SIDE, Case, generated, image, make_case
+from tests.support.image_models import (
+    FAMILIES,
+    IMAGE,
+    MERGE,
+    NUM_TOKENS,
+    SIDE,
+    Case,
+    encoded,
+    generated,
+    image,
+    make_case,
+)
 from tests.support.images import PLACEHOLDER, TEMPLATE, data_url, picture, saved
 
 pytest.importorskip("transformers")
@@ -83,6 +95,20 @@ def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any])
     other, cached = run(engine, asked(case, "other", flip=True))
     assert cached <= case.images[0].start, "another image, another prefix"
     assert other["other"] != case.answer
+
+
+def test_encoded_images_are_those_of_transformers(case: Case) -> None:
+    config = EngineConfig(
+        model=str(case.folder), dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
+        num_gpu_blocks_override=8,
+    )  # fmt: skip
+    engine = Engine(config)
+    with torch.inference_mode():
+        found = torch.cat([each.embeddings for each in engine.runner.images._run(case.images)])  # type: ignore[attr-defined]
+    engine.close()
+    want = encoded(case.model, case)
+    assert found.shape == want.shape
+    assert (found - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 def test_positions_of_an_image() -> None:

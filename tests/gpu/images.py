@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
@@ -20,9 +18,9 @@ from engine.models.decoder import pack_weights
 from engine.models.formats import weight_formats
 from engine.models.matrix import Scope
 from engine.models.spec import VisionSpec
-from engine.models.vision import VisionEncoder
+from engine.models.vision.kinds import make_encoder
 from tests.gpu.checks import BF16, Checks, relative_error
-from tests.support.image_models import FAMILIES, NUM_TOKENS, SIDE, Case, make_case, normalised
+from tests.support.image_models import FAMILIES, NUM_TOKENS, Case, encoded, make_case
 
 PHOTOGRAPH = (48, 64)  # rows and columns of patches of 1,024 x 768 pixels
 QWEN3_VL_8B = VisionSpec(
@@ -71,25 +69,13 @@ def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> Non
     with torch.inference_mode():
         got = torch.cat([each.embeddings for each in engine.runner.images._run(case.images)])  # type: ignore[attr-defined]
     engine.close()
-    theirs = case.model.model.visual
-    want = _encoded(theirs.double(), case)
+    want = encoded(case.model.double(), case)
     limit = 1e-4
     if dtype == "bfloat16":
-        limit = 1.5 * relative_error(_encoded(theirs.to(checks.device, BF16), case), want.to(checks.device))
+        limit = 1.5 * relative_error(encoded(case.model.to(checks.device, BF16), case), want.to(checks.device))
         limit = max(limit, 1e-3)
     case.model.float().cpu()
     checks.add(f"images {family} encoder {dtype}", relative_error(got, want.to(got.device)), limit)
-
-
-@torch.inference_mode()
-def _encoded(visual: Any, case: Case) -> Tensor:
-    data = [np.frombuffer(image.patches, np.uint8).reshape(-1, 3, SIDE, SIDE) for image in case.images]
-    values = np.repeat(normalised(case.model, np.concatenate(data))[:, :, None], 2, 2)
-    weight = next(visual.parameters())
-    grids = torch.tensor([(1, *image.grid) for image in case.images], device=weight.device)
-    pixels = torch.tensor(values.reshape(len(values), -1)).to(weight.device, weight.dtype)
-    found = visual(pixels, grid_thw=grids)
-    return found.pooler_output if hasattr(found, "pooler_output") else found[0]
 
 
 @torch.inference_mode()
@@ -98,9 +84,7 @@ def check_image_speed(checks: Checks) -> None:
     if checks.device == "cpu" or not checks.wants("images: speed"):
         return
     torch.manual_seed(0)
-    encoder = VisionEncoder(
-        QWEN3_VL_8B, 4096, Scope(BF16, torch.device(checks.device), weight_formats(None)) / "visual"
-    )
+    encoder = make_encoder(QWEN3_VL_8B, 4096, Scope(BF16, torch.device(checks.device), weight_formats(None)))
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, 0, 0.02)
     pack_weights(encoder)

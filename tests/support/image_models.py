@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from engine.core.engine_request import ImageInput
 
-IMAGE, START, END = 290, 292, 293
+IMAGE, START, END, ROW_END = 290, 292, 293, 294
 SIDE, MERGE = 4, 2
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 ROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,
@@ -54,10 +55,22 @@ VISION = {
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu"}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": SIDE,
+    "image_size": 64,
+    "hidden_act": "silu",
+}
+MISTRAL = {key: value for key, value in TEXT.items() if key != "rope_parameters"} | {"model_type": "mistral"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (TEXT | {"rope_parameters": SECTIONS}, VISION | WINDOWS),
     "Qwen3VL": (TEXT, VISION | {"deepstack_visual_indexes": [0, 2]}),
     "Qwen3_5": (TEXT | STATES, VISION),
+    "Mistral3": (MISTRAL, PIXTRAL),
 }
 
 
@@ -71,32 +84,46 @@ class Case(NamedTuple):
     answer: list[int]
 
 
-def image(pixels: np.ndarray, start: int, grid: tuple[int, int]) -> ImageInput:
-    data = pixels.tobytes()
-    return ImageInput(start, len(pixels) // MERGE**2, grid, data, hashlib.sha256(data).hexdigest())
+def image(pixels: np.ndarray, start: int, grid: tuple[int, int], num_tokens: int = 0) -> ImageInput:
+    """num_tokens: 0: those of the encoder."""
+    data, num_tokens = pixels.tobytes(), num_tokens or len(pixels) // MERGE**2
+    return ImageInput(start, num_tokens, grid, data, hashlib.sha256(data).hexdigest())
+
+
+def tokens_of(family: str, grid: tuple[int, int]) -> tuple[list[int], list[int], list[int]]:
+    """Return the tokens that a family's processor writes before an image, for it and behind it."""
+    rows, columns = (count // MERGE for count in grid)
+    if family == "Mistral3":
+        return [], [*(([IMAGE] * columns + [ROW_END]) * rows)[:-1], END], []
+    return [START], [IMAGE] * (rows * columns), [END]
+
+
+def config_of(family: str) -> Any:
+    """Return the configuration of a small model."""
+    import transformers
+
+    text, vision = FAMILIES[family]
+    ids: dict[str, Any] = {
+        "image_token_id": IMAGE, "video_token_id": 291, "vision_start_token_id": START, "vision_end_token_id": END,
+    }  # fmt: skip
+    if family == "Mistral3":
+        ids = {"image_token_index": IMAGE, "spatial_merge_size": MERGE}
+    kind = getattr(transformers, f"{family}Config")
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
 def make_case(family: str, folder: Path) -> Case:
     """Save a random model of a family in `folder`."""
     import transformers
 
-    text, vision = FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=291,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config_of(family)).eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 or "bias" in name:
-            torch.nn.init.normal_(parameter, 0, 0.5 if "visual" in name else 0.2)
+            is_vision = any(part in name for part in ("visual", "vision_tower", "multi_modal"))
+            torch.nn.init.normal_(parameter, 0, 0.5 if "visual" in name else 0.3 if is_vision else 0.2)
     model.save_pretrained(folder)
-    limits = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+    limits = {"size": {"shortest_edge": 64, "longest_edge": 64 if family == "Mistral3" else 4096}}
     (folder / "preprocessor_config.json").write_text(json.dumps(limits))
     rng = np.random.default_rng(5)
     prompt: list[int] = []
@@ -106,34 +133,66 @@ def make_case(family: str, folder: Path) -> Case:
         prompt += rng.integers(1, 280, num_text).tolist()
         if grid is not None:
             pixels = rng.integers(0, 256, (grid[0] * grid[1], 3, SIDE, SIDE), dtype=np.uint8)
-            images.append(image(pixels, len(prompt) + 1, grid))
+            before, run, behind = tokens_of(family, grid)
+            images.append(image(pixels, len(prompt) + len(before), grid, len(run)))
             shown.append((pixels, grid))
-            prompt += [START, *[IMAGE] * images[-1].num_tokens, END]
+            prompt += [*before, *run, *behind]
     return Case(folder, model, prompt, tuple(images), generated(model, prompt, shown))
 
 
 def normalised(model: Any, pixels: np.ndarray) -> np.ndarray:
     """Return what a model's processor makes of uint8 patches [N, 3, P, P]: float64."""
-    older = "Qwen2_5_VL" in type(model).__name__
-    mean, std = (CLIP_MEAN, CLIP_STD) if older else ([0.5] * 3, [0.5] * 3)
+    has_clip = type(model).__name__.startswith(("Qwen2_5_VL", "Mistral3"))
+    mean, std = (CLIP_MEAN, CLIP_STD) if has_clip else ([0.5] * 3, [0.5] * 3)
     shape = (3, 1, 1)
     return (pixels / 255 - np.reshape(mean, shape)) / np.reshape(std, shape)
 
 
-def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple[int, int]]]) -> list[int]:
-    """Return what transformers answers. shown: patches uint8 [N, 3, P, P] and grid of each image."""
+def whole_image(patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Return the image [3, height, width] of patches [N, 3, P, P] in blocks."""
+    rows, columns = grid
+    blocks = patches.reshape(rows // MERGE, columns // MERGE, MERGE, MERGE, 3, SIDE, SIDE)
+    return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * SIDE, columns * SIDE)
+
+
+def inputs_of(model: Any, shown: list[tuple[np.ndarray, tuple[int, int]]]) -> dict[str, Any]:
+    """Return images as a model takes them. shown: patches uint8 [N, 3, P, P] and grid of each image."""
+    if type(model).__name__.startswith("Mistral3"):
+        pictures = [torch.tensor(whole_image(normalised(model, pixels), grid)) for pixels, grid in shown]
+        sizes = torch.tensor([each.shape[1:] for each in pictures])
+        height, width = sizes.amax(0).tolist()
+        padded = [F.pad(each, (0, width - each.shape[2], 0, height - each.shape[1])) for each in pictures]
+        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
     values = normalised(model, np.concatenate([pixels for pixels, _ in shown]))
     frames = np.repeat(values[:, :, None], 2, 2).reshape(len(values), -1)
+    grids = torch.tensor([(1, *grid) for _, grid in shown])
+    return {"pixel_values": torch.tensor(frames), "image_grid_thw": grids}
+
+
+@torch.inference_mode()
+def encoded(model: Any, case: Case) -> torch.Tensor:
+    """Return what a model's encoder makes of a case's images, one behind the other: [T, hidden], in its dtype."""
+    weight = next(model.parameters())
+    shown = [(np.frombuffer(each.patches, np.uint8).reshape(-1, 3, SIDE, SIDE), each.grid) for each in case.images]
+    inputs = {
+        name: value.to(weight.device, weight.dtype) if value.is_floating_point() else value.to(weight.device)
+        for name, value in inputs_of(model, shown).items()
+    }
+    found = model.model.get_image_features(**inputs)
+    pooled = getattr(found, "pooler_output", found)
+    return pooled if isinstance(pooled, torch.Tensor) else torch.cat(list(pooled))
+
+
+def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple[int, int]]]) -> list[int]:
+    """Return what transformers answers. shown: patches uint8 [N, 3, P, P] and grid of each image."""
     ids = torch.tensor([prompt])
+    more: dict[str, Any] = inputs_of(model, shown)
+    more["pixel_values"] = more["pixel_values"].float()
+    if "image_grid_thw" in more:
+        more["mm_token_type_ids"] = (ids == IMAGE).int()
     with torch.no_grad():
         output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=torch.tensor(frames).float(),
-            image_grid_thw=torch.tensor([(1, *grid) for _, grid in shown]),
-            mm_token_type_ids=(ids == IMAGE).int(),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, **more
         )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer

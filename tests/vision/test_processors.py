@@ -134,7 +134,8 @@ def test_the_preprocessor_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(content))
         return read_processor(tmp_path, VISION)
 
-    assert read_processor(tmp_path, VISION).max_pixels == 16_777_216
+    found: Any = read_processor(tmp_path, VISION)
+    assert found.max_pixels == 16_777_216
     own = {"size": {"shortest_edge": 5000, "longest_edge": 90000}, "resample": 2}
     assert read("processor_config.json", {"image_processor": own}).min_pixels == 5000
     found = read("preprocessor_config.json", {"min_pixels": 4000, "max_pixels": 8000, "patch_size": 16})

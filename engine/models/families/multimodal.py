@@ -11,7 +11,7 @@ from dataclasses import replace
 from engine.models.errors import ModelError
 from engine.models.families.common import with_names
 from engine.models.families.fields import Config, flag
-from engine.models.families.vision import VISION
+from engine.models.families.vision import PARTS, VISION
 from engine.models.spec import ModelSpec
 
 Family = Callable[[Config], ModelSpec]
@@ -25,6 +25,8 @@ NAMES = (
     ("^language_model.output.", "lm_head."),
     ("model.text_model.", "model."),
     ("^visual.", "model.visual."),
+    ("^vision_tower.", "model.vision_tower."),
+    ("^multi_modal_projector.", "model.multi_modal_projector."),
 )
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),
@@ -89,7 +91,8 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
         spec = family_of(text)(text | {"architectures": [architecture]})
         reads_images = architecture in VISION and flag(config, READS_IMAGES, True)
         vision = VISION[architecture](config, text) if reads_images else None
-        other = tuple(name for name in OTHER_INPUT if vision is None or name != "visual.")
+        read_parts = () if vision is None else PARTS[vision.kind]
+        other = tuple(name for name in OTHER_INPUT if name not in read_parts)
         return replace(with_names(spec, NAMES), other_input=other, vision=vision)
 
     reads = "text and images" if architecture in VISION else "only the text model; images and sound are refused"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from engine.models.errors import ModelError
-from engine.models.families.fields import Config, integer
+from engine.models.families.fields import Config, flag, integer, number
 from engine.models.spec import VisionSpec
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
@@ -14,6 +14,10 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "gelu": "gelu",
     "silu": "silu",
 }
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+PIXTRAL_ROW_ENDS = 12, 13  # [IMG_BREAK] and [IMG_END] of all published tokenizers
+# First parts of the names of a kind's tensors, without "model.".
+PARTS = {"qwen": ("visual.",), "pixtral": ("vision_tower.", "multi_modal_projector.")}
 
 
 def qwen3_vl(config: Config, text: Config) -> VisionSpec:
@@ -59,8 +63,8 @@ def qwen2_5_vl(config: Config, text: Config) -> VisionSpec:
         is_older=True,
         window=integer(fields, "window_size", 112) // (patch * merge),
         full_layers=_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31], MANY),  # fewer layers have some of them
-        mean=(0.48145466, 0.4578275, 0.40821073),
-        std=(0.26862954, 0.26130258, 0.27577711),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
         min_pixels=56 * 56,
         max_pixels=12_845_056,
     )
@@ -70,19 +74,60 @@ def qwen2_5_vl(config: Config, text: Config) -> VisionSpec:
     return spec
 
 
-def _fields(config: Config) -> Config:
+def pixtral(config: Config, text: Config) -> VisionSpec:
+    """Mistral Small 3.1 and 3.2, Ministral 3, Devstral 2."""
+    fields = _vision_config(config)
+    if config.get("vision_feature_layer", -1) != -1 or fields.get("model_type", "pixtral") != "pixtral":
+        raise ModelError("'vision_config': only the last layer of 'pixtral' is supported")
+    side = integer(fields, "image_size", 1540)
+    spec = VisionSpec(
+        kind="pixtral",
+        hidden_size=integer(fields, "hidden_size", 1024),
+        intermediate_size=integer(fields, "intermediate_size", 4096),
+        num_layers=integer(fields, "num_hidden_layers", 24),
+        num_heads=integer(fields, "num_attention_heads", 16),
+        patch_size=integer(fields, "patch_size", 14),
+        merge_size=integer(config, "spatial_merge_size", 2),
+        activation=_activation(fields, "gelu"),
+        eps=1e-5,
+        theta=_theta(fields),
+        projector_activation=_activation(config, "gelu", "projector_hidden_act"),
+        projector_bias=flag(config, "multimodal_projector_bias", False),
+        projector_eps=number(text, "rms_norm_eps", 1e-6),
+        image_token_id=integer(config, "image_token_index", integer(config, "image_token_id", 10)),
+        placeholder=(integer(config, "image_token_index", integer(config, "image_token_id", 10)),),
+        row_ends=PIXTRAL_ROW_ENDS,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+        longest_edge=side,
+    )
+    _check_heads(spec)
+    return spec
+
+
+def _theta(fields: Config) -> float:
+    rope = fields.get("rope_parameters")
+    return number(rope if isinstance(rope, dict) else fields, "rope_theta", 10_000.0)
+
+
+def _vision_config(config: Config) -> Config:
     fields = config.get("vision_config")
     if not isinstance(fields, dict):
         raise ModelError(f"'vision_config' must be an object, got {fields!r}")
+    return fields
+
+
+def _fields(config: Config) -> Config:
+    fields = _vision_config(config)
     if integer(fields, "temporal_patch_size", 2) != 2 or integer(fields, "in_channels", 3) != 3:
         raise ModelError("'vision_config': patches must have 2 frames of 3 channels")
     return fields
 
 
-def _activation(fields: Config, default: str) -> Literal["silu", "gelu", "gelu_tanh"]:
-    given = fields.get("hidden_act") or default
+def _activation(fields: Config, default: str, name: str = "hidden_act") -> Literal["silu", "gelu", "gelu_tanh"]:
+    given = fields.get(name) or default
     if given not in ACTIVATIONS:
-        raise ModelError(f"'vision_config': 'hidden_act' {given!r} is not supported; {', '.join(ACTIVATIONS)} are")
+        raise ModelError(f"'vision_config': {name!r} {given!r} is not supported; {', '.join(ACTIVATIONS)} are")
     return ACTIVATIONS[given]
 
 
@@ -128,4 +173,5 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec]] = {
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
     "Qwen3_5ForConditionalGeneration": qwen3_vl,
     "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
+    "Mistral3ForConditionalGeneration": pixtral,
 }

@@ -1,0 +1,1 @@
+"""Encoders of images: one module for each kind, of layers that they share."""

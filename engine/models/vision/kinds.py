@@ -1,0 +1,26 @@
+"""The encoders by their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.models.matrix import Scope
+from engine.models.shard import SINGLE, SingleRank
+from engine.models.spec import VisionSpec
+from engine.models.vision.layers import VisionEncoder
+from engine.models.vision.pixtral import PixtralEncoder
+from engine.models.vision.qwen import QwenEncoder
+
+KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
+    "qwen": QwenEncoder,
+    "pixtral": PixtralEncoder,
+}
+
+
+def make_encoder(spec: VisionSpec, out_size: int, scope: Scope) -> VisionEncoder:
+    """Create the encoder for a text model of the hidden size `out_size`. Each rank has it whole.
+
+    scope: of the model's parts, as "model.visual".
+    """
+    return KINDS[spec.kind](spec, out_size, replace(scope, shard=SINGLE, communicator=SingleRank()))

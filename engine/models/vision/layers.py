@@ -1,0 +1,203 @@
+"""Parts that encoders of images share.
+
+Shapes: N patches of all images of a call, in blocks of `merge_size` x `merge_size`; T = N / merge_size² tokens; C the
+encoder's hidden size, P pixels of a patch's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels
+from engine.models.layers import Linear
+from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope
+from engine.models.norms import LayerNorm, Norm, RMSNorm
+from engine.models.shard import Span
+from engine.models.spec import Grid, VisionSpec
+
+Turns = tuple[Tensor, Tensor]  # cos and sin [N, head_dim / 2] float32
+
+
+class EncodedImages(NamedTuple):
+    """T tokens of images, encoded for the text model."""
+
+    embeddings: Tensor  # [T, hidden]
+    deepstack: Sequence[Tensor] = ()  # [T, hidden] each: added after the text model's first layers
+
+
+class VisionEncoder(nn.Module):
+    """Turns patches into embeddings of the text model. Each rank has the whole encoder."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self._skips = False  # all layers but the first
+
+    layers: nn.ModuleList
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> EncodedImages:
+        """Encode patches [N, 3, P, P] uint8 of images with these grids."""
+        raise NotImplementedError
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Within the context, compute one layer: the others need no memory beside it."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def _computed(self) -> Iterator[tuple[int, nn.Module]]:
+        """Return the layers that are computed, with their indexes."""
+        return ((index, layer) for index, layer in enumerate(self.layers) if not (index and self._skips))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """The parts of an encoder's layers, and their names in a checkpoint."""
+
+    norms: tuple[str, str]  # before attention and before the MLP
+    qkv: tuple[str, ...]  # one matrix, or three
+    out: str
+    up: tuple[str, ...]  # two: the first is the gate of the second
+    down: str
+    norm: Literal["rms", "layer"] = "layer"
+    eps: float = 1e-6  # of norms
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    scales: tuple[str, ...] = ()  # vectors [C] by which the results of attention and MLP are multiplied
+    qk_norms: tuple[str, ...] = ()  # RMSNorms of queries and keys over all heads
+
+
+def form_norm(form: LayerForm, scope: Scope, size: int) -> Norm:
+    """Return a norm as the layers have."""
+    return RMSNorm(scope, size, form.eps) if form.norm == "rms" else LayerNorm(scope, size, form.eps, bias=True)
+
+
+class EncoderLayer(nn.Module):
+    """Attention among the patches of each image, then an MLP."""
+
+    def __init__(self, spec: VisionSpec, form: LayerForm, scope: Scope) -> None:
+        super().__init__()
+        size, inner, self.spec = spec.hidden_size, spec.intermediate_size, spec
+        self.norm1, self.norm2 = (form_norm(form, scope / name, size) for name in form.norms)
+        self.qkv = Linear(scope, size, dict.fromkeys(form.qkv, 3 * size // len(form.qkv)), bias=form.qkv_bias)
+        self.proj = Linear(scope, size, {form.out: size}, bias=form.out_bias)
+        self.up = Linear(scope, size, dict.fromkeys(form.up, inner), bias=form.mlp_bias)
+        self.down = Linear(scope, inner, {form.down: size}, bias=form.mlp_bias)
+        self._is_gated = len(form.up) == 2
+        norms = [RMSNorm(scope / name, size, form.eps) for name in form.qk_norms]
+        scales = [Vector(scope, name, size) for name in form.scales]
+        self.qk_norms, self.scales = nn.ModuleList(norms), nn.ModuleList(scales)
+
+    def forward(self, x: Tensor, turns: Turns | None, lengths: Sequence[int]) -> Tensor:
+        """x [N, C]; turns: of RoPE, None: there is none; lengths: of groups of patches that see each other."""
+        found = self.proj.run(self._attention(self.qkv.run(self.norm1(x)), turns, lengths))
+        x = x + self._scaled(found, 0)
+        inner, kind = self.up.run(self.norm2(x)), self.spec.activation
+        if not self._is_gated:
+            inner = kernels.activation(inner, kind)
+        elif kind == "silu" or kind == "gelu_tanh":
+            inner = kernels.gate_and_mul(inner, kind)
+        else:
+            gate, up = inner.chunk(2, 1)
+            inner = kernels.activation(gate.contiguous(), kind) * up
+        found = self.down.run(inner)
+        return x + self._scaled(found, 1)
+
+    def _scaled(self, found: Tensor, index: int) -> Tensor:
+        """Scale the result of attention (0) or of the MLP (1)."""
+        return found * cast(Vector, self.scales[index]).weight if self.scales else found
+
+    def _attention(self, qkv: Tensor, turns: Turns | None, lengths: Sequence[int]) -> Tensor:
+        query, key, value = qkv.chunk(3, 1)
+        if self.qk_norms:
+            query, key = (norm(x) for norm, x in zip(self.qk_norms, (query, key), strict=True))
+        q, k, v = (each.unflatten(1, (self.spec.num_heads, -1)) for each in (query, key, value))
+        if turns is not None:
+            q, k = rotated(q, *turns), rotated(k, *turns)
+        return mixed(q, k, v, lengths)
+
+
+def mixed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
+    """Return the attention of q, k and v [N, heads, D] among groups of patches that see each other: [N, heads · D]."""
+    q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+    parts, begin = [], 0
+    for length, same in groupby(lengths):  # groups of one size beside each other at once
+        stop = begin + length * len(list(same))
+        query, key, value = (each[:, begin:stop].unflatten(1, (-1, length)).transpose(0, 1) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(query, key, value, scale=scale)
+        parts.append(found.transpose(1, 2).reshape(stop - begin, -1))
+        begin = stop
+    return torch.cat(parts)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [N, heads, D] by angles whose cos and sin are [N, D / 2]: element i with element i + D / 2."""
+    low, high = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+
+
+def patch_positions(grid: Grid, merge_size: int) -> Tensor:
+    """Return the row and the column of each patch of an image, in the encoder's order: [rows · columns, 2] int64."""
+    rows, columns = grid
+    at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    blocks = at.view(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+    return blocks.transpose(1, 2).reshape(-1, 2)
+
+
+class PatchEmbedding(CheckpointModule):
+    """Normalises patches and projects them: [N, 3, P, P] uint8 → [N, C].
+
+    A projection of two frames is halved: those of an image are the same, so its two parts are added.
+    """
+
+    def __init__(self, spec: VisionSpec, scope: Scope, *, bias: bool, frames: int = 0) -> None:
+        """frames: that the checkpoint's projection reads; 0: it has no such dimension."""
+        super().__init__()
+        side = spec.patch_size
+        self._frames, self._shape = frames, (spec.hidden_size, 3, *[frames][: bool(frames)], side, side)
+        self._name, self._bias_name = scope.name("weight"), scope.name("bias")
+        self.weight = scope.empty(spec.hidden_size, 3 * side**2)
+        self.bias = scope.empty(spec.hidden_size) if bias else None
+        for name, values in (("mean", spec.mean), ("std", spec.std)):
+            self.register_buffer(name, torch.tensor(values, device=scope.device).view(3, 1, 1), persistent=False)
+
+    mean: Tensor  # [3, 1, 1] float32, as `std`
+    std: Tensor
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = ((patches.float() / 255 - self.mean) / self.std).flatten(1)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        spans = tuple(map(Span.whole, self._shape))
+        memory = self.weight if self._frames else self.weight.view(self._shape)
+        yield CheckpointTensor(self._name, spans, memory, take=self._take if self._frames else None)
+        if self.bias is not None:
+            yield CheckpointTensor(self._bias_name, (Span.whole(self._shape[0]),), self.bias)
+
+    def _take(self, stored: Tensor) -> None:
+        self.weight.copy_(stored.float().sum(2).flatten(1))
+
+
+class Vector(CheckpointModule):
+    """A vector or a table, in the shape in which the checkpoint stores it."""
+
+    def __init__(self, scope: Scope, name: str, *shape: int) -> None:
+        super().__init__()
+        self._name, self.weight = scope.name(name), scope.empty(*shape)
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)

@@ -1,0 +1,110 @@
+"""Patches and placeholders of every kind of encoder against transformers' Pillow processors, on odd images."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.models.errors import ModelError
+from engine.models.families.vision import VISION
+from engine.models.spec import VisionSpec
+from engine.vision.decode import decode
+from engine.vision.loader import ImageLoader
+from engine.vision.processors import read_processor
+from engine.vision.sources import Media
+from tests.support.images import picture, saved
+
+SIZES = [(1, 1), (3, 500), (200, 1), (31, 33), (48, 16), (64, 64), (333, 97), (97, 333), (640, 480), (1, 7), (1021, 35)]
+SAVED = [("PNG", "RGB"), ("PNG", "L"), ("JPEG", "RGB"), ("PNG", "P"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("GIF", "P")]
+
+
+def files() -> list[tuple[bytes, Image.Image]]:
+    """Return odd images: files, and what transformers is given."""
+    pytest.importorskip("transformers")
+    found = []
+    for number, size in enumerate(SIZES):
+        format, mode = SAVED[number % len(SAVED)]
+        data = saved(picture(*size, mode), format)
+        found.append((data, Image.open(BytesIO(data)).convert("RGB")))
+    return found
+
+
+def processing(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+@pytest.fixture(autouse=True)
+def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' processors be imported without torchvision, which they name and the tests do not use."""
+    if importlib.util.find_spec("torchvision") is None:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+        v2 = sys.modules["torchvision.transforms.v2"]
+        v2.functional = sys.modules["torchvision.transforms.v2.functional"]  # type: ignore[attr-defined]
+
+
+def spec_of(architecture: str, config: dict[str, Any], **vision: Any) -> VisionSpec:
+    return VISION[architecture](config | {"vision_config": vision}, {})
+
+
+def pixels_of(patches: bytes, grid: tuple[int, int], side: int, merge: int) -> np.ndarray:
+    """Return an image [3, height, width], from 0 to 1."""
+    rows, columns = grid
+    blocks = np.frombuffer(patches, np.uint8).reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
+    return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * side, columns * side) / 255
+
+
+def placed(vision: VisionSpec, processor: Any, image: Any, *, first: int = 7, last: int = 8) -> list[int]:
+    """Return the prompt of one image between two tokens."""
+    loader = ImageLoader(processor, Media(()), vision.image_token_id, "", 1, vision.row_ends)
+    prompt = loader.place([first, vision.image_token_id, last], [image])
+    [one] = prompt.images
+    assert one.num_tokens == image.num_tokens
+    assert one.start >= 1
+    assert len(prompt.name_ids) == len(prompt.token_ids)
+    assert min(prompt.name_ids[one.start : one.stop]) > 1 << 62
+    assert max(*prompt.name_ids[: one.start], *prompt.name_ids[one.stop :]) < 1 << 20
+    return prompt.token_ids
+
+
+@pytest.mark.parametrize(("edge", "patch"), [(1540, 14), (300, 16)])
+def test_pixtral(edge: int, patch: int, tmp_path: Path) -> None:
+    vision = spec_of("Mistral3ForConditionalGeneration", {}, patch_size=patch)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": edge}}))
+    processor = read_processor(tmp_path, vision)
+    oracle = processing("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil")(
+        size={"longest_edge": edge}, patch_size=2 * patch
+    )
+    expand = processing("pixtral.processing_pixtral", "PixtralProcessor").replace_image_token
+    names = SimpleNamespace(
+        patch_size=patch, spatial_merge_size=2, image_token="10,", image_break_token="12,", image_end_token="13,"
+    )
+    for data, image in files():
+        own, theirs = processor(decode(data)), oracle(image)
+        height, width = theirs["image_sizes"][0]
+        assert own.grid == (height // patch, width // patch), image.size
+        wanted = theirs["pixel_values"][0] * np.reshape(vision.std, (3, 1, 1)) + np.reshape(vision.mean, (3, 1, 1))
+        assert np.abs(pixels_of(own.patches, own.grid, patch, 2) - wanted).max() <= 1 / 255, image.size
+        tokens = [int(each) for each in expand(names, theirs, 0).split(",")[:-1]]
+        assert placed(vision, processor, own) == [7, *tokens, 8], image.size
+
+
+def test_the_files_of_pixtral(tmp_path: Path) -> None:
+    vision = spec_of("Mistral3ForConditionalGeneration", {}, image_size=1400)
+    assert read_processor(tmp_path, vision) == read_processor(tmp_path, vision)
+    file = tmp_path / "preprocessor_config.json"
+    for wrong in ({"size": {"longest_edge": 0}}, {"image_mean": [0.5] * 3}, {"resample": True}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            read_processor(tmp_path, vision)
+    with pytest.raises(ModelError, match="only the last layer"):
+        spec_of("Mistral3ForConditionalGeneration", {"vision_feature_layer": -2})
