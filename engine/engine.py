@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,7 @@ from engine.version import __version__
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
+from engine.worker.parallel.launcher import Lost
 from engine.worker.parallel.ranks import build_runner
 from engine.worker.proposers.ngram import NgramProposer
 from engine.worker.proposers.repeating import RepeatingProposer
@@ -76,13 +77,14 @@ class Engine:
         offline: bool = False,
         progress: Progress = silent,
         build_runner: BuildRunner = build_runner,
-        lost: Callable[[str], None] | None = None,
+        lost: Lost | None = None,
     ) -> None:
         """Load the model and allocate the KV cache.
 
         `spec`: the model's specification, if it has been read already. `eos_token_ids`: end-of-text tokens in addition
         to those of the specification. `offline`: tune for throughput. `progress`: called with the progress of the
-        start. `lost`: called with the reason before this process ends because another rank was lost.
+        start. `lost`: called with the reason when another rank was lost; if it returns True, steps raise
+        `RankLostError`, otherwise this process ends.
 
         Raises `ModelError`, `ConfigError`, or `EngineError` if the device has too little memory.
         """

@@ -17,6 +17,7 @@ from engine.core.batch import StepOutputs, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.engine import Engine
 from engine.errors import EngineDeadError, EngineError
+from engine.offline.lost_rank import LostRank
 from engine.processing.output_collector import OutputCollector, deliver
 
 _BAR_SECONDS = 0.2
@@ -76,8 +77,8 @@ class Job:
 class JobRunner:
     """Runs jobs on an engine. Not thread-safe."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, lost: LostRank) -> None:
+        self._engine, self._lost = engine, lost
         self._broken = False
         self._process = os.getpid()
 
@@ -85,8 +86,8 @@ class JobRunner:
         """Complete all jobs. `use_tqdm`: whether to show a progress bar, or a function that makes one; `title`: its
         label.
 
-        Raises `EngineDeadError` after `close`, after a failed step and in a forked process. Ctrl-C aborts all jobs and
-        raises `KeyboardInterrupt`; the runner stays usable.
+        Raises `EngineDeadError` after `close`, after a failed step, in a forked process and if a rank is lost. Ctrl-C
+        aborts all jobs and raises `KeyboardInterrupt`; the runner stays usable.
         """
         if self._broken:
             raise EngineDeadError("this LLM was closed, or a step of it failed: make a new one")
@@ -150,7 +151,8 @@ class JobRunner:
 
     def _step(self) -> StepOutputs:
         try:
-            return self._engine.step()
+            with self._lost.raised():
+                return self._engine.step()
         except BaseException:
             self._broken = True
             raise

@@ -28,6 +28,7 @@ from engine.flags import nearest, settings_of
 from engine.offline.beams import search_beams
 from engine.offline.images import load_all, take_images
 from engine.offline.job_runner import Answer, Job, JobRunner, check_all
+from engine.offline.lost_rank import LostRank
 from engine.offline.results import embedding_output, request_output
 from engine.offline.scores import (
     ClassificationRequestOutput,
@@ -80,12 +81,15 @@ class LLM:
             raise ConfigError("data_parallel_size must be 1 offline: replicas are the server's")
         processor = InputProcessor.load(self.config)
         config, ends = processor.local(self.config), processor.eos_token_ids
-        self._engine = Engine(
-            config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress()
-        )
+        self._lost = LostRank()
+        with self._lost.raised():
+            self._engine = Engine(
+                config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress(),
+                lost=self._lost,
+            )  # fmt: skip
         self._input_processor = processor.with_context(self._engine.runner.max_model_len)
         self._ids = itertools.count()
-        self._runner = JobRunner(self._engine)
+        self._runner = JobRunner(self._engine, self._lost)
         self._tensors = TensorFolders()
         print(f"{self._engine.summary()} · ready in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 

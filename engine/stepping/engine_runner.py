@@ -16,14 +16,14 @@ from engine.worker.interface import Runner
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
-from engine.worker.parallel.launcher import Launcher, LaunchError
+from engine.worker.parallel.launcher import Launcher, LaunchError, Lost
+from engine.worker.parallel.losses import RankLostError
 from engine.worker.parallel.ray_launcher import RayLauncher
 from engine.worker.sleep import SleepingRunner, free_unused
 
 SLEEP_LEVELS = (1, 2)
 
 BuildRunner = Callable[..., Runner]  # (folder, spec, options, *, progress, launcher, lost), as `ranks.build_runner`
-Lost = Callable[[str], None]  # called with the reason before this process ends because another rank was lost
 
 
 class RunnerBuilder:
@@ -48,14 +48,16 @@ class RunnerBuilder:
             raise EngineError(str(error)) from None
 
     def build(self, spec: ModelSpec, options: RunnerOptions) -> Runner:
-        """Return a runner that is ready to step. Raises `EngineError` if the device has too little memory."""
+        """Return a runner that is ready to step. Raises `EngineError` if the device has too little memory, or if a rank
+        is lost meanwhile.
+        """
         launcher, self._launcher = self._launcher or self._new_launcher(), None
         given = {"launcher": launcher, "lost": self._lost}
         given = {name: value for name, value in given.items() if value is not None}
         try:
             options = replace(options, weight_overlays=self.overlays)
             return self._build(self.folder, spec, options, progress=self.progress, **given)
-        except KVCacheTooSmallError as error:
+        except (KVCacheTooSmallError, RankLostError) as error:
             raise EngineError(str(error)) from None
         except torch.OutOfMemoryError:
             raise EngineError(

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.worker.model_runner import ModelRunner
 from engine.worker.parallel import ranks
 from engine.worker.parallel.communicator import GroupCommunicator, StageLink
+from engine.worker.parallel.losses import Losses
 from engine.worker.step_handle import StepHandle
 from engine.worker.step_sampling import StepSampling
 from tests.engine.test_structured_outputs import ASKED, Loop, params
@@ -224,6 +225,6 @@ def test_rank_0_gives_up_ranks_that_do_not_leave_a_step(monkeypatch: pytest.Monk
     ended: list[Any] = []
     monkeypatch.setattr(ranks, "end_without", lambda follower, how, lost: ended.append((follower, how)))
     runner = object.__new__(ranks.RankedRunner)
-    runner._unreset, runner._lost = [cast(Any, "rank 2")], lambda reason: None
+    runner._unreset, runner._losses = [cast(Any, "rank 2")], Losses(lambda reason: None)
     runner._give_up()
     assert ended == [("rank 2", "did not leave a failed step within 60 s")]

@@ -21,6 +21,7 @@ from engine.core.params.structured import StructuredOutputs
 from engine.errors import ConfigError, EngineDeadError
 from engine.models.errors import ModelError
 from engine.worker.parallel import ranks as ranks_module
+from engine.worker.parallel.losses import Losses
 from server.observability.readiness import Readiness
 
 PROMPTS = ["Once upon a time", "The cat", "What is Quire?", "Once upon a time there was", "A", "Two plus two"]
@@ -120,7 +121,7 @@ def test_a_rank_without_signs_of_life_is_named_and_killed(monkeypatch: pytest.Mo
     watches: list[ranks_module.Watch] = []
     follower = Silent()
     follower.theirs.send_bytes(b"")
-    watches.append(ranks_module.Watch([follower], reasons.append, seconds=0.01))  # type: ignore[list-item]
+    watches.append(ranks_module.Watch([follower], Losses(reasons.append), seconds=0.01))  # type: ignore[list-item]
     watches[0]._thread.join(60)
     assert reasons == ["the process of rank 3 sent no heartbeat for 0 s: pid 1"]
     assert follower.killed

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, Fo
 from engine.worker.block_store.cache_file import ALIGNMENT, Name
 from engine.worker.device import CpuDevice
 from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.parallel.losses import Answers, Losses
 from engine.worker.parallel.rank_files import FileCall, Followers, Leader, of_rank
 from tests.support.kv_tensors import allocate_kv
 
@@ -62,7 +62,7 @@ class Pair:
         (folder / "config.json").write_text("{}")
         self.path = folder / "cache"
         self.ranks = [Rank(index, stage) for index, stage in enumerate(stages)]
-        self.answers: SimpleQueue[list[int]] = SimpleQueue()
+        self.answers = Answers(Losses(lambda reason: None))
         self.is_called = True  # rank 1; or its calls are lost
         self.max_bytes = ALIGNMENT + NUM_BLOCKS * SLOT_BYTES
 
@@ -70,7 +70,7 @@ class Pair:
         """The files, closed before if they are open."""
         self.close()
         options = BlockFileOptions(self.path, self.path.parent, {"dtype": "float32"}, self.max_bytes, 0)
-        followers = Followers(0, self.call, [self.answers])  # type: ignore[arg-type]
+        followers = Followers(0, self.call, [self.answers])
         for rank, peers in ((self.ranks[1], Leader(self)), (self.ranks[0], followers)):  # type: ignore[arg-type]
             own = of_rank(options, rank.index, f"{rank.index} of 2", options.folder)
             rank.file = open_block_file(own, rank.copier, peers, rank.io)

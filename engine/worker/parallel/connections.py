@@ -18,10 +18,12 @@ from engine.worker.device import CudaDevice
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import GroupCommunicator, Neighbour, StageLink
 from engine.worker.parallel.gpu_communicator import GpuCommunicator
+from engine.worker.parallel.losses import Losses
 from engine.worker.parallel.rank_files import of_rank
 from engine.worker.startup import Membership
 
 START_SECONDS = 600  # time for the ranks to connect
+MEET_SECONDS = 0.01  # between rank 0's looks at which ranks are about to connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +45,25 @@ class Build:
         return of_rank(options, self.rank, f"{self.shard}, {self.stage}", folder or options.folder)
 
 
-def join(build: Build, attempt: int = 0) -> Membership:
-    """Connect to the other ranks, using this rank's device. `attempt`: how often they have connected before."""
+def join(build: Build, losses: Losses | None, attempt: int = 0) -> Membership:
+    """Connect to the other ranks, using this rank's device. `attempt`: how often they have connected before.
+
+    Raises `RankLostError` in rank 0, which has `losses`, if one is lost before it connects.
+    """
     device = build.options.device
     if isinstance(device, CudaDevice):
         device = CudaDevice(build.device_index)
         torch.cuda.set_device(device.torch_device)
     size, timeout = build.shard.size * build.stage.count, timedelta(seconds=START_SECONDS)
     store, *_ = next(rendezvous(build.rendezvous, build.rank, size, timeout=timeout))
+    store = PrefixStore(str(attempt), store)  # it may still hold what the ranks wrote before
+    store.set(f"rank {build.rank}", "")
+    if losses is not None:  # PyTorch's own wait for the ranks ends for none that is lost
+        while not store.check([f"rank {rank}" for rank in range(size)]):
+            losses.check(MEET_SECONDS)
     dist.init_process_group(
         "nccl" if device.is_accelerator else "gloo",
-        store=PrefixStore(str(attempt), store),  # it may still hold what the ranks wrote before
+        store=store,
         rank=build.rank,
         world_size=size,
         timeout=timeout,
@@ -89,15 +99,16 @@ class Connections:
     they stay, so a step can be dropped only where all ranks have left it at the same collective.
     """
 
-    def __init__(self, build: Build) -> None:
-        self._build, self._num_renewals = build, 0
+    def __init__(self, build: Build, losses: Losses | None = None) -> None:
+        """`losses`: of rank 0."""
+        self._build, self._losses, self._num_renewals = build, losses, 0
         self._member: Membership | None = None
         self.are_renewed = not build.options.device.is_accelerator  # after a failed step
         # With several stages on GPUs, others may have sent what this one has not received.
         self.survive_failures = self.are_renewed or build.stage.count == 1
 
     def __call__(self) -> Membership:
-        self._member = join(self._build)
+        self._member = join(self._build, self._losses)
         return self._member
 
     def leave(self) -> None:
@@ -116,7 +127,7 @@ class Connections:
         self.leave()
         self._num_renewals += 1
         communicator, link = self._parts
-        self._member = join(replace(self._build, rendezvous=url), self._num_renewals)
+        self._member = join(replace(self._build, rendezvous=url), self._losses, self._num_renewals)
         new_communicator, new_link = self._parts
         communicator.adopt(new_communicator)
         if link is not None and new_link is not None:

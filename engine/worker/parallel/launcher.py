@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -12,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 _log = logging.getLogger(__name__)
 EXIT_SECONDS = 10
@@ -30,11 +32,12 @@ class Location:
     device_index: int  # index of its GPU among those visible to its process
 
 
-Lost = Callable[[str], None]  # called with the lost rank and the reason before rank 0's process exits
+# Called with the lost rank and the reason. Returns True if rank 0's process goes on; otherwise it exits.
+Lost = Callable[[str], bool | None]
 
 
 class Follower(Protocol):
-    """Rank 0's handle of a follower's process. If the follower is lost, rank 0's process exits."""
+    """Rank 0's handle of a follower's process. If the follower is lost, see `end_without`."""
 
     rank: int
     where: str  # describes its process, for messages
@@ -93,7 +96,7 @@ class _Process:
         )
         theirs.close()
         self.where = f"pid {self.popen.pid}"
-        self._may_end = False
+        self._may_end, self._ending = False, threading.Lock()
         threading.Thread(target=self._watch, name=f"watch over rank {rank}", daemon=True).start()
 
     def send(self, data: bytes) -> None:
@@ -111,22 +114,35 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        self.connection.close()
-        assert self.popen.stdin is not None
-        self.popen.stdin.close()
+        with self._ending:  # who notices the end and who waits for it may be two threads
+            self.connection.close()
+            assert self.popen.stdin is not None
+            self.popen.stdin.close()
 
     def _watch(self) -> None:
         code = self.popen.wait()
         if not self._may_end:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            end_without(self, how, self._lost)
+            end_without(self, f"{how}{_last_words(self.connection)}", self._lost)
 
 
-def end_without(follower: Follower, how: str, lost: Lost) -> NoReturn:
-    """Exit this process, because a rank is lost: a collective without one of its ranks would wait forever."""
+def _last_words(connection: Connection) -> str:
+    """Return the error that ended a follower's start, in brackets; "": it gave none."""
+    with contextlib.suppress(OSError, EOFError, ValueError):
+        if connection.poll() and "failed" in (message := json.loads(connection.recv_bytes())):
+            return f" ({message['failed']})"
+    return ""
+
+
+def end_without(follower: Follower, how: str, lost: Lost) -> None:
+    """Report that a rank is lost, and exit this process: a collective without one of its ranks would wait forever.
+    If `lost` says that this process goes on, only the rank's process ends.
+    """
     reason = f"the process of rank {follower.rank} {how}: {follower.where}"
+    if lost(reason):
+        follower.end(kill=True)  # ends waits for it
+        return
     _log.critical("%s", reason)
-    lost(reason)
     follower.end(kill=True)  # a stopped process would remain
     logging.shutdown()
     os._exit(1)

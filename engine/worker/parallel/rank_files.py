@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from engine.worker.block_store.block_file import BlockFileOptions
+from engine.worker.parallel.losses import Answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def of_rank(options: BlockFileOptions, rank: int, part: str, folder: Path) -> Bl
 class Followers:
     """The `Peers` of rank 0's file."""
 
-    def __init__(self, pool: int, send: Callable[[FileCall], None], answers: Sequence[SimpleQueue[list[int]]]) -> None:
+    def __init__(self, pool: int, send: Callable[[FileCall], None], answers: Sequence[Answers]) -> None:
         """`send`: sends a call to all followers, between steps. `answers`: a queue for each follower."""
         self._pool, self._send, self._answers = pool, send, answers
 
@@ -66,6 +67,11 @@ class Leader:
     def agree(self, numbers: Sequence[int]) -> Sequence[int]:
         self._send(json.dumps(list(numbers)).encode())
         return numbers
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Send what is no answer to a message, see `Watch`."""
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            self._send(json.dumps(report).encode())
 
     def _send(self, data: bytes) -> None:
         with self._lock:

@@ -21,10 +21,10 @@ from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from engine.core.batch import BlockMoves, ScheduledBatch, SchedulerOutput, StepResult
@@ -35,10 +35,13 @@ from engine.models.files import Progress, silent
 from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
+from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
+from engine.worker.parallel.adapter_reads import AdapterReads, ReadAdapter, report_read
 from engine.worker.parallel.connections import Build, Connections
 from engine.worker.parallel.launcher import Follower, Launcher, LocalLauncher, Lost, end_without
+from engine.worker.parallel.losses import LOSS_SECONDS, Answers, Losses, RankLostError
 from engine.worker.parallel.rank_files import FileCall, Followers, Leader, OpenFile
 from engine.worker.startup import build_runner as build_single
 from engine.worker.step_handle import StepHandle
@@ -47,7 +50,6 @@ _log = logging.getLogger(__name__)
 
 CONFIRMED_STEPS = 1000  # after a failed step, so many are confirmed: else a rank's failure is noticed one step late
 RESET_SECONDS = 60  # time for all ranks to leave a failed step and confirm it
-LOSS_SECONDS = 5  # time within which the exit of a follower is noticed
 BEAT_SECONDS = 1.0  # between a follower's heartbeats
 MAX_MISSED = 7  # a follower is lost after more successive missed heartbeats
 NO_BATCH = ScheduledBatch([], [], 0, 0, [])
@@ -103,6 +105,9 @@ class Close:
     """The last message."""
 
 
+AdapterMessage: TypeAlias = ReadAdapter | AdapterCall
+
+
 def build_runner(
     folder: Path,
     spec: ModelSpec,
@@ -114,8 +119,8 @@ def build_runner(
 ) -> ModelRunner | RankedRunner:
     """Build a runner of the model in `folder`, ready to step, on as many ranks as the options say.
 
-    `launcher`: starts the ranks; default: processes on this machine. `lost`: called with the reason before this process
-    exits because a rank was lost.
+    `launcher`: starts the ranks; default: processes on this machine. `lost`: called with the reason when a rank is
+    lost: if it returns True, calls of the runner raise `RankLostError`, otherwise this process exits.
     """
     num_ranks = options.num_ranks_per_stage * options.num_stages
     if num_ranks == 1:
@@ -178,10 +183,11 @@ class Watch:
     If a follower is stopped or its machine is lost, no process exits by itself, and the other ranks would wait forever.
     """
 
-    def __init__(self, followers: Sequence[Follower], lost: Lost, seconds: float = BEAT_SECONDS) -> None:
+    def __init__(self, followers: Sequence[Follower], losses: Losses, seconds: float = BEAT_SECONDS) -> None:
         """`seconds`: between checks."""
-        self.answers: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in followers]
-        self._followers, self._lost, self._seconds = followers, lost, seconds
+        self.answers = [Answers(losses) for _ in followers]
+        self.adapters = AdapterReads(1 + len(followers))
+        self._followers, self._losses, self._seconds = followers, losses, seconds
         self._missed = [0] * len(followers)  # checks since each follower's last message
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="answers of ranks", daemon=True).start()
@@ -191,6 +197,7 @@ class Watch:
     def _listen(self) -> None:
         indices: dict[Any, int] = {follower.connection: i for i, follower in enumerate(self._followers)}
         while indices and not self._ended.is_set():
+            indices = {each: i for each, i in indices.items() if not each.closed}
             with contextlib.suppress(OSError):  # this process has closed it, to stop the followers
                 for connection in wait(list(indices), self._seconds):
                     self._receive(connection, indices)
@@ -203,8 +210,11 @@ class Watch:
             del indices[connection]
             return
         self._missed[indices[connection]] = 0
-        if data:
-            self.answers[indices[connection]].put(json.loads(data))
+        message = json.loads(data) if data else None
+        if isinstance(message, list):
+            self.answers[indices[connection]].put(message)
+        elif message and "read" in message:
+            self.adapters.receive(message)
 
     def _look(self) -> None:
         """Count checks, not time: when this process or its machine sleeps, that says nothing about the followers."""
@@ -213,7 +223,8 @@ class Watch:
                 self._missed[i] += 1
                 if self._missed[i] > MAX_MISSED:
                     how = f"sent no heartbeat for {MAX_MISSED * self._seconds:.0f} s"
-                    end_without(follower, how, self._lost)
+                    return end_without(follower, how, self._losses)
+        return None
 
     def end(self) -> None:
         self._ended.set()
@@ -221,7 +232,7 @@ class Watch:
 
 
 class RankedRunner:
-    """Rank 0's runner, which sends its calls to the followers. If a follower is lost, this process exits."""
+    """Rank 0's runner, which sends its calls to the followers. If one is lost, see `build_runner`."""
 
     def __init__(
         self,
@@ -231,12 +242,12 @@ class RankedRunner:
         followers: Sequence[Follower],
         watch: Watch,
         connections: Connections,
-        lost: Lost,
+        losses: Losses,
     ) -> None:
         """Use `build`."""
         self._build, self._runner, self._launcher = build, runner, launcher
         self.followers, self._watch = followers, watch
-        self._connections, self._lost = connections, lost
+        self._connections, self._losses = connections, losses
         self.num_blocks, self.num_states = runner.num_blocks, runner.num_states
         self.block_size, self.max_model_len = runner.block_size, runner.max_model_len
         self.cache_bound, self.attention_backend = runner.cache_bound, runner.attention_backend
@@ -260,7 +271,10 @@ class RankedRunner:
         *,
         progress: Progress,
     ) -> RankedRunner:
-        """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does."""
+        """Start the followers and load all parts in parallel. Raises `ModelError` as `startup.build_runner` does, and
+        `RankLostError`.
+        """
+        losses = Losses(lost)
         size, num_stages, locations = options.num_ranks_per_stage, options.num_stages, launcher.locations
         followers: Sequence[Follower] = ()
         is_in_use = dist.is_initialized()  # by another engine of this process
@@ -283,19 +297,22 @@ class RankedRunner:
                 )
                 for rank, location in enumerate(locations)
             ]
-            followers = launcher.start(lost)
+            followers = launcher.start(losses)
             for follower, build in zip(followers, builds[1:], strict=True):
                 follower.send(pickle.dumps(build))
-            connections = Connections(builds[0])
+            connections = Connections(builds[0], losses)
             runner = _build_part(builds[0], folder, progress, connections)
-        except BaseException:
-            for follower in followers:
-                follower.end(kill=True)
-            if dist.is_initialized() and not is_in_use:
-                dist.destroy_process_group()
-            launcher.close()
+        except BaseException as error:
+            try:
+                losses.check(LOSS_SECONDS if followers and _may_be_of_a_loss(error) else 0)
+            finally:
+                for follower in followers:
+                    follower.end(kill=True)
+                if dist.is_initialized() and not is_in_use:
+                    dist.destroy_process_group()
+                launcher.close()
             raise
-        return cls(builds[0], runner, launcher, followers, Watch(followers, lost), connections, lost)
+        return cls(builds[0], runner, launcher, followers, Watch(followers, losses), connections, losses)
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
@@ -391,14 +408,14 @@ class RankedRunner:
                 self._unreset.pop(0)
             self._num_to_confirm = CONFIRMED_STEPS if self._connections.are_renewed else 0
         except Exception:
-            time.sleep(LOSS_SECONDS)  # if a rank was lost, this process exits meanwhile, and the log names the rank
+            self._losses.check(LOSS_SECONDS)
             raise
         finally:
             deadline.cancel()
 
     def _give_up(self) -> None:
         if self._unreset:
-            end_without(self._unreset[0], f"did not leave a failed step within {RESET_SECONDS} s", self._lost)
+            end_without(self._unreset[0], f"did not leave a failed step within {RESET_SECONDS} s", self._losses)
 
     def _sample(
         self, handle: StepHandle, finish: Callable[[Sequence[int]], None], confirm: bool, deferred: Sequence[int]
@@ -407,15 +424,21 @@ class RankedRunner:
         finish(deferred)
         self._check_others(confirm)
 
-    def _tell(self, message: Launch | Move | Sample | Reset | OpenFile | FileCall | AdapterCall | Close) -> None:
+    def _tell(self, message: Launch | Move | Sample | Reset | OpenFile | FileCall | AdapterMessage | Close) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for follower in self.followers:
-            follower.send(data)
+        try:
+            for follower in self.followers:
+                follower.send(data)
+        except OSError:
+            self._losses.check(LOSS_SECONDS)
+            raise
 
     def load_adapter(self, adapter: Adapter) -> Future[Any]:
-        """See `AdapterSlots.load`. Each rank reads its part of the files in a thread."""
-        self._tell(AdapterCall("load_adapter", (adapter,)))
-        return self._runner.load_adapter(adapter)
+        """See `AdapterSlots.load`. Each rank reads its part of the files in a thread; ready once all have."""
+        number, ready = self._watch.adapters.begin()
+        self._tell(ReadAdapter(adapter, number))
+        self._watch.adapters.finish_own(number, self._runner.load_adapter(adapter))
+        return ready
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """See `AdapterSlots.drop`."""
@@ -428,7 +451,7 @@ class RankedRunner:
         return self._runner.num_adapter_parts
 
     def place_adapter(self, adapter: Adapter, slot: int, part: int, num_parts: int) -> None:
-        """See `AdapterSlots.place`. A follower that could not read its part, though this rank could, ends."""
+        """See `AdapterSlots.place`. All ranks have read their parts."""
         self._tell(AdapterCall("place_adapter", (adapter, slot, part, num_parts)))
         self._runner.place_adapter(adapter, slot, part, num_parts)
 
@@ -444,12 +467,17 @@ class RankedRunner:
 
     def close(self) -> None:
         """Stop the followers and release the devices' memory."""
-        self._run_waiting()  # steps that the other stages have started
+        if not self._losses:
+            self._run_waiting()  # steps that the other stages have started
         self._watch.end()
         for follower in self.followers:
             follower.expect_end()
-        with contextlib.suppress(OSError):
-            self._tell(Close())
+        if self._losses:
+            for follower in self.followers:
+                follower.end(kill=True)
+        else:
+            with contextlib.suppress(OSError):
+                self._tell(Close())
         _leave(self._runner)
         for follower in self.followers:
             follower.end(kill=False)
@@ -462,14 +490,17 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     `folder`: the model's, if it differs from rank 0's. Raises `ModelError` as `startup.build_runner` does.
     """
     build: Build = pickle.loads(connection.recv_bytes())
-    connections = Connections(build)
+    connections, leader = Connections(build), Leader(connection)
     try:
         runner = _build_part(build, folder or build.folder, silent, connections)
-    except ModelError as error:
-        raise ModelError(f"rank {build.rank}: {error}") from None
+    except Exception as error:
+        said = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        leader.report({"failed": said.partition("\n")[0]})
+        if isinstance(error, ModelError):
+            raise ModelError(f"rank {build.rank}: {error}") from None
+        raise
     gc.collect()
     gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
-    leader = Leader(connection)
     threading.Thread(target=_beat, args=[leader], name="heartbeats", daemon=True).start()
     files: dict[int, BlockFile | None] = {}  # by pool
     steps = FollowedSteps(build, runner, connections)
@@ -491,6 +522,8 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
                 files[file_options.pool] = runner.open_block_file(build.own_file(file_options, folder), leader)
             case FileCall(pool, method, arguments):
                 getattr(files[pool], method)(*arguments)
+            case ReadAdapter(adapter, number):
+                report_read(number, build.rank, leader.report, runner.load_adapter(adapter))
             case AdapterCall(method, arguments):
                 getattr(runner, method)(*arguments)
             case Close():
@@ -547,6 +580,12 @@ class FollowedSteps:
         self._connections.renew(rendezvous)
         self._runner.reset()
         self.have_failed = False
+
+
+def _may_be_of_a_loss(error: BaseException) -> bool:
+    """Return False for errors of rank 0 itself, which say what is wrong with the model or the memory."""
+    own = (ModelError, KVCacheTooSmallError, RankLostError, torch.OutOfMemoryError)
+    return isinstance(error, Exception) and not isinstance(error, own)
 
 
 def _beat(leader: Leader) -> None:
