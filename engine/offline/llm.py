@@ -80,13 +80,11 @@ class LLM:
         if self.config.data_parallel_size > 1:
             raise ConfigError("data_parallel_size must be 1 offline: replicas are the server's")
         processor = InputProcessor.load(self.config)
-        config, ends = processor.local(self.config), processor.eos_token_ids
-        self._lost = LostRank()
-        with self._lost.raised():
-            self._engine = Engine(
-                config, spec=processor.spec, eos_token_ids=ends, offline=True, progress=TerminalProgress(),
-                lost=self._lost,
-            )  # fmt: skip
+        config, spec = processor.local(self.config), processor.spec
+        ends, progress = processor.eos_token_ids, TerminalProgress()
+        self._lost = lost = LostRank()
+        with lost.raised():
+            self._engine = Engine(config, spec=spec, eos_token_ids=ends, offline=True, progress=progress, lost=lost)
         self._input_processor = processor.with_context(self._engine.runner.max_model_len)
         self._ids = itertools.count()
         self._runner = JobRunner(self._engine, self._lost)

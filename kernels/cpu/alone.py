@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import attention, lora, mamba2, matmul, moe, native_attention, recurrent
-from kernels.cpu.each_row import alone
+from kernels.cpu.each_row import alone, by_row
 from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
-from kernels.data.activation import Activation, Gate
+from kernels.data.activation import Gate
 from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
 from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
 from kernels.data.moe import Experts
@@ -27,6 +27,11 @@ from kernels.data.quantized_rows import QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.sampling import Part, SamplingRows
 from kernels.reference.precision import to_wide
+
+activation = by_row(reference.activation, 1)
+head_linear = by_row(reference.head_linear, 1)
+gated_rms_norm = by_row(recurrent.gated_rms_norm, 2)
+grouped_rms_norm = by_row(mamba2.grouped_rms_norm, 2)
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -55,16 +60,6 @@ def pack_router(weight: Tensor) -> Tensor:
     packed = pack_weight(to_wide(weight.detach()))
     assert isinstance(packed, Tensor)
     return packed
-
-
-def activation(x: Tensor, kind: Activation) -> Tensor:
-    """See `kernels.reference.activation`."""
-    return alone(lambda row: reference.activation(row, kind), x)
-
-
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See `kernels.reference.head_linear`."""
-    return alone(lambda row: reference.head_linear(row, weight), x)
 
 
 def paged_attention_decode(
@@ -151,16 +146,6 @@ def latent_attention_prefill(
         own = replace(latents, rows=row, lens=length)
         reference.latent_attention_prefill(query[token].clone(), start, own, scale=scale, out=out[token])
     return out
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `kernels.reference.gated_rms_norm`."""
-    return alone(lambda row, own: recurrent.gated_rms_norm(row, own, weight, eps), x, gate)
-
-
-def grouped_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, gate_first: bool) -> Tensor:
-    """See `kernels.reference.grouped_rms_norm`."""
-    return alone(lambda row, own: mamba2.grouped_rms_norm(row, own, weight, eps, num_groups, gate_first), x, gate)
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:

@@ -5,8 +5,9 @@ A prompt's tokens run over two blocks of their own, alternately, from which thos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,48 +18,36 @@ from kernels.cpu import recurrent
 from kernels.cpu.recurrent import Sequence, sequences
 from kernels.data.state import DeltaStates, StateContext
 
+P = ParamSpec("P")
+
 # Computes the token at a place of the step with these states, as the only one of a step.
 OneToken: TypeAlias = Callable[[slice, DeltaStates, StateContext], Tensor]
 
 
-def delta_rule(
-    qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
-) -> Tensor:
-    """See `kernels.reference.delta_rule`."""
+def _token_by_token(layer: Callable[P, Tensor], num_inputs: int) -> Callable[P, Tensor]:
+    """Return a recurrent layer that computes one token at a time.
 
-    def one(at: slice, own: DeltaStates, its: StateContext) -> Tensor:
-        return recurrent.delta_rule(qkv[at].clone(), gates[at].clone(), rate, bias, own, its)
+    Its first `num_inputs` arguments [T, ...] have a row for each token, the last two are states and context.
+    """
 
-    return _each_token(one, qkv.new_zeros(len(qkv), *states.updates.shape[2:]), states, context)
+    @functools.wraps(layer)
+    def compute(*args: P.args, **options: P.kwargs) -> Tensor:
+        every: tuple[Any, ...] = args
+        inputs, others, (states, context) = every[:num_inputs], every[num_inputs:-2], every[-2:]
+        untyped: Callable[..., Tensor] = layer
+
+        def one(at: slice, own: DeltaStates, its: StateContext) -> Tensor:
+            return untyped(*(each[at].clone() for each in inputs), *others, own, its, **options)
+
+        out = inputs[0].new_zeros(len(inputs[0]), *states.updates.shape[2:])
+        return _each_token(one, out, states, context)
+
+    return compute
 
 
-def kda(
-    qkv: Tensor, beta: Tensor, forget: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
-) -> Tensor:
-    """See `kernels.reference.kda`."""
-
-    def one(at: slice, own: DeltaStates, its: StateContext) -> Tensor:
-        return chunked_kda.kda(qkv[at].clone(), beta[at].clone(), forget[at].clone(), rate, bias, own, its)
-
-    return _each_token(one, qkv.new_zeros(len(qkv), *states.updates.shape[2:]), states, context)
-
-
-def mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
-) -> Tensor:
-    """See `kernels.reference.mamba2`."""
-
-    def one(at: slice, own: DeltaStates, its: StateContext) -> Tensor:
-        return chunked_mamba2.mamba2(xbc[at].clone(), steps[at].clone(), rate, bias, skip, limits, own, its)
-
-    return _each_token(one, xbc.new_zeros(len(xbc), *states.updates.shape[2:]), states, context)
+delta_rule = _token_by_token(recurrent.delta_rule, 2)
+kda = _token_by_token(chunked_kda.kda, 3)
+mamba2 = _token_by_token(chunked_mamba2.mamba2, 2)
 
 
 def _each_token(one: OneToken, out: Tensor, states: DeltaStates, context: StateContext) -> Tensor:
