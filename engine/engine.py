@@ -21,7 +21,7 @@ from engine.core.batch import (
     StepResult,
 )
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
-from engine.core.drafts.proposer import Proposer
+from engine.core.drafts.proposer import NoProposer, Proposer
 from engine.core.engine_request import Adapter, EngineRequest
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -387,6 +387,8 @@ def _draft_policy(
     if (suffix_limits := config.suffix_limits) is not None:
         lookup = suffix = SuffixProposer(suffix_limits, lookup)
         finished = suffix.finish
+    elif config.rejects:
+        lookup = NoProposer()  # a lookup's choice beside a drafter's would change the distribution of its drafts
     elif config.imposed is not None and options.drafter is None:
         lookup = RepeatingProposer()
     proposer = GuidedProposer(grammars, lookup)

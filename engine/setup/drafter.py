@@ -37,6 +37,10 @@ def with_drafter(
             f"method {settings.method} cannot be used with pipeline_parallel_size: drafters read what the last stage "
             "has, and embeddings, which the first one has"
         )
+    if settings.rejects and options.device.is_accelerator:
+        raise config_error("rejection_sample_method standard with a model runs on CPUs only: use exact")
+    if settings.rejects and options.deterministic:
+        raise config_error("rejection_sample_method standard cannot be used with deterministic: texts depend on steps")
     if not any(_attends_to_all(layer.mixer, options.max_model_len) for layer in spec.layers):
         raise config_error(
             f"method {settings.method} cannot be used with a model whose layers all have windows: the drafter's keys "

@@ -96,6 +96,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         num_stages=config.pipeline_parallel_size,
         max_step_drafts=STEP_DRAFTS if drafts is not None else 0,
         max_request_drafts=drafts.num_speculative_tokens if drafts is not None else 0,
+        rejects_drafts=drafts is not None and drafts.rejects,
         imposed_acceptance=drafts.imposed if drafts is not None else None,
         # States are computed token after token.
         splits_drafts=SPLIT_DRAFTS and drafts is not None and device.is_accelerator and not spec.has_states,

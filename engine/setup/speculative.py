@@ -19,7 +19,7 @@ MODEL_METHODS = ("draft_model", "mtp", "eagle3")  # which run a model on the dev
 METHODS = ("ngram", "suffix", *MODEL_METHODS)
 NEEDS_FOLDER = ("draft_model", "eagle3")
 MODEL_TOKENS = 3  # drafts by a model, unless it is said how many
-REJECTION_METHODS = ("standard", "synthetic")
+REJECTION_METHODS = ("exact", "standard", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 3  # lookup: tokens that must agree before a guess
     prompt_lookup_max: int = 6  # lookup: tokens whose agreement is tried first
     enable_adaptive_verification: bool = True  # verify only drafts that pay
-    # standard: drafts are compared with samples, which keeps the distribution, and a seed's text; synthetic: they are
-    # accepted whatever they are, for benchmarks
-    rejection_sample_method: str = "standard"
+    # exact: drafts are compared with samples, which keeps a seed's text; standard: rejection sampling by the drafter's
+    # probabilities, which keeps the distribution; synthetic: they are accepted whatever they are, for benchmarks
+    rejection_sample_method: str = "exact"
     synthetic_acceptance_length: float = 0.0  # synthetic: tokens of a step, with all drafts; 0: not synthetic
     # suffix, lookup in earlier answers:
     suffix_decoding_max_tree_depth: int = 24  # tokens whose agreement is compared
@@ -46,6 +46,13 @@ class SpeculativeConfig:
     def needs_model(self) -> bool:
         """Return whether a model on the device proposes."""
         return self.method in MODEL_METHODS
+
+    @property
+    def rejects(self) -> bool:
+        """Return whether drafts are verified by a drafter's probabilities. A lookup has none: it is certain, and for
+        certain drafts comparing is rejection sampling.
+        """
+        return self.rejection_sample_method == "standard" and self.needs_model
 
     @property
     def imposed(self) -> ImposedAcceptance | None:

@@ -60,7 +60,7 @@ class RunnerOptions:
     drafter: DraftSpec | None = None  # that runs on the device; None: there is none
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
     splits_drafts: bool = False
-
+    rejects_drafts: bool = False  # verify drafts by a drafter's probabilities, see `sampling.rejection`
     imposed_acceptance: ImposedAcceptance | None = None  # of drafts, for benchmarks
 
     @property

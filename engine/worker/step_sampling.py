@@ -14,6 +14,7 @@ from engine.worker.input_batch import InputBatch, PackedStep
 from engine.worker.options import RunnerOptions
 from engine.worker.proposers.proposer import DeviceProposer, HiddenStates, SampledStep, count_kept
 from engine.worker.sampling.logprobs import SampledLogprobs
+from engine.worker.sampling.rejection import DraftProbabilities, reject
 from engine.worker.sampling.sampler import Sampler, SamplingPlan
 from engine.worker.sampling.verification import Verification
 from engine.worker.step_handle import StepHandle
@@ -34,12 +35,14 @@ class StepSampling:
             self._host_tokens = [new_buffer() for _ in range(options.num_step_buffers)]
         self._num_launched, self._imposed = 0, options.imposed_acceptance
         self._proposer: tuple[DeviceProposer, HiddenStates | None] | None = None
+        self._probabilities: DraftProbabilities | None = None  # of the drafter's proposals, with rejection sampling
         self._host_proposals: list[Tensor] = []  # as `_host_tokens`
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
 
     def use(self, proposer: DeviceProposer, hidden: HiddenStates | None, max_proposals: int) -> None:
         """Show a drafter each step, so that it proposes if asked to. `hidden`: where steps leave hidden states."""
-        self._proposer = proposer, hidden
+        self._proposer, self._probabilities = (proposer, hidden), proposer.probabilities
+        self._sampler.keeps_processed = proposer.probabilities is not None
         if self._device.is_accelerator:
             new_buffer = partial(self._device.pinned, self._batch.num_rows * max_proposals, dtype=torch.int64)
             self._host_proposals = [new_buffer() for _ in self._host_tokens]
@@ -88,18 +91,22 @@ class StepSampling:
             )
             if plan.groups:
                 self._sampler.add_drafts(packed, output.drafts)
+        found: Tensor | None = None
         if plan.filtered or plan.groups or plan.with_logprobs:
-            found, upload = logits.sample_filtered(tokens) if plan.filtered else logits.gathered(), self._device.upload
+            found = logits.sample_filtered(tokens) if plan.filtered else logits.gathered()
             self._sampler.sample_groups(plan, masks, found, tokens)
-            if plan.with_logprobs:
-                handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, found, tokens, upload)
+        if self._probabilities is not None and output.drafts:
+            reject(self._probabilities, packed, output.drafts, self._sampler, logits.gathered, tokens)
+        if plan.with_logprobs:
+            assert found is not None
+            handle.logprobs = SampledLogprobs.of(packed.members, plan.with_logprobs, found, tokens, self._device.upload)
         self.defer(handle, packed, deferred)
         n = len(packed.members.samples)
         handle.tokens = tokens[:n]
         self._num_launched += 1
         if self._proposer is not None:
-            found = self._propose(self._proposer, handle, packed, tokens[:n])
-            handle.proposals = found if output.num_proposals else None
+            proposed = self._propose(self._proposer, handle, packed, tokens[:n])
+            handle.proposals = proposed if output.num_proposals else None
         if self._device.is_accelerator:
             handle.tokens = self._host_tokens[self._num_launched % len(self._host_tokens)][:n]
             handle.tokens.copy_(tokens[:n], non_blocking=True)

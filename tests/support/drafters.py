@@ -20,8 +20,17 @@ PROMPTS = [[5, 9, 77, 5, 9], [30, 31, 32], [200, 7, 7, 7], [4] * 20, list(range(
 class Drafted:
     """An engine with a drafter that always proposes, and no lookup."""
 
-    def __init__(self, model: Path, method: str, draft: Path | None = None, num: int = 3, **settings: Any) -> None:
-        config: dict[str, Any] = {"method": method, "num_speculative_tokens": num}
+    def __init__(
+        self,
+        model: Path,
+        method: str,
+        draft: Path | None = None,
+        num: int = 3,
+        given: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`given`: further settings of drafts. `settings`: of the engine."""
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": num, **(given or {})}
         config |= {"prompt_lookup_min": 16, "enable_adaptive_verification": False}
         if draft is not None:
             config["model"] = str(draft)
@@ -42,10 +51,14 @@ class Drafted:
         self, params: SamplingParams, drafts: bool = True, prompts: Sequence[list[int]] = PROMPTS
     ) -> list[list[int]]:
         """Return the tokens of each answer. `drafts`: with the drafter."""
-        policy = self.policy if drafts else None
-        self._scheduler._planner.drafts = self._scheduler._steps._drafts = policy
+        self.use(drafts)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(each.token_ids) for output in outputs for each in output.outputs]
+
+    def use(self, drafts: bool) -> None:
+        """Use the drafter from now on, or not."""
+        policy = self.policy if drafts else None
+        self._scheduler._planner.drafts = self._scheduler._steps._drafts = policy
 
     @property
     def counts(self) -> tuple[int, int]:

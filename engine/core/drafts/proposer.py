@@ -35,3 +35,15 @@ class Proposer(Protocol):
 
     def start(self, request: EngineRequest) -> Guesses:
         """Begin with a request. What this allocates ends with the request."""
+
+
+class NoProposer:
+    """Proposes nothing."""
+
+    def start(self, request: EngineRequest) -> Guesses:
+        """See `Proposer.start`."""
+        return self
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
+        """See `Guesses.propose`."""
+        return NO_PROPOSAL

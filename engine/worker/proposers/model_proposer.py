@@ -22,6 +22,7 @@ from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
 from engine.worker.proposers.proposer import SampledStep
+from engine.worker.sampling.rejection import DraftProbabilities, distribution, draw
 from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState
 
 
@@ -66,6 +67,8 @@ class ModelProposer(ABC):
         self.max_split = min(SPLIT_TOKENS, options.max_decodes)
         each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
         self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
+        self.probabilities = DraftProbabilities() if options.rejects_drafts else None
+        self._sampled_from: list[Tensor] = []  # [n, V] for each token of the current proposals, if these are kept
         self._passes: DraftGraphs | None = None
         self._guesses: DraftGraphs | None = None
 
@@ -113,7 +116,11 @@ class ModelProposer(ABC):
         if self._guesses is not None and num == self._num and self._guesses.fits(n):
             integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
             return self._guesses.run(integers, hidden)
-        return self._guess(hidden, positions, rows, num)
+        self._sampled_from.clear()
+        found = self._guess(hidden, positions, rows, num)
+        if self.probabilities is not None and self._sampled_from:
+            self.probabilities.keep(step.packed.members.rows, rows.newest, found, torch.stack(self._sampled_from, 1))
+        return found
 
     def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
         """Return the guesses of requests that may sample, see `DraftGraphs`."""
@@ -228,7 +235,10 @@ class ModelProposer(ABC):
             state.seed[at],
             rows.newest + ahead,
         )
-        return kernels.sample(logits, params)
+        if self.probabilities is None:
+            return kernels.sample(logits, params)
+        self._sampled_from.append(found := distribution(logits, params))
+        return draw(found, params.seeds, params.positions)
 
 
 def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> GroupAttention:

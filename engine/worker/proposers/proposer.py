@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.worker.input_batch import BatchSamples, PackedStep
 from engine.worker.sampling.imposed import ImposedAcceptance
+from engine.worker.sampling.rejection import DraftProbabilities
 from kernels.data.layout import StepTensors
 
 
@@ -63,6 +64,10 @@ class DeviceProposer(Protocol):
         """Layers of the target after which the drafter reads the residual stream, beside the last layer's output. None:
         it reads no hidden states.
         """
+
+    @property
+    def probabilities(self) -> DraftProbabilities | None:
+        """The distributions that its latest proposals were sampled from; None: it keeps none."""
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate what it keeps beside so many KV blocks. Called once for each KV cache, after `release`."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from engine.worker.sampling.processors import (
     RowGroup,
 )
 from engine.worker.sampling.token_history import TokenHistory
-from kernels.data.layout import StepTensors
+from kernels.data.layout import Samples, StepTensors
 
 MAX_ELEMENTS = 1 << 24  # most logits processed at a time
 
@@ -44,6 +45,14 @@ class Group:
     slots: Tensor  # [h] int64: in the token history
     slots_of: Tensor  # [h] int64: index in the group of each slot's sample
     longest: int = 0  # tokens of the longest context in the current step
+
+
+class Processed(NamedTuple):
+    """Logits of n samples after their processors, and the filters that are left to apply."""
+
+    at: Tensor  # [n] int64: the samples
+    logits: Tensor  # [n, V]
+    params: kernels.SamplingRows
 
 
 @dataclass(slots=True)
@@ -107,6 +116,8 @@ class Sampler:
         self._masks = batch.device.pinned(num_masks, -(-vocab_size // 32), dtype=torch.int32).fill_(-1)
         # [S]: index of each sample's mask in `_masks`; -1: none.
         self._mask_of = torch.full((self._max_samples,), -1, dtype=torch.int32, device=batch.device.torch_device)
+        self.keeps_processed = False  # keep the logits of groups until the next step
+        self.processed: list[Processed] = []
         self._new_history = partial(TokenHistory, batch.num_rows, max_len, batch.device)
         self.clear()
 
@@ -219,7 +230,10 @@ class Sampler:
         for processor in group.processors:
             processor.apply(own, context)
         filters = params.temperature, params.top_k, params.top_p, params.min_p
-        sampled = kernels.sample(own, kernels.SamplingRows(*filters, group.seeds, lengths))
+        rows = kernels.SamplingRows(*filters, group.seeds, lengths)
+        sampled = kernels.sample(own, rows)
+        if self.keeps_processed:
+            self.processed.append(Processed(group.at, own, rows))
         # Processors give undefined results for NaN. If logits are finite, an empty set of tokens is the request's
         # fault.
         sampled.masked_fill_(sampled < 0, kernels.NOTHING_ALLOWED).masked_fill_(~is_finite, kernels.NOT_FINITE)
@@ -228,8 +242,22 @@ class Sampler:
         if len(group.slots):
             self._history.append(group.slots, lengths[group.slots_of], sampled[group.slots_of].clamp(min=0))
 
+    @property
+    def step_samples(self) -> Samples:
+        """The samples of the current step."""
+        return self._step.samples
+
+    def store_again(self, tokens: Tensor) -> None:
+        """Store tokens [S] in the histories that processors read, after samples of the current step got others."""
+        for group, _ in self._plan.groups:
+            if len(group.slots):
+                lengths = self._step.samples.next_position.index_select(0, group.at)
+                found = tokens[group.at][group.slots_of].clamp(min=0)
+                self._history.append(group.slots, lengths[group.slots_of], found)
+
     def plan(self, packed: PackedStep) -> SamplingPlan:
         """Return the plan of the step packed last."""
+        self.processed.clear()
         was_masked, is_new = self._plan.num_masked > 0, not self._plan.is_valid(packed)
         if is_new:
             self._plan = self._plain.get(packed.members) or self._make_plan(packed)

@@ -27,7 +27,10 @@ from engine.worker.proposers.suffix import SuffixLimits
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min must be at most prompt_lookup_max, 4"),
         ({"enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
         ([1], "speculative_config must be a JSON object"),
-        ({"rejection_sample_method": "block"}, "rejection_sample_method must be standard, synthetic, got 'block'"),
+        (
+            {"rejection_sample_method": "block"},
+            "must be exact, standard, synthetic, got 'block'",
+        ),
         ({"rejection_sample_method": "synthetic"}, "synthetic and synthetic_acceptance_length need each other"),
         ({"synthetic_acceptance_length": 2}, "synthetic and synthetic_acceptance_length need each other"),
         ({"synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length must be a number from 1 to 33, got 0.5"),
