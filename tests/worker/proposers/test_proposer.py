@@ -22,6 +22,7 @@ class Teller:
     """Proposes the tokens of known answers, some of them wrong, and checks what it gets."""
 
     layers = (0, 1)
+    probabilities = None
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._rng = runner, Random(1)

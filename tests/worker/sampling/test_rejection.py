@@ -92,10 +92,15 @@ def test_the_residual_is_sampled_where_a_draft_is_rejected() -> None:
 def test_a_distribution_is_what_is_sampled_from() -> None:
     logits, n = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)).mul_(3), 30_000
     for top_k, top_p, min_p in ((0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (7, 0.9, 0.05)):
-        columns = [torch.tensor([0.7]), torch.tensor([top_k]).int(), torch.tensor([top_p]), torch.tensor([min_p])]
-        rows = kernels.SamplingRows(*(each.expand(n) for each in columns), torch.arange(n), torch.zeros(n).long())
-        frequencies = kernels.sample(logits.expand(n, -1), rows).bincount(minlength=40) / n
-        one = kernels.SamplingRows(*columns, torch.zeros(1).long(), torch.zeros(1).long())
+        one = kernels.SamplingRows(
+            torch.tensor([0.7]), torch.tensor([top_k]).int(), torch.tensor([top_p]), torch.tensor([min_p]),
+            torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+        )  # fmt: skip
+        many = kernels.SamplingRows(
+            one.temperature.expand(n), one.top_k.expand(n), one.top_p.expand(n), one.min_p.expand(n),
+            torch.arange(n), one.positions.expand(n),
+        )  # fmt: skip
+        frequencies = kernels.sample(logits.expand(n, -1), many).bincount(minlength=40) / n
         assert torch.allclose(frequencies, distribution(logits, one)[0], atol=0.015)
 
 
