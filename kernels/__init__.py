@@ -66,9 +66,10 @@ R = TypeVar("R")
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
     "cpu": {
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
+        "kernels.cpu.gates": ("activation", "gated", "gated_rms_norm", "grouped_rms_norm"),
         "kernels.cpu.kda": ("kda",),
         "kernels.cpu.lora": ("adapted_linear", "lora_add"),
-        "kernels.cpu.mamba2": ("grouped_rms_norm", "mamba2"),
+        "kernels.cpu.mamba2": ("mamba2",),
         "kernels.cpu.moe": ("adapted_experts", "experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (
             "pack_weight",
@@ -81,7 +82,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
             "norms_apart",
         ),
         "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
-        "kernels.cpu.recurrent": ("causal_conv", "delta_rule", "gated_rms_norm", "short_conv"),
+        "kernels.cpu.recurrent": ("causal_conv", "delta_rule", "short_conv"),
         "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
         "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step", "store_tokens"),
     },
@@ -136,8 +137,6 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
             "activation",
             "adapted_experts",
             "adapted_linear",
-            "gated_rms_norm",
-            "grouped_rms_norm",
             "head_linear",
             "latent_attention_decode",
             "latent_attention_prefill",
@@ -225,6 +224,7 @@ add_rms_norm = _dispatched(reference.add_rms_norm)
 rms_norm_add = _dispatched(reference.rms_norm_add)
 gate_and_mul = _dispatched(reference.gate_and_mul)
 activation = _dispatched(reference.activation)
+gated = _dispatched(reference.gated)
 sigmoid = _dispatched(reference.sigmoid)
 add_scaled = _dispatched(reference.add_scaled)
 scale = _dispatched(reference.scale)

@@ -198,7 +198,7 @@ class Attention(CheckpointModule):
         attend(query, kv, metadata, self._args(kv_scale), stores=spec.kv_of is None, wide=wide_pages, out=out)
         if self.gate is not None:
             assert isinstance(out, Tensor)
-            out *= kernels.sigmoid(self.gate.run(x)).view_as(out)
+            out = kernels.gated(out.flatten(1), self.gate.run(x), "sigmoid", rounded=True).view(out.shape)
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))

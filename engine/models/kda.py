@@ -61,8 +61,7 @@ class KimiDeltaAttention(CheckpointModule):
         out = metadata.select(kernels.kda(qkv, beta, forget, *args))  # [N, H, D]
         chosen = x.context if metadata.logits_indices is None else x.context.select(metadata.logits_indices)
         gate = self.gate.run(SublayerInput(metadata.select(gate).contiguous(), context=chosen))
-        out = self.norm(out).flatten(1)
-        out = (out * kernels.activation(gate.float(), "sigmoid")).to(out.dtype)
+        out = kernels.gated(self.norm(out).flatten(1), gate, "sigmoid")
         return self.output.run(out, epilogue.select(metadata.logits_indices))
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:

@@ -62,7 +62,7 @@ class Mamba2(CheckpointModule):
         xbc, z, steps = self.input.run(x).split((spec.conv_channels, spec.inner, spec.num_heads), 1)
         xbc = kernels.causal_conv(xbc, self.conv, self.conv_bias, inputs, context)
         if spec.scales[4] != 1:
-            steps = steps * spec.scales[4]
+            steps = kernels.scale(steps, spec.scales[4])
         args = self.rate, self.bias, self.skip, spec.limits, kernels.DeltaStates(*states), context
         out = kernels.mamba2(xbc, steps, *args).flatten(1)
         return self.output.run(
@@ -73,9 +73,9 @@ class Mamba2(CheckpointModule):
         """Apply gate z [N, n] and norm to x [N, n]."""
         spec = self.spec
         if spec.scales[0] != 1:
-            z = z * spec.scales[0]
+            z = kernels.scale(z, spec.scales[0])
         if self.norm is None:
-            return (x * kernels.activation(z.float(), "silu")).to(x.dtype)
+            return kernels.gated(x, z, "silu")
         if self._sums_squares:
             return self._gated_over_ranks(x, z, self.norm.weight)
         return kernels.grouped_rms_norm(x, z, self.norm.weight, spec.norm_eps, spec.num_norm_groups, spec.gate_first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 import kernels
@@ -38,8 +37,9 @@ class MLP(nn.Module):
         """Return the input of `down`: [T, intermediate_size]."""
         if self.spec.gate_multiplier != 1:
             assert self._gate is not None
-            gate, up = self.gate_up.run(x).chunk(2, 1)
-            return kernels.gate_and_mul(torch.cat((gate * self.spec.gate_multiplier, up), 1), self._gate.gate)
+            gate_up = self.gate_up.run(x)
+            kernels.scale(gate_up[:, : gate_up.shape[1] // 2], self.spec.gate_multiplier)
+            return kernels.gate_and_mul(gate_up, self._gate.gate)
         if self._gate is not None:
             return self.gate_up.run(x, self._gate)
         if self._splits:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import attention, lora, mamba2, matmul, moe, native_attention, recurrent
+from kernels.cpu import attention, lora, matmul, moe, native_attention
 from kernels.cpu.each_row import alone, by_row
 from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
@@ -30,8 +30,6 @@ from kernels.reference.precision import to_wide
 
 activation = by_row(reference.activation, 1)
 head_linear = by_row(reference.head_linear, 1)
-gated_rms_norm = by_row(recurrent.gated_rms_norm, 2)
-grouped_rms_norm = by_row(mamba2.grouped_rms_norm, 2)
 
 
 def pack_weight(weight: Weight) -> Weight:

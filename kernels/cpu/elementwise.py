@@ -25,6 +25,7 @@ class _Struct(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("n", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
         ("factor", ctypes.c_float),
         ("cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
@@ -78,8 +79,8 @@ def add_rms_norm(
 
 
 def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
-    """See `kernels.reference.scale`."""
-    if not _is_native(x):
+    """See `kernels.reference.scale`. Rows of x may be parts of longer ones."""
+    if not (_is_native(x) or (x.dim() == 2 and x.stride(1) == 1 and _is_native(x[:0]))):
         return reference.scale(x, factor, cap)
     return _run("quire_scale", x, x, factor, cap)
 
@@ -93,6 +94,7 @@ def _run(name: str, x: Tensor, out: Tensor, factor: float = 1.0, cap: float = 0.
     native, n = library(), out.shape[-1]
     assert native is not None
     rows = out.numel() // n if n else 0
-    struct = _Struct(x.data_ptr(), out.data_ptr(), rows, n, factor, cap, x.dtype == torch.bfloat16)
+    stride = n if out.is_contiguous() else out.stride(0)
+    struct = _Struct(x.data_ptr(), out.data_ptr(), rows, n, stride, factor, cap, x.dtype == torch.bfloat16)
     native.call(name, struct, (x, out))
     return out

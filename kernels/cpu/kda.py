@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.recurrent import Net, Old, Tokens, of_heads, sequences
+from kernels.cpu.scan import CHANNELS, Gates, native_scan
 from kernels.data.state import DeltaStates, StateContext
 
 
@@ -14,6 +15,8 @@ def kda(
     qkv: Tensor, beta: Tensor, forget: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
 ) -> Tensor:
     """See `kernels.reference.kda`."""
+    if (native := native_kda(qkv, beta, forget, rate, bias, states, context)) is not None:
+        return native
     (num_heads, key_dim), value_dim = states.keys.shape[2:], states.updates.shape[3]
     out = qkv.new_zeros(len(qkv), num_heads, value_dim)
     strength = beta.sigmoid().float().T
@@ -32,6 +35,14 @@ def kda(
         )
         _Kda(sequence, states, context.block_size, raw).run(new, out[at])
     return out
+
+
+def native_kda(
+    qkv: Tensor, beta: Tensor, forget: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
+) -> Tensor | None:
+    """Compute `kda` in C++; None: there is no kernel for these tensors."""
+    width = forget.shape[1]
+    return native_scan(qkv, (0, width, 2 * width), Gates(CHANNELS, forget, rate, bias, beta), states, context)
 
 
 class _Kda(Net):

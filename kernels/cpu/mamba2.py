@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.recurrent import Net, Old, Tokens, between, sequences
+from kernels.cpu.scan import STATE_SPACE, Gates, native_scan
 from kernels.data.state import DeltaStates, StateContext
 
 
@@ -21,11 +22,14 @@ def mamba2(
     context: StateContext,
 ) -> Tensor:
     """See `kernels.reference.mamba2`."""
+    if (native := native_mamba2(xbc, steps, rate, bias, skip, limits, states, context)) is not None:
+        return native
     (num_groups, state_dim), (num_heads, head_dim) = states.keys.shape[2:], states.updates.shape[2:]
+    inner, width = num_heads * head_dim, num_groups * state_dim
     out = xbc.new_zeros(len(xbc), num_heads, head_dim)
     dt = F.softplus(steps.float() + bias).clamp_(*limits)
     decay = (dt * -rate).T  # [H, T]
-    x, b, c = xbc.split((num_heads * head_dim, num_groups * state_dim, num_groups * state_dim), 1)
+    x, b, c = xbc.split((inner, width, width), 1)
     for sequence in sequences(context, len(xbc)):
         at = sequence.part
         raw = b[at].unflatten(1, (num_groups, state_dim))
@@ -40,6 +44,23 @@ def mamba2(
         _StateSpace(sequence, states, context.block_size, raw).run(new, out[at])
         out[at] = (own * skip.unsqueeze(1)).add_(out[at])
     return out
+
+
+def native_mamba2(
+    xbc: Tensor,
+    steps: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    limits: tuple[float, float],
+    states: DeltaStates,
+    context: StateContext,
+) -> Tensor | None:
+    """Compute `mamba2` in C++; None: there is no kernel for these tensors."""
+    (num_groups, state_dim), (num_heads, head_dim) = states.keys.shape[2:], states.updates.shape[2:]
+    inner, width = num_heads * head_dim, num_groups * state_dim
+    gates = Gates(STATE_SPACE, steps, rate, bias, skip=skip, limits=limits)
+    return native_scan(xbc, (inner + width, inner, 0), gates, states, context)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -63,12 +84,3 @@ class _StateSpace(Net):
         seen = torch.bmm(new.query, keys.transpose(1, 2)) * between(own, decays)
         outputs = torch.baddbmm(own.exp().unsqueeze(2) * torch.bmm(new.query, state), seen, updates)
         return outputs, keys, updates, decays
-
-
-def grouped_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, gate_first: bool) -> Tensor:
-    """See `kernels.reference.grouped_rms_norm`."""
-    scale = F.silu(gate.float())
-    wide = x * scale if gate_first else x.float()
-    normed = F.rms_norm(wide.unflatten(1, (num_groups, -1)), (wide.shape[1] // num_groups,), eps=eps).flatten(1)
-    normed.mul_(weight)
-    return (normed if gate_first else normed.mul_(scale)).to(x.dtype)

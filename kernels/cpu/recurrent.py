@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import library
-from kernels.cpu.rotary import rms_norm
+from kernels.cpu.scan import DELTA, Gates, native_scan
 from kernels.data.state import DeltaStates, StateContext
 
 CHUNK = 64  # tokens whose updates are solved for at once
@@ -128,19 +128,15 @@ def _store(ring: Tensor, seen: Tensor, begin: int, stop: int) -> None:
     ring[torch.arange(start, stop) % len(ring)] = seen[start - begin : stop - begin]
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `kernels.reference.gated_rms_norm`."""
-    normed = rms_norm(x.flatten(0, 1), weight, eps).view(x.shape).flatten(1)
-    return F.silu(gate.float(), inplace=False).mul_(normed).to(x.dtype)
-
-
 def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
 ) -> Tensor:
     """See `kernels.reference.delta_rule`."""
-    out = qkv.new_zeros(len(qkv), *states.updates.shape[2:])
+    if (native := native_delta_rule(qkv, gates, rate, bias, states, context)) is not None:
+        return native
     (num_keys, key_dim), (num_values, value_dim) = states.keys.shape[2:], states.updates.shape[2:]
     b, a = gates.chunk(2, 1)
+    out = qkv.new_zeros(len(qkv), *states.updates.shape[2:])
     beta = b.sigmoid().float().T
     decay = (F.softplus(a.float() + bias) * -rate).T  # [Hv, T]
     query, keys, values = qkv.split((num_keys * key_dim, num_keys * key_dim, num_values * value_dim), 1)
@@ -157,6 +153,15 @@ def delta_rule(
         )
         net.run(new, out[at])
     return out
+
+
+def native_delta_rule(
+    qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
+) -> Tensor | None:
+    """Compute `delta_rule` in C++; None: there is no kernel for these tensors."""
+    width, half = states.keys.shape[2] * states.keys.shape[3], gates.shape[1] // 2
+    own = Gates(DELTA, gates[:, half:], rate, bias, gates[:, :half])
+    return native_scan(qkv, (0, width, 2 * width), own, states, context)
 
 
 def of_heads(x: Tensor, count: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,6 +38,16 @@ def activation(x: Tensor, kind: Activation) -> Tensor:
     if kind in ("gelu", "gelu_tanh"):
         return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
     return F.relu(x) if kind == "relu" else F.relu(x).square_()
+
+
+def gated(x: Tensor, gate: Tensor, kind: Literal["silu", "sigmoid"], rounded: bool = False) -> Tensor:
+    """Return x [T, n] · activation(gate [T, n]), computed in float32; x may be overwritten.
+
+    rounded: the activation is computed in x's dtype.
+    """
+    if rounded:
+        return x.mul_(activation(gate, kind))
+    return (x * activation(gate.float(), kind)).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

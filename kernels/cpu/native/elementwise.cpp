@@ -2,11 +2,11 @@
 #include "pool.h"
 #include "simd.h"
 
-// Of contiguous rows [rows, n]; bfloat16 where `is_bf16`, else float32.
+// Of rows [rows, n], contiguous but for those of `scale`; bfloat16 where `is_bf16`, else float32.
 struct Elementwise {
     const void* x;
     void* out;
-    int64_t rows, n;  // of `out`
+    int64_t rows, n, stride;  // of `out`: elements from a row to the next
     float factor, cap;
     int32_t is_bf16;
 };
@@ -44,7 +44,7 @@ template <class T> void add_scaled(const Elementwise& a) {
 
 template <class T> void scale(const Elementwise& a) {
     each_vector(a, [&](int64_t row, int64_t k, int count) {
-        T* to = (T*)a.out + row * a.n + k;
+        T* to = (T*)a.out + row * a.stride + k;
         Floats v = load_up_to(to, count) * a.factor;
         if (a.cap) v = tanh(v / a.cap) * a.cap;
         store_up_to(to, v, count);

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.cpu import gates
 from kernels.cpu import mamba2 as cpu
 from kernels.data.state import DeltaStates
 from tests.oracles.recurrent import Heads, whole_mamba2
@@ -62,7 +63,7 @@ def test_chunks_give_what_tokens_give_one_by_one(
         torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("module", [cpu, grouped_norm], ids=["cpu", "triton"])
+@pytest.mark.parametrize("module", [gates, grouped_norm], ids=["cpu", "triton"])
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_grouped_rms_norm(module: Any, gate_first: bool) -> None:
     torch.manual_seed(0)
