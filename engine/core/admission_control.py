@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.core.batch import EngineOutput, NewRequest
+from engine.core.encoder_cache import EncoderCache
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 
@@ -14,9 +15,9 @@ _Prefix = Sequence[Sequence[int]]  # the first entries of each block table, see 
 class AdmissionControl:
     """Starts waiting requests while there are blocks for them, and drops those that would miss their deadlines."""
 
-    def __init__(self, requests: RequestTable, clock: Callable[[], float]) -> None:
+    def __init__(self, requests: RequestTable, encoder: EncoderCache, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
-        self._requests, self._blocks, self._clock = requests, requests.blocks, clock
+        self._requests, self._blocks, self._encoder, self._clock = requests, requests.blocks, encoder, clock
         self.late: list[EngineOutput] = []  # of requests that were dropped, not returned to the caller yet
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens: looked up in the prefix cache, and found there
         # A request for which there were too few blocks, and the number of block releases by then.
@@ -74,7 +75,10 @@ class AdmissionControl:
         if prefix and self._blocks.awaits_state(request, num_blocks):
             return None
         num_computed = num_blocks * self._blocks.block_size
-        step_end = min(request.num_tokens, num_computed + budget)
+        most = self._encoder.limit(request, num_computed, budget)
+        if not most:
+            return None
+        step_end = min(request.num_tokens, num_computed + most)
         if self._blocks.grow(request, request.num_tokens, prefix, self._num_spare(request), step_end) is None:
             self._refuse(request)
             return None

@@ -23,6 +23,9 @@ FAULTS = {
 }
 
 
+MAX_ENCODED_TOKENS = 16_384  # of encoded images that the worker keeps; a larger image is kept alone
+
+
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that gets a device row: new, or resumed after preemption. All its tokens are known on the CPU."""
@@ -61,6 +64,14 @@ class BlockMoves:
     spills: list[tuple[int, int, int]]  # pool, block, slot
     loads: list[BlockLoad]
     arrived: list[int]  # numbers of loads that ended on rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStep:
+    """The images that a step encodes are those in its chunks that the worker does not keep."""
+
+    num_tokens: int  # that the step encodes
+    forgotten: list[str]  # digests of images that are to be forgotten before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +119,7 @@ class SchedulerOutput:
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_proposals: int = 0  # tokens that a drafter on the device proposes for each request that is sampled
     moves: BlockMoves | None = None  # begin before this step; also in an output without requests
+    encoder: EncoderStep | None = None  # None: it encodes no image, and forgets none
 
     def __bool__(self) -> bool:
         return bool(self.batch.request_ids)

@@ -68,7 +68,10 @@ class InFlightSteps:
         """Apply the result of the oldest step, read `now`. Returns the outputs of its unfinished requests."""
         step, launched_time, requests, num_drafts = self._steps.popleft()
         assert step == output.step, "steps are read in the order they were launched"
-        self._budget.record(output.batch.total_num_tokens, launched_time, now, requests)
+        num_tokens = output.batch.total_num_tokens
+        if output.encoder is not None:
+            num_tokens += output.encoder.num_tokens
+        self._budget.record(num_tokens, launched_time, now, requests)
         if self._drafts is not None:
             if num_drafts:
                 self._settle(requests, num_drafts, result.num_sampled)

@@ -23,6 +23,7 @@ from engine.core.batch import (
     StepResult,
 )
 from engine.core.drafts.policy import DraftCounts, DraftPolicy
+from engine.core.encoder_cache import EncoderCache
 from engine.core.fairness.arrivals import Arrivals
 from engine.core.fairness.deadlines import Deadlines
 from engine.core.fairness.request_queues import RequestQueues
@@ -39,7 +40,8 @@ class Scheduler:
     """Chooses the requests of each step within a budget of tokens and sequences.
 
     Its parts: `RequestTable` owns the unfinished requests and their blocks, `AdmissionControl` starts waiting ones,
-    `StepBudget` limits the tokens of a step, `StepPlanner` decides who runs, and `InFlightSteps` applies the results.
+    `StepBudget` limits the tokens of a step, `EncoderCache` the images that it encodes, `StepPlanner` decides who runs,
+    and `InFlightSteps` applies the results.
 
     Requests belong to tenants: the API key, user or client address that sent them. Requests of one tenant and priority
     run first come, first served; between tenants, scheduling is fair (see `RequestQueues`).
@@ -76,13 +78,16 @@ class Scheduler:
         arrivals, deadlines = Arrivals(clock), Deadlines(clock)
         self.queues = RequestQueues(max_num_batched_tokens // 2, arrivals)
         self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
-        self._admission = AdmissionControl(self.requests, clock)
+        self.encoder = EncoderCache()
+        self._admission = AdmissionControl(self.requests, self.encoder, clock)
         self._budget = StepBudget(max_num_batched_tokens, arrivals)
         self._steps = InFlightSteps(
             self.blocks, self._budget, deadlines.record_first_token, self.requests.finish, drafts
         )
         limits = StepLimits(max_num_seqs, num_batches, whole_prompts)
-        self._planner = StepPlanner(self.requests, self._admission, self._budget, self._steps, drafts, limits, clock)
+        self._planner = StepPlanner(
+            self.requests, self._admission, self._budget, self._steps, drafts, limits, self.encoder, clock
+        )
         self._clock, self._num_batches = clock, num_batches
         self._recent: list[Batched] = []  # batches of the last steps, newest first
         self._step = 0
@@ -141,6 +146,7 @@ class Scheduler:
         self._steps.clear()
         self._admission.clear()
         self._recent.clear()
+        self.encoder.clear()
         return self.requests.drain(in_flight)
 
     def reset_prefix_cache(self) -> bool:
@@ -163,13 +169,15 @@ class Scheduler:
             return SchedulerOutput(self._step, [], NOTHING[1], {}, [])
         requests, batch = plan.batch(self._recent)
         removed: list[str] = []
+        encoder = None
         if batch.request_ids:
+            encoder = self.encoder.take_step()
             self._step += 1
             self._steps.add(self._step, plan.time, requests, batch.num_drafts)
             removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(
             self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds,
-            plan.num_proposals, self._moves(),
+            plan.num_proposals, self._moves(), encoder,
         )  # fmt: skip
 
     def _moves(self) -> BlockMoves | None:
@@ -221,6 +229,7 @@ class Scheduler:
         self.queues.check()
         running = self.queues.running
         self.blocks.check(running)
+        self.encoder.check()
         assert len(running) <= self.max_num_seqs
         in_flight = self._steps.num_tokens()
         for request in [*running, *self.queues.waiting]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.core.admission_control import AdmissionControl
 from engine.core.batch import NewRequest, ScheduledBatch
 from engine.core.drafts.policy import DraftPolicy
+from engine.core.encoder_cache import EncoderCache
 from engine.core.fairness.step_budget import StepBudget
 from engine.core.in_flight_steps import InFlightSteps
 from engine.core.request import Request
@@ -98,6 +99,8 @@ class StepPlanner:
     **Drafts.** A decoding request whose tokens are all known may compute drafts beside its newest token (`DraftPolicy`
     says which). They count as computed and as in flight until the step is read, which withdraws the rejected ones.
     Until then the request is in no other step; without pipeline stages, none is launched. Drafts take only free blocks.
+
+    **Images.** A request computes tokens up to its first image that the step may not encode (`EncoderCache`).
     """
 
     def __init__(
@@ -108,11 +111,12 @@ class StepPlanner:
         steps: InFlightSteps,
         drafts: DraftPolicy | None,
         limits: StepLimits,
+        encoder: EncoderCache,
         clock: Callable[[], float],
     ) -> None:
         self._requests, self._blocks, self._queues = requests, requests.blocks, requests.queues
         self._admission, self._budget, self._steps, self._limits = admission, budget, steps, limits
-        self.drafts, self._clock = drafts, clock
+        self.drafts, self._encoder, self._clock = drafts, encoder, clock
         self.prompt_tokens = 0  # of all steps
         self._num_paused = 0  # successive steps for favoured tenants only
         self._num_undrafted = 0  # coming steps before which no request wants drafts
@@ -128,7 +132,9 @@ class StepPlanner:
         if self.drafts is not None and self.drafts.has_drafter:
             plan.num_proposals = self.drafts.num_proposals(len(queues.running) + queues.num_waiting)
         plan.time = self._clock()
-        self._fill(plan, num_first, self._budget.num_tokens(plan.time, len(self._steps), queues.is_shared))
+        budget = self._budget.num_tokens(plan.time, len(self._steps), queues.is_shared)
+        self._encoder.start_step(budget)
+        self._fill(plan, num_first, budget)
         if plan.new_requests:
             self._num_undrafted = 0
         return plan
@@ -197,7 +203,11 @@ class StepPlanner:
                 decodes.append(request)
                 budget -= 1
             elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
-                granted = self._grant(request, budget, plan)
+                start = min(request.num_computed_tokens, num_tokens - 1)
+                most = self._encoder.limit(request, start, budget)
+                if not most:
+                    continue
+                granted = self._grant(request, most, plan)
                 if not granted:
                     break
                 budget -= granted
@@ -221,7 +231,8 @@ class StepPlanner:
                 self._load_ahead(request)
                 break
             plan.new_requests.append(new_request)
-            granted = self._grant(request, budget, plan)
+            most = self._encoder.limit(request, request.num_computed_tokens, budget)
+            granted = self._grant(request, most, plan)
             assert granted, "a new request has blocks for its first chunk"
             budget -= granted
 
@@ -264,6 +275,8 @@ class StepPlanner:
                     return 0
             plan.add_blocks(request, grown)
         request.num_computed_tokens = end
+        if request.engine_request.images:
+            self._encoder.use(request, start, end)
         if self._queues.is_shared:
             self._queues.charge(request, end)
         if start < request.num_prompt_tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.core.batch import MAX_ENCODED_TOKENS
 from engine.core.engine_request import ImageInput
 from engine.models.decoder import Decoder, ImageTokens
 from engine.models.rope import sectioned_rows
@@ -20,7 +20,6 @@ from engine.models.vision.layers import EncodedImages
 from engine.worker.device import Device
 from engine.worker.input_batch import PackedStep, Row
 
-CACHED_TOKENS = 16_384  # of encoded images that are kept
 ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
 
 
@@ -42,14 +41,15 @@ class StepImages(NamedTuple):
 class ImageReader:
     """Reads images for one rank. The last `own_rows` rows of the model's RoPE tables belong to it.
 
-    Encoded images are kept by their content, so that those of several chunks or requests are encoded once.
+    Encoded images are kept by their content, so that those of several chunks or requests are encoded once, until the
+    scheduler lets them be forgotten (`EncoderCache`).
     """
 
     def __init__(self, model: Decoder, device: Device, own_rows: int) -> None:
         assert model.spec.vision is not None
         self._model, self._spec, self._device = model, model.spec.vision, device
         self._first_row = min((len(table) for table in model.rope_tables.values()), default=0) - own_rows
-        self._encoded: OrderedDict[str, EncodedImages] = OrderedDict()  # by digest, the one used longest ago first
+        self._encoded: dict[str, EncodedImages] = {}  # by digest
 
     def shift_of(self, images: Sequence[ImageInput]) -> int:
         """Return how many positions more than tokens a prompt with these images takes: usually a negative number."""
@@ -110,14 +110,10 @@ class ImageReader:
             if (known := self._encoded.get(image.digest)) is None:
                 missing.append(image)
             else:
-                self._encoded.move_to_end(image.digest)
                 found[image.digest] = known
         for group in groups_of(missing):
             for image, encoded in zip(group, self._run(group), strict=True):
                 found[image.digest] = self._encoded[image.digest] = encoded
-        total = sum(len(each.embeddings) for each in self._encoded.values())
-        while total > CACHED_TOKENS and len(self._encoded) > 1:
-            total -= len(self._encoded.popitem(last=False)[1].embeddings)
         return found
 
     def _run(self, images: Sequence[ImageInput]) -> list[EncodedImages]:
@@ -143,6 +139,11 @@ class ImageReader:
         patches = torch.zeros(grid[0] * grid[1], 3, patch, patch, dtype=torch.uint8, device=device)
         with vision.few_layers():
             self._encoded[""] = vision(patches, [grid])
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Forget these encoded images."""
+        for digest in digests:
+            self._encoded.pop(digest, None)
 
     def clear(self) -> None:
         """Forget all encoded images."""
@@ -206,7 +207,7 @@ def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
 
 def image_bytes(vision: VisionSpec, hidden_size: int, itemsize: int) -> tuple[int, int]:
     """Return the bytes of the encoded images that are kept, and an estimate of those that encoding needs."""
-    kept = CACHED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
+    kept = MAX_ENCODED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
     widest = vision.hidden_size * 5 + max(vision.hidden_size * 2, vision.intermediate_size * 2)
     return kept, ENCODED_PATCHES * widest * itemsize
 

@@ -174,6 +174,8 @@ class ModelRunner:
         self.batch.clear()
         self.sampler.clear()
         self._sampling.clear()
+        if self.images is not None:
+            self.images.clear()
         if self.host is not None:
             self.host.clear()
         self.device.reset_peak_memory()
@@ -235,6 +237,8 @@ class ModelRunner:
         if output.moves is not None:
             self.move_blocks(output.moves)
         self.update_rows(output)
+        if self.images is not None and output.encoder is not None:
+            self.images.forget(output.encoder.forgotten)
         step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
         if self.adapters is not None and self.batch.members(output.batch).has_adapters:
             step = step._replace(has_adapters=True)

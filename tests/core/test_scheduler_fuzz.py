@@ -20,7 +20,7 @@ from engine.core import step_planner, tiers
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import EngineRequest, ImageInput
 from engine.core.fairness import deadlines, request_queues, step_budget, step_time
 from engine.core.kv import state_blocks
 from engine.core.kv.block_pool import Name
@@ -99,6 +99,13 @@ EXPECTED_EVENTS = [
     "aborted while its blocks were on their way",
     "states from the host",
     "NaN in blocks in the host",
+    "images encoded",
+    "images encoded before",
+    "encoded images forgotten",
+    "an image above the budget",
+    "waits for its image, while others go on",
+    "chunks that end before an image",
+    "prefix-cache hits that end in an image",
 ]
 EXPECTED_OF_FILES = [
     "blocks to the file",
@@ -215,6 +222,10 @@ class Workload:
         self.nan_rate = self.faults.choice([0, 0, 0, 0.2])
         self.contents = Random(seed)
         self.content_rate = self.contents.choice([0, 0, 0.7])
+        self.pictures = Random(seed)
+        self.picture_rate = self.pictures.choice([0, 0, 0, 0.8])
+        self.picture_sizes = [self.pictures.choice([1, 2, 2, 5, 9, 17]) for _ in range(12)]
+        self.runner.max_encoded_tokens = self.scheduler.encoder.max_tokens = self.pictures.choice([1, 9, 20, 60])
         self.tenants = Random(seed)
         self.tenant_names = list(self.tenants.choice(["", "a", "ab", "aaaab", "abcdefgh"]))
         if self.tenants.random() < 0.4:  # some are of one group
@@ -326,7 +337,9 @@ class Workload:
         )
         self.events["blocks given back by a window"] += any(any(r.num_passed) for r in scheduler.queues.running)
         self._observe_states()
-        assert output or not (output.new_requests or output.removed), "an output that is not launched says something"
+        self._observe_images(output)
+        said = output.new_requests, output.removed, output.encoder
+        assert output or not any(said), "an output that is not launched says something"
         launched = self.runner.launch(output) if output else None
         if self.store is not None:
             self.store.begin_reads()
@@ -394,6 +407,24 @@ class Workload:
             for r, indices in zip(running, held, strict=True)
             for index in indices[:-1]
         )
+
+    def _observe_images(self, output: SchedulerOutput) -> None:
+        batch, chunks = output.batch, dict[str, int]()
+        chunks.update(zip(batch.request_ids, batch.num_tokens, strict=True))
+        for request in self.scheduler.queues.running:
+            end = request.num_computed_tokens
+            if any(image.start == end for image in request.engine_request.images):
+                self.events["waits for its image, while others go on"] += bool(output) and (
+                    request.request_id not in chunks and batch.total_num_tokens < self.scheduler.max_num_batched_tokens
+                )
+                self.events["chunks that end before an image"] += request.request_id in chunks and (
+                    batch.total_num_tokens < self.scheduler.max_num_batched_tokens
+                )
+        for new in output.new_requests:
+            cached = new.num_computed_tokens
+            self.events["prefix-cache hits that end in an image"] += any(
+                image.start < cached < image.stop for image in new.request.images
+            )
 
     def _corrupted(self, output: SchedulerOutput, result: StepResult) -> tuple[SchedulerOutput, StepResult]:
         """The result, in which some requests got NaN instead of a token or an embedding."""
@@ -548,6 +579,7 @@ class Workload:
         request_id = rng.choice([self.last_gone, *ascii_letters])
         salt = rng.choice([0, 0, 0, 1])
         salt_name = f"salt {salt}" if salt else ""
+        names, images = self._named(prompt)
         engine_request = EngineRequest(
             request_id,
             prompt,
@@ -557,7 +589,8 @@ class Workload:
             priority=self.turns.choice([0, 0, 1, -1]),
             tenant=self.tenants.choice(self.tenant_names or [""]),
             deadline=self.tenants.choice([0, 0, 0, self.now + self.tenants.randint(1, 60)]),
-            name_ids=self._named(prompt),
+            name_ids=names,
+            images=images,
         )
         names = engine_request.prompt_name_ids
         request = Request(engine_request, eos, seed=salt)
@@ -581,12 +614,27 @@ class Workload:
         in_flight = [each for step in self.in_flight for each in step.output.batch.request_ids]
         self.events["ids used again while in flight"] += request_id in in_flight
 
-    def _named(self, prompt: list[int]) -> list[int] | None:
-        """The prompt with one of two contents in place of its even tokens; None: without."""
+    def _named(self, prompt: list[int]) -> tuple[list[int] | None, tuple[ImageInput, ...]]:
+        """The prompt with one of two contents in place of its even tokens, or with images; None: without."""
+        if self.pictures.random() < self.picture_rate:
+            return self._pictured(prompt)
         if self.contents.random() >= self.content_rate:
-            return None
+            return None, ()
         content = self.contents.choice([1, 2]) << 61
-        return [content + token if token % 2 == 0 else token for token in prompt]
+        return [content + token if token % 2 == 0 else token for token in prompt], ()
+
+    def _pictured(self, prompt: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The prompt with images in place of some of its tokens."""
+        names, images, at = prompt.copy(), [], 0
+        while (at := at + self.pictures.choice([0, 0, 1, 3])) < len(prompt):
+            number = self.pictures.randrange(len(self.picture_sizes))
+            size = self.picture_sizes[number]
+            if at + size > len(prompt):
+                break
+            images.append(ImageInput(at, size, (1, size), b"", f"image {number}"))
+            names[at : at + size] = [(1 << 62) + 100 * number + each for each in range(size)]
+            at += size
+        return names, tuple(images)
 
     def _not_begun(self, output: EngineOutput) -> None:
         """Check the end of a request that would have missed its deadline."""

@@ -23,6 +23,7 @@ from engine.core.batch import (
     StepResult,
     TokenLogprobs,
 )
+from engine.core.engine_request import ImageInput
 from engine.core.kv.block_pools import UNHELD, held_ids
 from engine.core.kv.cache_groups import FULL, CacheGroup
 from engine.core.params.pooling import PoolingParams
@@ -82,6 +83,7 @@ class Row:
     seed: int
     pooling: PoolingParams | None
     num_prompt_tokens: int
+    images: tuple[ImageInput, ...] = ()
     is_drafted: bool = False  # its last step had drafts, and no rewind has come since
     pooled: int = 0  # sum of the states that were computed here, not taken from the cache
 
@@ -123,6 +125,8 @@ class ToyRunner:
         self.events: Counter[str] = Counter()
         self.host: dict[tuple[int, int], list[int]] = {}  # pool, slot → content
         self.loads: list[BlockLoad] = []  # on their way
+        self.encoded: dict[str, int] = {}  # digest of an image → its tokens
+        self.max_encoded_tokens = 0
 
     def poison(self, block_ids: Iterable[int], pool: int = 0) -> None:
         for block_id in held_ids(block_ids):
@@ -158,6 +162,7 @@ class ToyRunner:
     def launch(self, output: SchedulerOutput) -> Launched:
         self._check(output)
         self._update_rows(output)
+        self._encode(output)
         self._read_states(output)
         self._write(output)
         self._read(output)
@@ -220,6 +225,7 @@ class ToyRunner:
                 new.seed,
                 new.request.pooling,
                 new.num_prompt_tokens,
+                new.request.images,
             )
         assert len(self.rows) <= self.max_num_seqs, "more rows than the device has"
         admitted = {new.request_id for new in output.new_requests}
@@ -245,6 +251,26 @@ class ToyRunner:
             end = row.num_computed + num_tokens
             assert end <= len(row.token_ids), "a token that is not sampled yet"
             assert (index in output.batch.partial) == (end < len(row.token_ids))
+
+    def _encode(self, output: SchedulerOutput) -> None:
+        for digest in output.encoder.forgotten if output.encoder else ():
+            del self.encoded[digest]
+            self.events["encoded images forgotten"] += 1
+        new: dict[str, int] = {}
+        for row, num_tokens in self._scheduled(output):
+            for image in row.images:
+                if image.start < row.num_computed + num_tokens and row.num_computed < image.stop:
+                    if image.digest not in self.encoded:
+                        new[image.digest] = image.num_tokens
+                    else:
+                        self.events["images encoded before"] += row.num_computed <= image.start
+        total = sum(new.values())
+        assert total == (output.encoder.num_tokens if output.encoder else 0), "more is encoded than was planned"
+        assert total <= self.max_num_batched_tokens or len(new) == 1, "more is encoded than the budget allows"
+        self.encoded |= new
+        assert sum(self.encoded.values()) <= self.max_encoded_tokens or len(self.encoded) == 1, "too many are kept"
+        self.events["images encoded"] += len(new)
+        self.events["an image above the budget"] += total > self.max_num_batched_tokens
 
     @staticmethod
     def _num_drafts(output: SchedulerOutput, index: int) -> int:
