@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.models.drafters.dflash import read_dflash
 from engine.models.drafters.eagle3 import read_eagle3
 from engine.models.drafters.mtp import mtp_spec
 from engine.models.drafters.spec import DraftSpec
@@ -37,6 +38,8 @@ def with_drafter(
             f"method {settings.method} cannot be used with pipeline_parallel_size: drafters read what the last stage "
             "has, and embeddings, which the first one has"
         )
+    if settings.method == "dflash" and options.device.is_accelerator:
+        raise config_error("method dflash runs on CPUs only")
     if settings.rejects and options.device.is_accelerator:
         raise config_error("rejection_sample_method standard with a model runs on CPUs only: use exact")
     if settings.rejects and options.deterministic:
@@ -60,6 +63,8 @@ def _drafter(
             )
         return DraftSpec(method="mtp", folder=target, model=mtp_spec(spec))
     folder = resolve_model(settings.model, download_dir=config.download_dir, weights=weights)
+    if settings.method == "dflash":
+        return read_dflash(folder, spec, settings.num_speculative_tokens)
     if settings.method == "eagle3":
         return read_eagle3(folder, spec)
     draft = read_spec(folder)

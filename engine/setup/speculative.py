@@ -15,10 +15,11 @@ ON_CPUS = False
 ON_ACCELERATORS = False
 MAX_TOKENS = 32
 MAX_LOOKUP = 16
-MODEL_METHODS = ("draft_model", "mtp", "eagle3")  # which run a model on the device
+MODEL_METHODS = ("draft_model", "mtp", "eagle3", "dflash")  # which run a model on the device
 METHODS = ("ngram", "suffix", *MODEL_METHODS)
-NEEDS_FOLDER = ("draft_model", "eagle3")
+NEEDS_FOLDER = ("draft_model", "eagle3", "dflash")
 MODEL_TOKENS = 3  # drafts by a model, unless it is said how many
+BLOCK_TOKENS = 7  # by one that guesses a block at a time
 REJECTION_METHODS = ("exact", "standard", "synthetic")
 
 
@@ -27,7 +28,7 @@ class SpeculativeConfig:
     """Settings of the proposal and verification of drafts."""
 
     method: str = "ngram"
-    model: str = ""  # draft_model, eagle3: folder or Hugging Face id
+    model: str = ""  # draft_model, eagle3, dflash: folder or Hugging Face id
     num_speculative_tokens: int = 8  # the most drafts of a request in a step; 0: no drafts
     prompt_lookup_min: int = 3  # lookup: tokens that must agree before a guess
     prompt_lookup_max: int = 6  # lookup: tokens whose agreement is tried first
@@ -101,7 +102,7 @@ def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
         verb = "needs a model" if method in NEEDS_FOLDER else "takes no model"
         raise config_error(f"method {method} {verb}")
     if method in MODEL_METHODS:
-        values.setdefault("num_speculative_tokens", MODEL_TOKENS)
+        values.setdefault("num_speculative_tokens", BLOCK_TOKENS if method == "dflash" else MODEL_TOKENS)
     if "prompt_lookup_min" in values and "prompt_lookup_max" not in values:
         values["prompt_lookup_max"] = max(values["prompt_lookup_min"], _DEFAULT.prompt_lookup_max)
     if "prompt_lookup_max" in values and "prompt_lookup_min" not in values:

@@ -9,6 +9,7 @@ import torch
 
 from engine.models.checkpoints import Checkpoint, NamedTensors, RandomWeights, StoredTensor, open_checkpoint
 from engine.models.decoder import Decoder, pack_weights
+from engine.models.drafters.dflash import CONFIDENCE, BlockDrafter
 from engine.models.drafters.eagle3 import Eagle3Head
 from engine.models.drafters.mtp import MTPHead, cos_sin_of, mtp_names
 from engine.models.drafters.spec import DraftSpec
@@ -25,7 +26,7 @@ STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 BIN = "pytorch_model.bin"
 MIDLAYER = ("layers.0.", "midlayer.")  # of heads whose layer has the other name
 
-Drafter = Decoder | MTPHead | Eagle3Head
+Drafter = Decoder | MTPHead | Eagle3Head | BlockDrafter
 
 
 def load_drafter(
@@ -77,13 +78,18 @@ def _head(
     scope: Scope,
     stored: dict[str, StoredTensor],
     num_positions: int,
-) -> MTPHead | Eagle3Head:
+) -> MTPHead | Eagle3Head | BlockDrafter:
     """Create a drafter that uses the target's embedding and, with `mtp`, its output head."""
     if spec.method == "mtp":
         return _mtp(spec.model, target, target_spec, scope, stored, str(spec.folder))
+    floats = replace(scope, weight_formats=weight_formats(None))
+    if spec.block is not None:
+        has_embedding, has_head = (f"{name}.weight" in stored for name in ("embed_tokens", "lm_head"))
+        block = replace(spec.block, has_embedding=has_embedding, has_head=has_head)
+        return BlockDrafter(spec.model, block, num_positions, floats)
     assert spec.eagle3 is not None
     eagle3 = replace(spec.eagle3, has_embedding="embed_tokens.weight" in stored)
-    return Eagle3Head(spec.model, eagle3, num_positions, replace(scope, weight_formats=weight_formats(None)))
+    return Eagle3Head(spec.model, eagle3, num_positions, floats)
 
 
 def _mtp(
@@ -128,6 +134,8 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
 def _renamed(checkpoint: Checkpoint, spec: DraftSpec) -> dict[str, StoredTensor]:
     """Return the stored tensors under Quire's names."""
     stored = checkpoint.tensors()
+    if spec.method == "dflash":
+        return {name: each for name, each in stored.items() if not name.startswith(CONFIDENCE)}
     if spec.method == "eagle3":
         old, new = MIDLAYER
         return {new + name.removeprefix(old) if name.startswith(old) else name: each for name, each in stored.items()}

@@ -25,13 +25,37 @@ class Eagle3Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """The parts of a block drafter beside its layers, see `drafters.dflash`."""
+
+    target_layers: tuple[int, ...]  # the drafter reads the residual stream after each of these layers of the target
+    num_tokens: int  # that it guesses at a time
+    mask_token_id: int
+    from_anchor: bool = False  # the first token is guessed at the newest one's place, not at that of the first mask
+    markov_rank: int = 0  # of the bias of a token on the next one; 0: there is none
+    selector_rank: int = 0  # of the selector of a path; 0: there is none
+    selector_top_k: int = 16  # tokens from which it selects
+    conv_taps: int = 0  # tokens that are mixed around sublayers; 0: none are
+    conv_group_size: int = 16  # channels with the same projected factor
+    draft_vocab_size: int = 0  # tokens that it can guess, if it has a head of its own
+    has_embedding: bool = False  # of its own; else it uses the target's
+    has_head: bool = False  # of its own
+
+    @property
+    def length(self) -> int:
+        """Tokens of a block: the newest one, and masks."""
+        return self.num_tokens + (not self.from_anchor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
     """A drafter. Its layers cache keys and values of the same tokens as the target's, in the same blocks."""
 
-    method: Literal["draft_model", "mtp", "eagle3"]
+    method: Literal["draft_model", "mtp", "eagle3", "dflash"]
     folder: Path  # of its checkpoint
     model: ModelSpec  # of `mtp` and `eagle3`: a decoder that has the drafter's layer alone
     eagle3: Eagle3Spec | None = None
+    block: BlockSpec | None = None
 
     @property
     def mixers(self) -> tuple[Attending, ...]:

@@ -15,12 +15,12 @@ from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.input_batch import PackedStep, Row
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
-from engine.worker.proposers.model_proposer import DraftRows, FirstPass, ModelProposer
+from engine.worker.proposers.model_proposer import DraftRows, FirstPass, SuccessiveProposer
 from engine.worker.proposers.proposer import SampledStep
 from kernels.data.layout import RowState
 
 
-class DraftModelProposer(ModelProposer):
+class DraftModelProposer(SuccessiveProposer):
     """Computes prompts in the steps in which the target does. While nothing is to be proposed, it leaves out the steps
     that decode, and computes their tokens later.
 
@@ -42,25 +42,25 @@ class DraftModelProposer(ModelProposer):
 
     @property
     def input_width(self) -> int:
-        """See `ModelProposer.input_width`."""
+        """See `SuccessiveProposer.input_width`."""
         return 0
 
     @property
     def output_width(self) -> int:
-        """See `ModelProposer.output_width`."""
+        """See `SuccessiveProposer.output_width`."""
         return self._model.spec.hidden_size
 
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
-        """See `ModelProposer.forward`. It reads no hidden states."""
+        """See `SuccessiveProposer.forward`. It reads no hidden states."""
         indices = metadata[-1].logits_indices
         return self._model(ids, positions, self.kv_cache, metadata, None, indices)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `ModelProposer.logits`."""
+        """See `SuccessiveProposer.logits`."""
         return self._model.logits(hidden)
 
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
-        """See `ModelProposer.first_pass`."""
+        """See `SuccessiveProposer.first_pass`."""
         self._record(step)
         starts, lens = self._plan(step.packed, only_prompts=not step.num_proposals)
         if not lens.any():

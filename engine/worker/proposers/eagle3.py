@@ -37,12 +37,12 @@ class Eagle3Proposer(FollowingProposer):
 
     @property
     def input_width(self) -> int:
-        """See `ModelProposer.input_width`."""
+        """See `SuccessiveProposer.input_width`."""
         return self._target.spec.hidden_size
 
     @property
     def output_width(self) -> int:
-        """See `ModelProposer.output_width`."""
+        """See `SuccessiveProposer.output_width`."""
         return self._target.spec.hidden_size
 
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
@@ -50,18 +50,18 @@ class Eagle3Proposer(FollowingProposer):
         return self._head.combine([hidden.layers[layer][:num_tokens] for layer in self.layers or ()])
 
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
-        """See `ModelProposer.forward`."""
+        """See `SuccessiveProposer.forward`."""
         own = self._head.embed_tokens
         embedded = self._target.embed(ids) if own is None else own(ids)
         found: Tensor = self._head(embedded, hidden, positions, self.kv_cache[0], metadata[0])
         return found
 
     def following(self, hidden: Tensor) -> Tensor:
-        """See `ModelProposer.following`."""
+        """See `SuccessiveProposer.following`."""
         return self._head.following(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `ModelProposer.logits`. Tokens that the head cannot guess have -inf."""
+        """See `SuccessiveProposer.logits`. Tokens that the head cannot guess have -inf."""
         own = self._head.logits(hidden)
         logits = own.new_full((len(own), self._vocab_size), -torch.inf)
         logits[:, self._head.vocabulary.token_ids] = own

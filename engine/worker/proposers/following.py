@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.worker.attention.group_attention import AttentionStep, Prefills
-from engine.worker.proposers.model_proposer import DraftRows, FirstPass, ModelProposer
+from engine.worker.proposers.model_proposer import DraftRows, FirstPass, SuccessiveProposer
 from engine.worker.proposers.proposer import HiddenStates, SampledStep
 
 
-class FollowingProposer(ModelProposer):
+class FollowingProposer(SuccessiveProposer):
     """Its entry at a position is of the target's hidden state there and of the token after it. So each step of the
     target is followed by one over the same positions, in the same slots.
     """
@@ -23,7 +23,7 @@ class FollowingProposer(ModelProposer):
         """Return what the drafter reads of the target's first T tokens: [T, hidden]."""
 
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
-        """See `ModelProposer.first_pass`. It runs after each step: hidden states are not kept."""
+        """See `SuccessiveProposer.first_pass`. It runs after each step: hidden states are not kept."""
         assert step.hidden is not None
         packed, rows, num_tokens = step.packed, self.rows_of(step), step.packed.members.batch.total_num_tokens
         ids, states = self._following_ids(step), self.states(step.hidden, num_tokens)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from engine.models.decoder import Decoder
+from engine.models.drafters.dflash import BlockDrafter
 from engine.models.drafters.eagle3 import Eagle3Head
 from engine.models.drafters.loading import load_drafter
 from engine.models.drafters.spec import DraftSpec
 from engine.models.files import Progress
 from engine.models.matrix import Scope
 from engine.worker.model_runner import ModelRunner
+from engine.worker.proposers.dflash import DFlashProposer
 from engine.worker.proposers.draft_model import DraftModelProposer
 from engine.worker.proposers.eagle3 import Eagle3Proposer
 from engine.worker.proposers.model_proposer import ModelProposer
@@ -27,4 +29,6 @@ def load_proposer(spec: DraftSpec, runner: ModelRunner, scope: Scope, progress: 
         return DraftModelProposer(drafter, own, layout, options, state)
     if isinstance(drafter, Eagle3Head):
         return Eagle3Proposer(drafter, target, own, layout, options, state)
+    if isinstance(drafter, BlockDrafter):
+        return DFlashProposer(drafter, target, own, layout, options, state)
     return MTPProposer(drafter, target, own, layout, options, state)

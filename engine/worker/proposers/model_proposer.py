@@ -1,4 +1,4 @@
-"""The common part of drafters that run a model on the device: their KV cache, and guesses one after another."""
+"""The common parts of drafters that run a model on the device: their KV cache, and guesses one after another."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.models.drafters.spec import DraftSpec
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
 from engine.worker.attention.latent import LatentGroupAttention
+from engine.worker.input_batch import Row
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
 from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
@@ -64,13 +65,8 @@ class ModelProposer(ABC):
         kinds = list(dict.fromkeys(spec.mixers))
         self._of_layer = [self.attentions[kinds.index(mixer)] for mixer in spec.mixers]
         self._options, self._num = options, options.max_request_drafts
-        self.max_split = min(SPLIT_TOKENS, options.max_decodes)
-        each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
-        self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
         self.probabilities = DraftProbabilities() if options.rejects_drafts else None
         self._sampled_from: list[Tensor] = []  # [n, V] for each token of the current proposals, if these are kept
-        self._passes: DraftGraphs | None = None
-        self._guesses: DraftGraphs | None = None
 
     layers: Sequence[int] | None = None  # see `DeviceProposer.layers`
 
@@ -79,7 +75,92 @@ class ModelProposer(ABC):
         self.kv_cache = self.cache.allocate(num_blocks, self.device)
 
     def release(self) -> None:
-        self.kv_cache, self._passes, self._guesses = [], None, None
+        self.kv_cache = []
+
+    @abstractmethod
+    def capture(self) -> None:
+        """See `DeviceProposer.capture`."""
+
+    @abstractmethod
+    def propose(self, step: SampledStep) -> Tensor:
+        """See `DeviceProposer.propose`."""
+
+    def rows_of(self, step: SampledStep) -> DraftRows:
+        """Return the requests of a step."""
+        members, samples = step.packed.members, step.samples
+        first = np.array([samples.of_request(i).start for i in range(samples.num_requests)])
+        num_slots = step.num_blocks[self._group].astype(np.int64) * self._block_size
+        columns = np.stack((members.row_indices, step.packed.positions[first].astype(np.int64), num_slots))
+        rows, next_positions, slots = self.upload(columns)
+        newest = torch.where(step.counts > 0, next_positions + step.counts - 1, -1)
+        return DraftRows(rows, newest, slots, members.greedy)
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        return self.device.upload(torch.from_numpy(values))
+
+    def metadata(
+        self, step: AttentionStep, prefills: Prefills | None, logits_indices: Tensor | None = None
+    ) -> list[AttentionMetadata]:
+        """Return the metadata of each layer. `step`: of the one group whose blocks the drafter uses."""
+        of_kinds = {each: each.metadata(step, prefills) for each in self.attentions}
+        found = [of_kinds[each] for each in self._of_layer]
+        if logits_indices is not None:
+            found[-1] = _at(found[-1], logits_indices)
+        return found
+
+    @property
+    def block_tables(self) -> Tensor:
+        """[1, R, max_blocks] int32."""
+        return self._state.block_tables[self._group : self._group + 1]
+
+    def slots(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
+        """Return where entries of these rows [T] and positions [T] are stored, [T] int64; -1: nowhere."""
+        columns = (positions // self._block_size).clamp(0, self._state.block_tables.shape[2] - 1)
+        blocks = self._state.block_tables[self._group, rows, columns].long()
+        return torch.where(is_kept, blocks * self._block_size + positions % self._block_size, -1)
+
+    def sample(self, logits: Tensor, rows: DraftRows, ahead: int) -> Tensor:
+        """Sample the token `ahead` of each request's newest from logits [n, V]: [n] int64."""
+        if rows.greedy:
+            return kernels.greedy_sample(logits)
+        state, at = self._state, rows.rows
+        params = kernels.SamplingRows(
+            state.floats(TEMPERATURE)[at],
+            state.records[at, TOP_K].int(),
+            state.floats(TOP_P)[at],
+            state.floats(MIN_P)[at],
+            state.seed[at],
+            rows.newest + ahead,
+        )
+        if self.probabilities is None:
+            return kernels.sample(logits, params)
+        self._sampled_from.append(found := distribution(logits, params))
+        return draw(found, params.seeds, params.positions)
+
+    def keep_probabilities(self, requests: Sequence[Row], newest: Tensor, tokens: Tensor) -> None:
+        """Keep what the tokens [n, k] of these requests were sampled from, if that is wanted, for rejection sampling.
+        newest [n] int64: see `DraftRows`.
+        """
+        if self.probabilities is not None and self._sampled_from:
+            self.probabilities.keep(requests, newest, tokens, torch.stack(self._sampled_from, 1))
+        self._sampled_from.clear()
+
+
+class SuccessiveProposer(ModelProposer):
+    """Guesses one token after another: each is the input of a pass that guesses the next one."""
+
+    def __init__(self, spec: DraftSpec, layout: KVCacheLayout, options: RunnerOptions, state: RowState) -> None:
+        """See `ModelProposer`."""
+        super().__init__(spec, layout, options, state)
+        self.max_split = min(SPLIT_TOKENS, options.max_decodes)
+        each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
+        self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
+        self._passes: DraftGraphs | None = None
+        self._guesses: DraftGraphs | None = None
+
+    def release(self) -> None:
+        super().release()
+        self._passes = self._guesses = None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -116,10 +197,8 @@ class ModelProposer(ABC):
         if self._guesses is not None and num == self._num and self._guesses.fits(n):
             integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
             return self._guesses.run(integers, hidden)
-        self._sampled_from.clear()
         found = self._guess(hidden, positions, rows, num)
-        if self.probabilities is not None and self._sampled_from:
-            self.probabilities.keep(step.packed.members.rows, rows.newest, found, torch.stack(self._sampled_from, 1))
+        self.keep_probabilities(step.packed.members.rows, rows.newest, found)
         return found
 
     def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
@@ -129,12 +208,12 @@ class ModelProposer(ABC):
 
     def _guess(self, hidden: Tensor, positions: Tensor, rows: DraftRows, num: int) -> Tensor:
         """Return `num` guesses of each request, [n, num] int64, after the first pass."""
-        proposed = [self._sample(hidden, rows, 1)]
+        proposed = [self.sample(self.logits(hidden), rows, 1)]
         for i in range(1, num):
             positions = positions + 1
             is_kept = (positions < rows.num_slots) & (rows.newest >= 0)
             hidden = self._decode(proposed[-1].clamp(min=0), self.following(hidden), rows.rows, positions, is_kept)
-            sampled = self._sample(hidden, rows, i + 1)
+            sampled = self.sample(self.logits(hidden), rows, i + 1)
             proposed.append(torch.where(is_kept & (proposed[-1] >= 0), sampled, -1))
         return torch.where((rows.newest >= 0).unsqueeze(1), torch.stack(proposed, 1), -1)
 
@@ -173,40 +252,6 @@ class ModelProposer(ABC):
         """Return what `forward` reads for the next token, given its result for the one before."""
         return hidden
 
-    def rows_of(self, step: SampledStep) -> DraftRows:
-        """Return the requests of a step."""
-        members, samples = step.packed.members, step.samples
-        first = np.array([samples.of_request(i).start for i in range(samples.num_requests)])
-        num_slots = step.num_blocks[self._group].astype(np.int64) * self._block_size
-        columns = np.stack((members.row_indices, step.packed.positions[first].astype(np.int64), num_slots))
-        rows, next_positions, slots = self.upload(columns)
-        newest = torch.where(step.counts > 0, next_positions + step.counts - 1, -1)
-        return DraftRows(rows, newest, slots, members.greedy)
-
-    def upload(self, values: np.ndarray) -> Tensor:
-        return self.device.upload(torch.from_numpy(values))
-
-    def metadata(
-        self, step: AttentionStep, prefills: Prefills | None, logits_indices: Tensor | None = None
-    ) -> list[AttentionMetadata]:
-        """Return the metadata of each layer. `step`: of the one group whose blocks the drafter uses."""
-        of_kinds = {each: each.metadata(step, prefills) for each in self.attentions}
-        found = [of_kinds[each] for each in self._of_layer]
-        if logits_indices is not None:
-            found[-1] = _at(found[-1], logits_indices)
-        return found
-
-    @property
-    def block_tables(self) -> Tensor:
-        """[1, R, max_blocks] int32."""
-        return self._state.block_tables[self._group : self._group + 1]
-
-    def slots(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
-        """Return where entries of these rows [T] and positions [T] are stored, [T] int64; -1: nowhere."""
-        columns = (positions // self._block_size).clamp(0, self._state.block_tables.shape[2] - 1)
-        blocks = self._state.block_tables[self._group, rows, columns].long()
-        return torch.where(is_kept, blocks * self._block_size + positions % self._block_size, -1)
-
     def _decode_metadata(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> list[AttentionMetadata]:
         n = len(positions)
         context_lens = torch.where(is_kept, positions + 1, 1).int()
@@ -220,25 +265,6 @@ class ModelProposer(ABC):
             slot_mapping=self.slots(rows, positions, is_kept).unsqueeze(0),
         )
         return self.metadata(step, None)
-
-    def _sample(self, hidden: Tensor, rows: DraftRows, ahead: int) -> Tensor:
-        """Sample the token `ahead` of each request's newest: [n] int64."""
-        logits = self.logits(hidden)
-        if rows.greedy:
-            return kernels.greedy_sample(logits)
-        state, at = self._state, rows.rows
-        params = kernels.SamplingRows(
-            state.floats(TEMPERATURE)[at],
-            state.records[at, TOP_K].int(),
-            state.floats(TOP_P)[at],
-            state.floats(MIN_P)[at],
-            state.seed[at],
-            rows.newest + ahead,
-        )
-        if self.probabilities is None:
-            return kernels.sample(logits, params)
-        self._sampled_from.append(found := distribution(logits, params))
-        return draw(found, params.seeds, params.positions)
 
 
 def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> GroupAttention:

@@ -36,12 +36,12 @@ class MTPProposer(FollowingProposer):
 
     @property
     def input_width(self) -> int:
-        """See `ModelProposer.input_width`."""
+        """See `SuccessiveProposer.input_width`."""
         return self._target.spec.hidden_size
 
     @property
     def output_width(self) -> int:
-        """See `ModelProposer.output_width`."""
+        """See `SuccessiveProposer.output_width`."""
         return self._target.spec.hidden_size
 
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
@@ -50,10 +50,10 @@ class MTPProposer(FollowingProposer):
         return normed
 
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
-        """See `ModelProposer.forward`."""
+        """See `SuccessiveProposer.forward`."""
         found: Tensor = self._head(self._target.embed(ids), hidden, positions, self.kv_cache[0], metadata[0])
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `ModelProposer.logits`."""
+        """See `SuccessiveProposer.logits`."""
         return self._target.logits_of_normed(hidden)

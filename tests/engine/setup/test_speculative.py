@@ -14,8 +14,14 @@ from engine.worker.proposers.suffix import SuffixLimits
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "medusa", "model": "x"}, "method must be ngram, suffix, draft_model, mtp, eagle3, got 'medusa'"),
-        ({"method": "eagle", "model": "x"}, "method must be ngram, suffix, draft_model, mtp, eagle3, got 'eagle'"),
+        (
+            {"method": "medusa", "model": "x"},
+            "method must be ngram, suffix, draft_model, mtp, eagle3, dflash, got 'medusa'",
+        ),
+        (
+            {"method": "eagle", "model": "x"},
+            "method must be ngram, suffix, draft_model, mtp, eagle3, dflash, got 'eagle'",
+        ),
         ({"model": "x"}, "method ngram takes no model"),
         ({"method": "mtp", "model": "x"}, "method mtp takes no model"),
         ({"method": "eagle3"}, "method eagle3 needs a model"),
