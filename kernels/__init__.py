@@ -30,6 +30,8 @@ from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
 from kernels.data.forms import FORMS as FORMS
 from kernels.data.kv_cache import KV_SCALES as KV_SCALES
+from kernels.data.kv_cache import KVSlots as KVSlots
+from kernels.data.kv_cache import RopeArgs as RopeArgs
 from kernels.data.kv_cache import WideCopy as WideCopy
 from kernels.data.lora import AdapterTokens as AdapterTokens
 from kernels.data.lora import ExpertLora as ExpertLora

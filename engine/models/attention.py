@@ -175,22 +175,17 @@ class Attention(CheckpointModule):
         pages = metadata.prefill_kv if isinstance(metadata.prefill_kv, WidePages) else None
         # While scales are calibrated the cache is not e4m3 yet, and is read itself.
         wide = pages.allocate(kv) if pages is not None and spec.widens and kv_scale is not None else None
-        query = kernels.rope_and_store(
-            qkv,
-            positions,
+        args = kernels.RopeArgs(
+            spec.num_heads,
+            spec.num_kv_heads,
             self.cos_sin,
-            kv[0],
-            kv[1],
-            slots,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            q_norm=q_norm.weight if q_norm and self.unit is None else self.unit,
-            k_norm=k_norm.weight if k_norm and self.unit is None else self.unit,
-            eps=q_norm.eps if q_norm else 0.0,
-            kv_scale=kv_scale,
-            interleaved=spec.rope is not None and spec.rope.interleaved,
-            wide=wide if spec.kv_of is None else None,
-        )  # [T, H, D]
+            q_norm.weight if q_norm and self.unit is None else self.unit,
+            k_norm.weight if k_norm and self.unit is None else self.unit,
+            q_norm.eps if q_norm else 0.0,
+            spec.rope is not None and spec.rope.interleaved,
+        )
+        into = kernels.KVSlots(kv[0], kv[1], slots, kv_scale, wide if spec.kv_of is None else None)
+        query = kernels.rope_and_store(qkv, positions, args, into)  # [T, H, D]
         self._scale(query, x.context)
         adapts = epilogue.stream.context.adapters is not None
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)

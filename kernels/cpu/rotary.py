@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import library
-from kernels.data.kv_cache import WideCopy
+from kernels.data.kv_cache import KVSlots, RopeArgs
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -64,48 +64,29 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rope_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    kv_scale: Tensor | None = None,
-    interleaved: bool = False,
-    wide: WideCopy | None = None,
-) -> Tensor:
+def rope_and_store(qkv: Tensor, positions: Tensor, args: RopeArgs, into: KVSlots) -> Tensor:
     """See `kernels.reference.rope_and_store`."""
-    native, head_dim = library(), key_cache.shape[3]
-    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    keys, values, slots, cos_sin = into.key_cache, into.value_cache, into.slots, args.cos_sin
+    native, head_dim = library(), keys.shape[3]
+    norms = [norm for norm in (args.q_norm, args.k_norm) if norm is not None]
     if (
         native is None
         or qkv.dtype not in FLOATS
-        or any(tensor.dtype != qkv.dtype or tensor.stride()[2:] != (head_dim, 1) for tensor in (key_cache, value_cache))
-        or key_cache.stride() != value_cache.stride()
+        or any(tensor.dtype != qkv.dtype or tensor.stride()[2:] != (head_dim, 1) for tensor in (keys, values))
+        or keys.stride() != values.stride()
         or any(norm.dtype not in (qkv.dtype, torch.float32) or norm.dtype != norms[0].dtype for norm in norms)
     ):
-        return reference.rope_and_store(
-            qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_heads=num_heads,
-            num_kv_heads=num_kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, kv_scale=kv_scale,
-            interleaved=interleaved, wide=wide,
-        )  # fmt: skip
-    assert qkv.stride(1) == slot_mapping.stride(0) == positions.stride(0) == 1
-    assert slot_mapping.dtype == torch.int64
+        return reference.rope_and_store(qkv, positions, args, into)
+    assert qkv.stride(1) == slots.stride(0) == positions.stride(0) == 1
+    assert slots.dtype == torch.int64
     num_tokens = qkv.shape[0]
-    query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    tensors = (qkv, query, key_cache, value_cache, positions, q_norm, k_norm, cos_sin, slot_mapping)
+    query = qkv.new_empty(num_tokens, args.num_heads, head_dim)
+    tensors = (qkv, query, keys, values, positions, args.q_norm, args.k_norm, cos_sin, slots)
     struct = _Rope(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        qkv.stride(0), key_cache.stride(0), key_cache.stride(1), num_tokens, num_heads, num_kv_heads, head_dim,
-        key_cache.shape[2], 0 if cos_sin is None else cos_sin.shape[1], interleaved, positions.dtype == torch.int64,
-        eps, qkv.dtype == torch.bfloat16, bool(norms) and norms[0].dtype == torch.float32,
+        qkv.stride(0), keys.stride(0), keys.stride(1), num_tokens, args.num_heads, args.num_kv_heads, head_dim,
+        keys.shape[2], 0 if cos_sin is None else cos_sin.shape[1], args.interleaved, positions.dtype == torch.int64,
+        args.eps, qkv.dtype == torch.bfloat16, bool(norms) and norms[0].dtype == torch.float32,
     )  # fmt: skip
     native.call("quire_rope_and_store", struct, tensors)
     return query

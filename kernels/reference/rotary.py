@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.data.kv_cache import WideCopy
+from kernels.data.kv_cache import KVSlots, RopeArgs
 from kernels.reference.kv_cache import store_kv, to_e4m3
 from kernels.reference.norm import rms_norm
 from kernels.reference.precision import to_wide
@@ -59,40 +59,24 @@ def rope(
     return q, k
 
 
-def rope_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    kv_scale: Tensor | None = None,
-    interleaved: bool = False,
-    wide: WideCopy | None = None,
-) -> Tensor:
+def rope_and_store(qkv: Tensor, positions: Tensor, args: RopeArgs, into: KVSlots) -> Tensor:
     """qkv [T, (H + 2 * Hkv) * D] -> query [T, H, D], normed and rotated as `rope` does; K and V go to their slots.
 
     The query has qkv's dtype, or, for an e4m3 cache, that in which a backend multiplies with it. positions [T] int32 or
-    int64, slot_mapping [T] int64. The other arguments are those of `rope` and `store_kv`. `wide`: where the numbers
-    that an e4m3 cache now holds go, too.
+    int64.
     """
+    num_heads, num_kv_heads, cos_sin = args.num_heads, args.num_kv_heads, args.cos_sin
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    if q_norm is None and k_norm is None and cos_sin is not None:  # one rotation serves queries and keys
-        rotated = rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin, interleaved)
+    if args.q_norm is None and args.k_norm is None and cos_sin is not None:  # one rotation serves queries and keys
+        rotated = rotate(heads[:, : num_heads + num_kv_heads], positions, cos_sin, args.interleaved)
         query, key = rotated.split((num_heads, num_kv_heads), 1)
     else:
-        query, key = rope(query, key, positions, cos_sin, q_norm, k_norm, eps, interleaved)
-    store_kv(key, value, key_cache, value_cache, slot_mapping, kv_scale)
-    if wide is not None:
-        assert kv_scale is not None
-        pages, slots = wide.pages, wide.slots.masked_fill(slot_mapping < 0, -1)
-        keys, values = (to_e4m3(x, scale).to(pages.dtype) for x, scale in zip((key, value), kv_scale, strict=True))
+        query, key = rope(query, key, positions, cos_sin, args.q_norm, args.k_norm, args.eps, args.interleaved)
+    store_kv(key, value, into.key_cache, into.value_cache, into.slots, into.kv_scale)
+    if into.wide is not None:
+        assert into.kv_scale is not None
+        pages, slots = into.wide.pages, into.wide.slots.masked_fill(into.slots < 0, -1)
+        keys, values = (to_e4m3(x, scale).to(pages.dtype) for x, scale in zip((key, value), into.kv_scale, strict=True))
         store_kv(keys, values, pages[0], pages[1], slots)
     return query

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.kv_cache import WideCopy
+from kernels.data.kv_cache import KVSlots, RopeArgs
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
 
@@ -143,31 +143,19 @@ def _rope_kernel(
                     tl.store(to, values.to(wide_values.dtype.element_ty), mask=mask & (wide_slot >= 0))
 
 
-def rope_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    kv_scale: Tensor | None = None,
-    interleaved: bool = False,
-    wide: WideCopy | None = None,
-) -> Tensor:
+def rope_and_store(qkv: Tensor, positions: Tensor, args: RopeArgs, into: KVSlots) -> Tensor:
     """See `kernels.reference.rope_and_store`. Rows of qkv must be contiguous, the row stride is free.
 
     Queries for an e4m3 cache are float16 if qkv is bfloat16: attention multiplies them so.
     """
+    num_heads, num_kv_heads, cos_sin, q_norm, k_norm = (
+        args.num_heads, args.num_kv_heads, args.cos_sin, args.q_norm, args.k_norm,
+    )  # fmt: skip
+    key_cache, slots, kv_scale, wide = into.key_cache, into.slots, into.kv_scale, into.wide
     num_tokens, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     assert qkv.stride(1) == key_cache.stride(3) == 1
-    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride() == into.value_cache.stride()
     assert (kv_scale is not None) == (key_cache.dtype == torch.float8_e4m3fn)
     assert wide is None or (kv_scale is not None and wide.pages.is_contiguous() and wide.slots.stride() == (1,))
     dtype = torch.float16 if kv_scale is not None and qkv.dtype == torch.bfloat16 else qkv.dtype
@@ -176,18 +164,18 @@ def rope_and_store(
         most = HEADS_PER_PROGRAM if num_tokens < MANY else 2 * HEADS_PER_PROGRAM
         heads = min(next_power_of_2(max(num_heads, num_kv_heads)), most)
         table = positions if cos_sin is None else cos_sin  # pointers that are not read take the place of None
-        wide_keys, wide_values, wide_slots = (out, out, slot_mapping) if wide is None else (*wide.pages, wide.slots)
+        wide_keys, wide_values, wide_slots = (out, out, slots) if wide is None else (*wide.pages, wide.slots)
         _rope_kernel[(num_tokens, cdiv(num_heads, heads) + 2 * cdiv(num_kv_heads, heads))](
             qkv, positions, table, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            out, key_cache, value_cache, slot_mapping, slot_mapping if kv_scale is None else kv_scale,
-            wide_keys, wide_values, wide_slots, eps,
+            out, key_cache, into.value_cache, slots, slots if kv_scale is None else kv_scale,
+            wide_keys, wide_values, wide_slots, args.eps,
             qkv.stride(0), table.stride(0), *key_cache.stride()[:3],
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY=rotary_dim,
             HALF_PAD=next_power_of_2(rotary_dim // 2),
             REST_PAD=next_power_of_2(max(head_dim - rotary_dim, 1)),
             D_PAD=next_power_of_2(head_dim), HEADS=heads,
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None, INTERLEAVED=interleaved,
-            BLOCK_SIZE=key_cache.shape[2], WIDE_PAGE=0 if wide is None else wide.pages.shape[3],
-            num_warps=4, **pdl_options(qkv.device),
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, ROTATE=cos_sin is not None,
+            INTERLEAVED=args.interleaved, BLOCK_SIZE=key_cache.shape[2],
+            WIDE_PAGE=0 if wide is None else wide.pages.shape[3], num_warps=4, **pdl_options(qkv.device),
         )  # fmt: skip
     return out

@@ -94,10 +94,11 @@ def check_rotary_case(
     angles = torch.rand(40_000, head_dim // 2, device=checks.device) * 6.28
     table = torch.cat((angles.cos(), angles.sin()), -1)
     q_norm, k_norm = (checks.random(head_dim, dtype=dtype) if normed else None for _ in "qk")
-    call = partial(
-        kernels.rope_and_store, qkv, positions, table, key_cache, value_cache, slots,
-        num_heads=heads, num_kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
-    )  # fmt: skip
+    args, into = (
+        kernels.RopeArgs(heads, kv_heads, table, q_norm, k_norm),
+        kernels.KVSlots(key_cache, value_cache, slots),
+    )
+    call = partial(kernels.rope_and_store, qkv, positions, args, into)
     query = call()
 
     q, k, v = qkv.view(tokens, -1, head_dim).double().split((heads, kv_heads, kv_heads), 1)
@@ -149,10 +150,8 @@ def check_e4m3_store(
         return relative_error(got.nan_to_num(), want.nan_to_num())
 
     query, key, value = qkv.view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
-    call = partial(
-        kernels.rope_and_store, qkv, positions, table, caches[0], caches[1], slots,
-        num_heads=heads, num_kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, kv_scale=scale,
-    )  # fmt: skip
+    args = kernels.RopeArgs(heads, kv_heads, table, q_norm, k_norm)
+    call = partial(kernels.rope_and_store, qkv, positions, args, kernels.KVSlots(caches[0], caches[1], slots, scale))
     call()
     got = stored()
     _, rotated = reference.rope(query, key, positions, table, q_norm, k_norm)

@@ -124,11 +124,8 @@ class Step:
     def store(self, wide: kernels.WideCopy | None = None) -> Tensor:
         """Return the queries."""
         kv = self.paged.kv
-        return kernels.rope_and_store(
-            self.qkv, self.slots, None, kv[0], kv[1], self.slots, num_heads=self.query.shape[1],
-            num_kv_heads=NUM_KV_HEADS,
-            kv_scale=self.paged.kv_scale, wide=wide,
-        )  # fmt: skip
+        into = kernels.KVSlots(kv[0], kv[1], self.slots, self.paged.kv_scale, wide)
+        return kernels.rope_and_store(self.qkv, self.slots, kernels.RopeArgs(self.query.shape[1], NUM_KV_HEADS), into)
 
     def widen(self, wide: WidePages) -> Tensor:
         """All keys and values, which no layer does that stores new ones."""

@@ -19,6 +19,7 @@ from kernels.cpu import library
 from kernels.cpu.instruction_set import missing_features
 from kernels.data.forms import FORMS
 from kernels.data.quantized_weight import Weight
+from tests.support.attention_calls import spread_rope
 
 MOST = 300
 SIZES = range(1, MOST + 1)
@@ -138,7 +139,7 @@ def test_rotary_embedding(dtype: torch.dtype) -> None:
 
         def stored(at: slice) -> Outputs:
             cache = torch.zeros(2, 20, 2, 16, 16, dtype=cache_dtype)  # noqa: B023
-            query = kernels.rope_and_store(
+            query = spread_rope(kernels.rope_and_store)(
                 own(qkv, at), positions[at], cos_sin, cache[0], cache[1], slots[at], num_heads=4, num_kv_heads=2,
                 q_norm=norm, k_norm=norm, kv_scale=scale,  # noqa: B023
             )  # fmt: skip

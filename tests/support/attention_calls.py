@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels import AttentionArgs, PagedContext
+from kernels import AttentionArgs, KVSlots, PagedContext, RopeArgs
 
 
 def spread(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -29,5 +29,26 @@ def spread(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         own = {name: options.pop(name) for name in ("plan", "tiles", "out") if name in options}
         context = PagedContext(key_cache, value_cache, tables, rows, lens[-1])
         return attend(query, *lens[:-1], context, AttentionArgs(**options), **own)
+
+    return call
+
+
+def spread_rope(rope_and_store: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `rope_and_store` as a function of qkv, positions, the table of the rotation, caches and slots.
+
+    options: of `RopeArgs`, and kv_scale and wide of `KVSlots`.
+    """
+
+    def call(
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        into = KVSlots(key_cache, value_cache, slots, options.pop("kv_scale", None), options.pop("wide", None))
+        return rope_and_store(qkv, positions, RopeArgs(cos_sin=cos_sin, **options), into)
 
     return call

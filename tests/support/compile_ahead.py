@@ -69,18 +69,16 @@ def rotary(
     interleaved: bool = False,
     wide: bool = False,
 ) -> None:
-    from kernels.data.kv_cache import WideCopy
+    from kernels.data.kv_cache import KVSlots, RopeArgs, WideCopy
     from kernels.triton.rotary import rope_and_store
 
     cache = tensor(10, 8, 16, head_dim, dtype=kv_dtype or dtype)
     weight = tensor(head_dim, dtype=dtype) if normed else None
     table = tensor(100, rotary_dim, dtype=F32) if rotary_dim else None
     copy = WideCopy(tensor(2, 5, 8, WIDE_PAGE, head_dim, dtype=WIDE_DTYPE), tensor(3, dtype=I64))
-    rope_and_store(
-        tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), table, cache, cache, tensor(3, dtype=I64),
-        num_heads=16, num_kv_heads=8, q_norm=weight, k_norm=weight, kv_scale=kv_scale(8, cache),
-        interleaved=interleaved, wide=copy if wide else None,
-    )  # fmt: skip
+    args = RopeArgs(16, 8, table, weight, weight, interleaved=interleaved)
+    into = KVSlots(cache, cache, tensor(3, dtype=I64), kv_scale(8, cache), copy if wide else None)
+    rope_and_store(tensor(3, 32 * head_dim, dtype=dtype), tensor(3, dtype=I32), args, into)
 
 
 def kv_cache(kv_dtype: torch.dtype) -> None:

@@ -185,12 +185,12 @@ class BlockLayer(nn.Module):
         layer, spec = self.attention, self.attention.spec
         assert layer.q_norm is not None
         assert layer.k_norm is not None
-        kernels.rope_and_store(
-            layer.qkv.run(SublayerInput(x, normed=x)), positions, layer.cos_sin, kv[0], kv[1], slots,
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, q_norm=layer.q_norm.weight,
-            k_norm=layer.k_norm.weight, eps=layer.q_norm.eps, kv_scale=None,
-            interleaved=spec.rope is not None and spec.rope.interleaved, wide=None,
-        )  # fmt: skip
+        norms, interleaved = (layer.q_norm.weight, layer.k_norm.weight), spec.rope is not None and spec.rope.interleaved
+        args = kernels.RopeArgs(
+            spec.num_heads, spec.num_kv_heads, layer.cos_sin, *norms, layer.q_norm.eps, interleaved=interleaved
+        )
+        qkv = layer.qkv.run(SublayerInput(x, normed=x))
+        kernels.rope_and_store(qkv, positions, args, kernels.KVSlots(kv[0], kv[1], slots))
 
 
 class BlockDrafter(nn.Module):

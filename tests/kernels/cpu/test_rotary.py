@@ -7,6 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu import rotary
+from tests.support.attention_calls import spread_rope
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,7 +33,7 @@ def test_rope_and_store(backend: str, case: str, dtype: torch.dtype, num_tokens:
     results = []
     for module in (rotary, reference):
         caches = torch.full((2, 16, 2, 4, 32), 7.0, dtype=dtype)
-        query = module.rope_and_store(
+        query = spread_rope(module.rope_and_store)(
             qkv.clone(), positions, options["cos_sin"], *caches, slots, num_heads=3, num_kv_heads=2,
             **{name: value for name, value in options.items() if name != "cos_sin"},
         )  # fmt: skip

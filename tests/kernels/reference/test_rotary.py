@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels import reference
+from tests.support.attention_calls import spread_rope
 
 NAN = float("nan")
 
@@ -29,7 +30,9 @@ def test_rope_and_store_is_norm_rotation_and_store(rotary_dim: int, normed: bool
     table = torch.randn(10, rotary_dim) if rotary_dim else None
     norms = dict(zip(("q_norm", "k_norm"), torch.randn(2, 16), strict=True)) if normed else {}
     slots, caches = torch.tensor([5, -1, 0, 11, 6]), torch.full((2, 3, 2, 4, 16), NAN)
-    query = reference.rope_and_store(qkv, positions, table, *caches, slots, num_heads=4, num_kv_heads=2, **norms)
+    query = spread_rope(reference.rope_and_store)(
+        qkv, positions, table, *caches, slots, num_heads=4, num_kv_heads=2, **norms
+    )
     q, k, v = qkv.view(5, 8, 16).split((4, 2, 2), 1)
     if normed:
         q, k = reference.rms_norm(q, norms["q_norm"], 1e-6), reference.rms_norm(k, norms["k_norm"], 1e-6)

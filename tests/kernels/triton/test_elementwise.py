@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from kernels import KV_SCALES, NextNorm, WideCopy, reference
 from kernels.cuda import linear
 from kernels.triton import activation, kv_cache, norm, rotary
+from tests.support.attention_calls import spread_rope
 from tests.support.paged import as_a_layer_of_one_tensor
 from tests.support.unwritten import unwritten_is_unknown
 
@@ -145,8 +146,10 @@ def test_rope_and_store(
     norms = dict(zip(("q_norm", "k_norm"), torch.randn(2, head_dim).to(dtype), strict=True)) if normed else {}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     exact = step.caches.double()
-    query = rotary.rope_and_store(step.qkv, step.positions, table, *step.caches, step.slots, **heads, **norms)
-    want = reference.rope_and_store(
+    query = spread_rope(rotary.rope_and_store)(
+        step.qkv, step.positions, table, *step.caches, step.slots, **heads, **norms
+    )
+    want = spread_rope(reference.rope_and_store)(
         step.qkv.double().contiguous(), step.positions, table, *exact, step.slots,
         **heads, **{name: weight.double() for name, weight in norms.items()},
     )  # fmt: skip
@@ -158,10 +161,10 @@ def test_rope_and_store(
 def test_rope_takes_int32_positions_and_one_norm() -> None:
     step = Step(4, 2, 16)
     table, weight, other = torch.randn(40, 16), torch.randn(16), step.caches.clone()
-    got = rotary.rope_and_store(
+    got = spread_rope(rotary.rope_and_store)(
         step.qkv, step.positions.int(), table, *step.caches, step.slots, num_heads=4, num_kv_heads=2, k_norm=weight
     )
-    want = reference.rope_and_store(
+    want = spread_rope(reference.rope_and_store)(
         step.qkv.contiguous(), step.positions, table, *other, step.slots, num_heads=4, num_kv_heads=2, k_norm=weight
     )
     close(got, want, 4)
@@ -174,10 +177,10 @@ def test_rope_of_interleaved_pairs(head_dim: int, rotary_dim: int) -> None:
     step = Step(4, 2, head_dim)
     table, weights, exact = torch.randn(40, rotary_dim), torch.randn(2, head_dim), step.caches.double()
     options = {"num_heads": 4, "num_kv_heads": 2, "interleaved": True}
-    got = rotary.rope_and_store(
+    got = spread_rope(rotary.rope_and_store)(
         step.qkv, step.positions, table, *step.caches, step.slots, q_norm=weights[0], k_norm=weights[1], **options
     )
-    want = reference.rope_and_store(
+    want = spread_rope(reference.rope_and_store)(
         step.qkv.double().contiguous(), step.positions, table, *exact, step.slots,
         q_norm=weights[0].double(), k_norm=weights[1].double(), **options,
     )  # fmt: skip
@@ -244,8 +247,8 @@ def test_rope_and_store_in_e4m3(dtype: torch.dtype, rotary_dim: int, exact_float
     caches, scale = quantised(step)
     want = caches.clone()
     options = {"num_heads": 4, "num_kv_heads": 3, "k_norm": torch.randn(80).to(dtype), "kv_scale": scale}
-    rotary.rope_and_store(step.qkv, step.positions, table, *caches, step.slots, **options)
-    reference.rope_and_store(step.qkv.contiguous(), step.positions, table, *want, step.slots, **options)
+    spread_rope(rotary.rope_and_store)(step.qkv, step.positions, table, *caches, step.slots, **options)
+    spread_rope(reference.rope_and_store)(step.qkv.contiguous(), step.positions, table, *want, step.slots, **options)
     same_bits(caches[1], want[1])
     got, expected = caches[0].float(), want[0].float()
     torch.testing.assert_close(got, expected, rtol=0.13, atol=2**-9, equal_nan=True)
@@ -256,7 +259,7 @@ def test_bfloat16_queries_for_an_e4m3_cache_are_float16(exact_float8: None) -> N
     """QuantizedRows once, from float32."""
     step, table = Step(4, 3, 80, torch.bfloat16), torch.randn(40, 80)
     caches, scale = quantised(step)
-    got = rotary.rope_and_store(
+    got = spread_rope(rotary.rope_and_store)(
         step.qkv, step.positions, table, *caches, step.slots, num_heads=4, num_kv_heads=3, kv_scale=scale
     )
     assert got.dtype == torch.float16
@@ -275,7 +278,7 @@ def test_what_goes_into_an_e4m3_cache_goes_into_wide_pages(module: Any, rotary_d
     slots = torch.randperm(2 * 32)[: len(step.slots)]
     slots[1] = -1
     pages = torch.full((2, 2, 3, 32, 80), NAN, dtype=torch.float16)
-    module.rope_and_store(
+    spread_rope(module.rope_and_store)(
         step.qkv.contiguous(), step.positions, table, *caches, step.slots, num_heads=4, num_kv_heads=3, kv_scale=scale,
         wide=WideCopy(pages, slots),
     )  # fmt: skip
@@ -296,10 +299,10 @@ def test_a_cache_may_be_a_layer_of_one_tensor(module: Any, e4m3: bool, exact_flo
     module.store_kv(key, value, *strided, step.slots, scale)  # type: ignore[has-type]
     reference.store_kv(key, value, *want, step.slots, scale)  # type: ignore[has-type]
     same_bits(strided.contiguous(), want)
-    rope = (reference if module is reference else rotary).rope_and_store
+    rope = spread_rope((reference if module is reference else rotary).rope_and_store)
     options = {"num_heads": 4, "num_kv_heads": 2, "kv_scale": scale}
     rope(qkv, step.positions, None, *strided, step.slots, **options)  # type: ignore[has-type]
-    reference.rope_and_store(qkv, step.positions, None, *want, step.slots, **options)  # type: ignore[has-type]
+    spread_rope(reference.rope_and_store)(qkv, step.positions, None, *want, step.slots, **options)  # type: ignore[has-type]
     same_bits(strided.contiguous(), want)
 
 
@@ -317,6 +320,6 @@ def test_slots_beyond_two_to_the_31_elements() -> None:
     assert caches[0][-1, :, 13:15].equal(key.transpose(0, 1))
     assert caches[1][-1, :, 13:15].equal(value.transpose(0, 1))
     caches[0][-1], caches[1][-1] = 0, 0
-    rotary.rope_and_store(step.qkv, step.positions, None, *caches, slots, num_heads=2, num_kv_heads=1)
+    spread_rope(rotary.rope_and_store)(step.qkv, step.positions, None, *caches, slots, num_heads=2, num_kv_heads=1)
     assert caches[0][-1, :, 13:15].equal(key.transpose(0, 1))
     assert caches[1][-1, :, 13:15].equal(value.transpose(0, 1))
