@@ -21,6 +21,7 @@ from kernels.data.activation import Activation as Activation
 from kernels.data.activation import ExpertActivation as ExpertActivation
 from kernels.data.activation import Gate as Gate
 from kernels.data.attention import AttentionArgs as AttentionArgs
+from kernels.data.attention import KnownArgs as KnownArgs
 from kernels.data.attention import NewLatents as NewLatents
 from kernels.data.attention import PagedContext as PagedContext
 from kernels.data.attention import PagedLatents as PagedLatents

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.core.batch import EngineOutput, NewRequest
-from engine.core.encoder_cache import EncoderCache
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 
@@ -15,9 +14,9 @@ _Prefix = Sequence[Sequence[int]]  # the first entries of each block table, see 
 class AdmissionControl:
     """Starts waiting requests while there are blocks for them, and drops those that would miss their deadlines."""
 
-    def __init__(self, requests: RequestTable, encoder: EncoderCache, clock: Callable[[], float]) -> None:
+    def __init__(self, requests: RequestTable, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
-        self._requests, self._blocks, self._encoder, self._clock = requests, requests.blocks, encoder, clock
+        self._requests, self._blocks, self._clock = requests, requests.blocks, clock
         self.late: list[EngineOutput] = []  # of requests that were dropped, not returned to the caller yet
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens: looked up in the prefix cache, and found there
         # A request for which there were too few blocks, and the number of block releases by then.
@@ -54,9 +53,10 @@ class AdmissionControl:
             self._refuse(request)
         return True
 
-    def admit(self, request: Request, budget: int) -> NewRequest | None:
-        """Move the first waiting request to `running`, for a step in which it computes up to `budget` tokens. Returns
-        None if it must wait, usually for blocks.
+    def admit(self, request: Request, room: Callable[[int], int]) -> NewRequest | None:
+        """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
+
+        room: index of the first token that it must compute → how many tokens it may compute in the step; 0: it waits.
 
         The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a
         long prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead
@@ -75,10 +75,9 @@ class AdmissionControl:
         if prefix and self._blocks.awaits_state(request, num_blocks):
             return None
         num_computed = num_blocks * self._blocks.block_size
-        most = self._encoder.limit(request, num_computed, budget)
-        if not most:
+        if not (budget := room(num_computed)):
             return None
-        step_end = min(request.num_tokens, num_computed + most)
+        step_end = min(request.num_tokens, num_computed + budget)
         if self._blocks.grow(request, request.num_tokens, prefix, self._num_spare(request), step_end) is None:
             self._refuse(request)
             return None

@@ -26,6 +26,7 @@ class ImageInput:
     grid: tuple[int, int]  # rows and columns of patches
     patches: bytes  # uint8 [rows · columns, 3, P, P], in the order in which the model's encoder merges them
     digest: str  # hexadecimal SHA-256 of the grid and the patches
+    sees_both_ways: bool = False  # each of its tokens sees the others, so a step computes it to its end or not at all
 
     @property
     def stop(self) -> int:

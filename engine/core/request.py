@@ -71,6 +71,9 @@ class Request:
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
         self.num_charged = 0  # tokens that have been charged to the tenant
 
+        # Images of which a step must not compute a first part: start and end of each.
+        self.uncut = [(each.start, each.stop) for each in engine_request.images if each.sees_both_ways]
+
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
         self.prefix_miss = ""  # why no more of them were found, see `BlockManager.explain_miss`
         self.num_known_tokens = 0  # prompt tokens that the cache held by then, or had held
@@ -79,6 +82,16 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
         self.queued_time = 0.0  # monotonic seconds
         self.scheduled_time = 0.0  # when the request was first admitted, in monotonic seconds; 0: not yet
+
+    def whole(self, start: int, count: int) -> int:
+        """Return how many of `count` tokens from index `start` on a step may compute, so that no image is cut."""
+        end = start + count
+        cut = next((first for first, stop in self.uncut if first < end < stop), end)
+        return max(cut - start, 0)
+
+    def end_of_image(self, start: int) -> int:
+        """Return the end of the image that begins at index `start`, or that has it."""
+        return next(stop for first, stop in self.uncut if first <= start < stop)
 
     def name_ids(self, start: int, end: int) -> list[int]:
         """Return the names of the tokens from index `start` to `end` in the prefix cache: usually the tokens."""
@@ -180,6 +193,9 @@ class Request:
         assert num_known < self.max_num_tokens >= self.num_tokens
         assert 0 <= self.num_tokens - num_known <= num_in_flight
         assert self.num_computed_tokens <= self.num_tokens
+        if is_running:
+            cut = any(start < self.num_computed_tokens < stop for start, stop in self.uncut)
+            assert not cut, "a step ends within an image whose tokens see each other"
         if self.num_computed_tokens == self.num_tokens:
             assert is_running, "only a request that was deferred has nothing left to compute"
             assert num_known == self.num_tokens

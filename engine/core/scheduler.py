@@ -79,7 +79,7 @@ class Scheduler:
         self.queues = RequestQueues(max_num_batched_tokens // 2, arrivals)
         self.requests = RequestTable(self.blocks, self.queues, deadlines, max_model_len, clock)
         self.encoder = EncoderCache()
-        self._admission = AdmissionControl(self.requests, self.encoder, clock)
+        self._admission = AdmissionControl(self.requests, clock)
         self._budget = StepBudget(max_num_batched_tokens, arrivals)
         self._steps = InFlightSteps(
             self.blocks, self._budget, deadlines.record_first_token, self.requests.finish, drafts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.longer)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(self.lengths)
 
     def add_blocks(self, request: Request, grown: list[list[int]]) -> None:
         """Note blocks that were appended to the request's tables."""
@@ -203,14 +208,13 @@ class StepPlanner:
                 decodes.append(request)
                 budget -= 1
             elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
-                start = min(request.num_computed_tokens, num_tokens - 1)
-                most = self._encoder.limit(request, start, budget)
+                most = self._room(request, budget, plan, min(request.num_computed_tokens, num_tokens - 1))
                 if not most:
                     continue
                 granted = self._grant(request, most, plan)
                 if not granted:
                     break
-                budget -= granted
+                budget = max(budget - granted, 0)
         return budget
 
     def _admit_waiting(self, budget: int, plan: Plan, favoured: bool = False) -> None:
@@ -226,15 +230,15 @@ class StepPlanner:
                 if plan:
                     break
                 budget = request.num_tokens  # the first prompt of a step has room, however short the step is to be
-            new_request = self._admission.admit(request, budget)
+            new_request = self._admission.admit(request, partial(self._room, request, budget, plan))
             if new_request is None:
                 self._load_ahead(request)
                 break
             plan.new_requests.append(new_request)
-            most = self._encoder.limit(request, request.num_computed_tokens, budget)
+            most = self._room(request, budget, plan, request.num_computed_tokens)
             granted = self._grant(request, most, plan)
             assert granted, "a new request has blocks for its first chunk"
-            budget -= granted
+            budget = max(budget - granted, 0)
 
     def _load_ahead(self, first: Request) -> None:
         """While the first waiting request waits for its blocks from host memory, load those of the next ones."""
@@ -299,6 +303,20 @@ class StepPlanner:
             plan.lengths.append(granted)
             plan.num_drafts.append(num_drafts)
         return granted
+
+    def _room(self, request: Request, budget: int, plan: Plan, start: int) -> int:
+        """Return how many tokens from index `start` on a request may compute within the budgets of tokens and of the
+        encoder: 0 if it must wait. No image is cut whose tokens see each other; the last chunk of a step may have a
+        whole image, however short the step is to be.
+        """
+        budget = self._encoder.limit(request, start, budget)
+        if not request.uncut or not budget:
+            return budget
+        whole = request.whole(start, min(request.num_tokens - start, budget))
+        if whole:
+            return whole
+        count, room = request.end_of_image(start) - start, self._budget.max_num_tokens - plan.num_tokens
+        return count if count <= room or not plan else 0
 
     def _add_drafts(self, request: Request, end: int, budget: int, plan: Plan) -> int:
         """Schedule drafts of a request after its newest token, which ends at `end`, and return how many. They get no

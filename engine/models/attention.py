@@ -16,7 +16,7 @@ from engine.models.expansion import LatentExpansion
 from engine.models.layers import Linear, RowsLinear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
-from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput, TokenContext
+from engine.models.residual import ImageSpan, ResidualEpilogue, ResidualStream, SublayerInput, TokenContext
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
 from engine.models.wide_pages import WidePages
@@ -26,6 +26,7 @@ from engine.models.wide_pages import WidePages
 SCALE_OWNERS = ("", "attn.", "k_proj.", "v_proj.", "qkv_proj.")
 # The arguments of attention that a layer's spec holds under their names.
 SPEC_ARGS = {each.name for each in fields(kernels.AttentionArgs)} & {each.name for each in fields(AttentionSpec)}
+KNOWN_OF_IMAGES = kernels.KnownArgs("window", "kv_scale")
 SCALE_ROWS = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2), "q": None, "prob": None}
 
 
@@ -191,6 +192,9 @@ class Attention(CheckpointModule):
         out = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim) if adapts else self._memory(qkv, metadata)
         wide_pages = None if wide is None else wide.pages
         attend(query, kv, metadata, self._args(kv_scale), stores=spec.kv_of is None, wide=wide_pages, out=out)
+        for span in x.context.image_spans:
+            assert isinstance(out, Tensor)
+            see_both_ways(query, kv, metadata, self._args(kv_scale), span, out)
         if self.gate is not None:
             assert isinstance(out, Tensor)
             out = kernels.gated(out.flatten(1), self.gate.run(x), "sigmoid", rounded=True).view(out.shape)
@@ -337,3 +341,40 @@ def attend(
             tables, rows, pages = m.prefill_kv.block_tables, m.prefill_kv.rows, wide
         context = kernels.PagedContext(pages[0], pages[1], tables, rows, lens)
         kernels.paged_attention_prefill(query, m.query_start[first:], context, args, tiles=m.tiles, out=out)
+
+
+def see_both_ways(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    args: kernels.AttentionArgs,
+    span: ImageSpan,
+    out: Tensor,
+) -> None:
+    """Compute the attention of an image's tokens, each of which sees all the others within its window.
+
+    query [T, H, D] and kv_cache as in `attend` -> the span's rows of out [T, H, D].
+    """
+    assert KNOWN_OF_IMAGES.cover(args)
+    block_size, window = kv_cache.shape[3], args.window
+    start = max(span.start + 1 - window, 0) if window else 0  # of the keys that the first token sees
+    table = metadata.block_tables[metadata.rows[span.sequence]]
+    blocks = table[start // block_size : -(-span.stop // block_size)].long()
+    skipped = start % block_size
+    found = kv_cache[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, skipped : skipped + span.stop - start]
+    if args.kv_scale is not None:
+        found = (found.float() * args.kv_scale[:, :, None, None]).to(query.dtype)
+    keys, values = found  # [Hkv, n, D] each
+    into, own = out[span.first :][: span.stop - span.start], query[span.first :][: span.stop - span.start]
+    mask = None
+    if window:
+        at, of_keys = (torch.arange(low, span.stop, device=query.device) for low in (span.start, start))
+        mask = of_keys > at[:, None] - window
+    length = 1 if kernels.FORMS.deterministic else len(own)  # alone, no token's sum depends on the others
+    for low in range(0, len(own), length):
+        rows = slice(low, low + length)
+        some = None if mask is None else mask[rows][None]
+        mixed = F.scaled_dot_product_attention(
+            own[rows].transpose(0, 1)[None], keys[None], values[None], some, scale=args.scale, enable_gqa=True
+        )
+        into[rows] = mixed[0].transpose(0, 1)

@@ -26,7 +26,7 @@ from engine.models.moe import DenseAndExperts, MoE
 from engine.models.norms import LayerNorm, MakeNorm, NoNorm, Norm, PlainLayerNorm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.pooling_head import PoolingHead
-from engine.models.residual import InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
+from engine.models.residual import ImageSpan, InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
 from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
@@ -157,11 +157,11 @@ class Decoder(nn.Module):
         [1, num_blocks, 1, block_size, L + R], to which the step's keys and values are written (a strided view if the
         kernels accept one); for recurrent layers the parts of their blocks of states. attention: for each layer its
         cache group's metadata. adapters: the LoRA adapters of the T tokens; None: no token has one. images: the tokens
-        that stand for images, in the first stage.
+        that stand for images.
         """
         if hidden is None:
             hidden = self.embed(input_ids)
-            if images is not None:
+            if images is not None and images.indices is not None and images.embeddings is not None:
                 hidden = hidden.index_copy(0, images.indices, images.embeddings)
             if self.positions is not None:
                 hidden = self.positions(hidden, positions)
@@ -172,14 +172,16 @@ class Decoder(nn.Module):
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
         scaling = self.spec.query_scaling
         scales = None if scaling is None else query_scales(scaling, positions).to(hidden.dtype)
-        stream = ResidualStream(hidden, context=TokenContext(adapters=adapters, query_scales=scales))
+        spans = () if images is None else images.spans
+        context = TokenContext(adapters=adapters, query_scales=scales, image_spans=spans)
+        stream = ResidualStream(hidden, context=context)
         layers = zip(self.own_layers, self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for index, layer, skips, kv, metadata, vector in layers:
             if skips:
                 stream = replace(stream, normed=None)  # a norm that is computed already was for this layer
             else:
                 stream = layer(stream, positions, kv, metadata, vector)
-            if images is not None and index < len(images.deepstack):
+            if images is not None and images.indices is not None and index < len(images.deepstack):
                 added = stream.hidden.index_add(0, images.indices, images.deepstack[index])
                 stream = replace(stream, hidden=added, normed=None)
             if (tap := self.taps.get(index)) is not None:
@@ -232,9 +234,10 @@ class Decoder(nn.Module):
 class ImageTokens(NamedTuple):
     """The n tokens of a step that stand for images."""
 
-    indices: Tensor  # [n] int64: their places in the step
-    embeddings: Tensor  # [n, hidden]
+    indices: Tensor | None = None  # [n] int64: their places in the step; None: this stage does not embed them
+    embeddings: Tensor | None = None  # [n, hidden]
     deepstack: Sequence[Tensor] = ()  # [n, hidden] each: added after the first layers
+    spans: Sequence[ImageSpan] = ()  # those that see each other
 
 
 class DecoderLayer(nn.Module):

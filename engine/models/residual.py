@@ -7,7 +7,7 @@ the two GEMMs computes it: `InputNorm.fused`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -18,6 +18,15 @@ from engine.models.norms import Norm, RMSNorm
 from engine.models.shard import Communicator, WeightAndEps
 
 
+class ImageSpan(NamedTuple):
+    """Tokens of an image in a step, up to the image's last one, each of which sees those behind it, too."""
+
+    sequence: int  # of the step
+    first: int  # index of the first token in the step
+    start: int  # index of the first token in its sequence, and of the end
+    stop: int
+
+
 class TokenContext(NamedTuple):
     """Facts about each of T tokens beside its hidden state. A field that no sublayer reads is None."""
 
@@ -25,10 +34,11 @@ class TokenContext(NamedTuple):
     vector: Tensor | None = None  # [T, P]: the token's embedding of this layer's own, see `per_layer`
     adapters: kernels.AdapterTokens | None = None  # which LoRA adapter each token uses; None: no token uses one
     query_scales: Tensor | None = None  # [T]: factors of queries, see `QueryScaling`
+    image_spans: Sequence[ImageSpan] = ()  # of all tokens, for attention
 
     def select(self, rows: slice | Tensor) -> TokenContext:
         """Return the context of some of the tokens."""
-        slots, vector, adapters, query_scales = self
+        slots, vector, adapters, query_scales, _ = self
         return TokenContext(
             None if slots is None else slots[rows],
             None if vector is None else vector[rows],

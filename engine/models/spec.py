@@ -315,7 +315,7 @@ Grid = tuple[int, int]  # rows and columns of patches
 class VisionSpec:
     """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
-    kind: Literal["qwen", "pixtral"] = "qwen"  # a module of `engine.models.vision`
+    kind: Literal["qwen", "pixtral", "siglip"] = "qwen"  # a module of `engine.models.vision`
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -323,6 +323,7 @@ class VisionSpec:
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block
     num_positions: int = 0  # learnt vectors of a square of positions; 0: none
+    tile: Grid | None = None  # the only grid that the encoder reads; None: it reads any
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
     eps: float = 1e-6  # of norms
     theta: float = 10_000.0  # of the encoder's RoPE
@@ -338,6 +339,11 @@ class VisionSpec:
     # In the prompt.
     image_token_id: int  # placeholder of a token of an image
     placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
+    marker_id: int | None = None  # that stands for an image in a prompt, where it is not the image's token
+    before: tuple[int, ...] = ()  # tokens that are written before each image, and behind it
+    behind: tuple[int, ...] = ()
+    margin: str = ""  # text that is written before these and behind them
+    sees_both_ways: bool = False  # the text model lets each token of an image see the others
     row_ends: tuple[int, int] | None = None  # tokens behind each row of an image, and behind its last one
     # Pairs of the text model's RoPE that turn by time, row and column; None: images have positions as texts have.
     rope_sections: tuple[int, int, int] | None = None
@@ -353,6 +359,13 @@ class VisionSpec:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def num_whole(self) -> int:
+        """The tokens of an image that one step must compute together; 0: any part of an image is computed alone."""
+        if not self.sees_both_ways or self.tile is None:
+            return 0
+        return self.tile[0] * self.tile[1] // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -344,18 +344,19 @@ class LLM:
         priority: int,
         adapter: Adapter | None,
     ) -> Job:
-        text, token_ids, cache_salt, images = read_prompt(prompt)
+        (text, token_ids, cache_salt, images), loader = read_prompt(prompt), self._input_processor.images
         if token_ids is None:
             assert text is not None
             if self._input_processor.tokenizer is None:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
-            token_ids = self._input_processor.tokenizer.encode(text, add_special_tokens)
+            written = text if images is None or loader is None else loader.with_margins(text)
+            token_ids = self._input_processor.tokenizer.encode(written, add_special_tokens)
         request_id = str(next(self._ids))
         request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority, adapter=adapter)
         if images is not None:
-            loaded = load_all(self._input_processor.images, images)
-            assert self._input_processor.images is not None
-            placed = self._input_processor.images.place(token_ids, loaded)
+            loaded = load_all(loader, images)
+            assert loader is not None
+            placed = loader.place(token_ids, loaded)
             token_ids = placed.token_ids
             request = replace(request, prompt_token_ids=token_ids, name_ids=placed.name_ids, images=placed.images)
         request = self._input_processor.check(request)

@@ -25,7 +25,7 @@ from engine.processing.fingerprint import system_fingerprint
 from engine.processing.grammars import Grammars
 from engine.processing.model_info import ModelInfo
 from engine.text.tokenizer import Tokenizer
-from engine.vision.loader import ImageLoader
+from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import read_processor
 from engine.vision.sources import Media
 
@@ -283,15 +283,22 @@ def _image_loader(
 ) -> ImageLoader | None:
     if spec.vision is None:
         return None
-    ids, local = spec.vision.placeholder, config.allowed_local_media_path
-    text = "".join((tokenizer.id_to_token(i) or "") for i in ids) if tokenizer is not None else ""
+    vision, local = spec.vision, config.allowed_local_media_path
+
+    def text_of(ids: Sequence[int]) -> str:
+        return "".join((tokenizer.id_to_token(i) or "") for i in ids) if tokenizer is not None else ""
+
     media = Media(tuple(config.allowed_media_domains), None if local is None else Path(local).expanduser())
-    processor = read_processor(folder, spec.vision)
-    row_ends = spec.vision.row_ends
+    row_ends = vision.row_ends
     if tokenizer is not None and row_ends is not None:
         named = tuple(tokenizer.token_to_id(token) for token in ROW_ENDS)
         row_ends = named[0] or row_ends[0], named[1] or row_ends[1]
-    return ImageLoader(processor, media, spec.vision.image_token_id, text, config.max_images, row_ends)
+    layout = ImageLayout(
+        vision.image_token_id, vision.marker_id, vision.before, vision.behind, row_ends, vision.merge_size,
+        text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, vision.sees_both_ways,
+    )  # fmt: skip
+    processor, text = read_processor(folder, vision), text_of(vision.placeholder)
+    return ImageLoader(processor, media, vision.image_token_id, text, config.max_images, layout)
 
 
 def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:

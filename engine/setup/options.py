@@ -68,6 +68,11 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
     max_num_batched_tokens = config.max_num_batched_tokens or _step_tokens(config, device, offline)
     if spec.is_encoder:
         max_num_batched_tokens = _encoder_step_tokens(config, spec, max_num_batched_tokens)
+    if spec.vision is not None and max_num_batched_tokens < spec.vision.num_whole:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least {spec.vision.num_whole}: so many tokens of an image are computed "
+            f"in one step; got {max_num_batched_tokens}, or use --language-model-only"
+        )
     is_large = device.is_accelerator and device.memory().total >= LARGE_MEMORY
     return RunnerOptions(
         device=device,

@@ -23,6 +23,29 @@ MAX_CACHED_BYTES = 256 << 20  # patches of images that are kept for other reques
 
 
 @dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """The tokens that a prompt has for an image."""
+
+    token_id: int  # for each token of the encoder
+    marker_id: int | None = None  # where an image is to stand; None: `token_id`
+    before: tuple[int, ...] = ()  # each image, and behind it
+    behind: tuple[int, ...] = ()
+    row_ends: tuple[int, int] | None = None  # behind each row of an image, and behind its last one
+    merge_size: int = 1  # rows of patches of a row of tokens
+    marker: str = ""  # the text of `marker_id`
+    margin: str = ""  # text that is written before each image and behind it
+    sees_both_ways: bool = False  # see `ImageInput`
+
+    def tokens(self, image: ProcessedImage) -> list[int]:
+        """Return the tokens of an image, without those before and behind it."""
+        if self.row_ends is None:
+            return [self.token_id] * image.num_tokens
+        num_rows = image.grid[0] // self.merge_size
+        row = [self.token_id] * (image.num_tokens // num_rows - 1) + [self.row_ends[0]]
+        return [*(row * num_rows)[:-1], self.row_ends[1]]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptWithImages:
     """A prompt in which every placeholder stands for a token of an image."""
 
@@ -41,16 +64,16 @@ class ImageLoader:
         token_id: int,
         text: str,
         max_images: int,
-        row_ends: tuple[int, int] | None = None,
+        layout: ImageLayout | None = None,
     ) -> None:
         """token_id: that stands for a token of an image. text: that stands for an image. max_images: of a prompt.
-        row_ends: tokens behind each row of an image, and behind its last one.
+        layout: None: a prompt has only these tokens for an image, and one of them where it is to stand.
         """
         self.processor, self.text, self.max_images = processor, text, max_images
         self.num_hits = self.num_loads = 0  # of the files that requests brought
         self.held_bytes = 0  # of the patches in prompts that are not forgotten yet
         self.loading_bytes = 0  # of those of requests whose prompts are being made; the event loop's
-        self._media, self._token_id, self._row_ends = media, token_id, row_ends
+        self._media, self._layout = media, layout or ImageLayout(token_id)
         self._lock = RLock()  # a prompt may be forgotten while it is held
         self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # by the file's hash, the oldest use first
         self._num_bytes = 0
@@ -94,34 +117,36 @@ class ImageLoader:
         if num_images > self.max_images:
             raise ImageError(f"the prompt has {num_images} images; at most {self.max_images} are taken")
 
+    def with_margins(self, text: str) -> str:
+        """Return a prompt's text with what the model's processor writes around each image, before it is tokenised."""
+        layout = self._layout
+        if not layout.margin or not layout.marker:
+            return text
+        return text.replace(layout.marker, f"{layout.margin}{layout.marker}{layout.margin}")
+
     def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
         """Return the prompt with as many placeholders for each image as it has tokens. Each has one in `token_ids`.
 
         Raises `ImageError` if there are more or fewer.
         """
-        if (count := token_ids.count(self._token_id)) != len(images):
+        layout = self._layout
+        marker = layout.token_id if layout.marker_id is None else layout.marker_id
+        if (count := token_ids.count(marker)) != len(images):
             raise ImageError(f"the prompt has {count} placeholders for {len(images)} images")
         found: list[int] = []
         names: list[int] = []
         placed: list[ImageInput] = []
         begin = 0
         for image in images:
-            at = token_ids.index(self._token_id, begin)
+            at = token_ids.index(marker, begin)
             for each in (found, names):
-                each += token_ids[begin:at]
-            placed.append(self._held(ImageInput(len(found), image.num_tokens, image.grid, image.patches, image.digest)))
-            found += self._tokens(image)
-            names += token_names(image)
+                each += [*token_ids[begin:at], *layout.before]
+            given = image.num_tokens, image.grid, image.patches, image.digest
+            placed.append(self._held(ImageInput(len(found), *given, sees_both_ways=layout.sees_both_ways)))
+            found += [*layout.tokens(image), *layout.behind]
+            names += [*token_names(image), *layout.behind]
             begin = at + 1
         return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
-
-    def _tokens(self, image: ProcessedImage) -> list[int]:
-        """Return the tokens that stand for an image."""
-        if self._row_ends is None:
-            return [self._token_id] * image.num_tokens
-        num_rows = image.grid[0] // self.processor.merge_size
-        row = [self._token_id] * (image.num_tokens // num_rows - 1) + [self._row_ends[0]]
-        return [*(row * num_rows)[:-1], self._row_ends[1]]
 
     def _held(self, image: ImageInput) -> ImageInput:
         """Count an image's bytes as long as a prompt has it."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_FILE_BYTES = 16 << 20
-BICUBIC, RESAMPLING = 3, range(6)  # Pillow's numbers
+BILINEAR, BICUBIC, RESAMPLING = 2, 3, range(6)  # Pillow's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,25 @@ class PixtralProcessor:
         return math.ceil(height / block) * block, math.ceil(width / block) * block
 
 
+@dataclass(frozen=True, slots=True)
+class SquareProcessor:
+    """Makes patches of images that all become squares of one size."""
+
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block that becomes a token
+    edge: int  # pixels of a side of the square
+    resampling: int = BILINEAR
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        from PIL import Image
+
+        check_size(*image.size)
+        resized = image.resize((self.edge, self.edge), Image.Resampling(self.resampling))
+        grid, patches = cut(resized, self.patch_size, self.merge_size)
+        return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
+
+
 def read_processor(folder: Path, vision: VisionSpec) -> Processor:
     """Return the processor of the model in `folder`, from its preprocessor_config.json. Raises `ModelError`."""
     file = ProcessorFile(folder, *_config(folder), vision)
@@ -183,7 +202,18 @@ def _pixtral(file: ProcessorFile) -> PixtralProcessor:
     return PixtralProcessor(vision.patch_size, vision.merge_size, height, width, file.resampling())
 
 
-PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {"qwen": _qwen, "pixtral": _pixtral}
+def _square(file: ProcessorFile) -> SquareProcessor:
+    vision, sizes = file.vision, file.config.get("size") or {}
+    assert vision.tile is not None
+    edge = vision.tile[0] * vision.patch_size
+    if any(sizes.get(side, edge) != edge for side in ("height", "width")):
+        raise file.wrong("size", f"{edge} x {edge} pixels, as in config.json")
+    if file.config.get("do_pan_and_scan"):
+        raise file.wrong("do_pan_and_scan", "false: parts of an image are not read apart")
+    return SquareProcessor(vision.patch_size, vision.merge_size, edge, file.resampling(BILINEAR))
+
+
+PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _square}
 
 
 def _are_close(given: Sequence[Any], values: Sequence[float]) -> bool:

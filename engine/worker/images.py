@@ -14,6 +14,7 @@ import kernels
 from engine.core.batch import MAX_ENCODED_TOKENS
 from engine.core.engine_request import ImageInput
 from engine.models.decoder import Decoder, ImageTokens
+from engine.models.residual import ImageSpan
 from engine.models.rope import sectioned_rows
 from engine.models.spec import Grid, VisionSpec
 from engine.models.vision.layers import EncodedImages
@@ -26,7 +27,7 @@ ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a sin
 class StepImages(NamedTuple):
     """The tokens of a step that need more than their ids and indices."""
 
-    tokens: ImageTokens | None  # None: none stands for an image, or this stage does not embed them
+    tokens: ImageTokens | None  # None: none stands for an image, or this stage needs to know of none
     positioned: Tensor | None  # [m] int64: tokens of the step whose rows of the RoPE tables the step has written
     first_row: int  # of these rows
 
@@ -62,6 +63,7 @@ class ImageReader:
         start_of, members = packed.members.query_start, packed.members
         positions: list[np.ndarray] = []
         positioned: list[np.ndarray] = []
+        spans: list[ImageSpan] = []
         shown: list[tuple[ImageInput, slice, int]] = []  # image, those of its tokens, place of the first in the step
         for i, row in enumerate(members.rows):
             stop, first = int(packed.context_lens[i]), int(start_of[i])
@@ -75,7 +77,12 @@ class ImageReader:
                 low, high = max(image.start, start), min(image.stop, stop)
                 if low < high:
                     shown.append((image, slice(low - image.start, high - image.start), first + low - start))
-        tokens = self._tokens(shown) if shown and self._model.stage.is_first else None
+                    if image.sees_both_ways and high - low > 1:
+                        assert high == image.stop, "no step ends within an image whose tokens see each other"
+                        spans.append(ImageSpan(i, first + low - start, low, high))
+        tokens = self._tokens(shown, spans) if shown and self._model.stage.is_first else None
+        if tokens is None and spans:
+            tokens = ImageTokens(spans=spans)
         if self._spec.rope_sections is None:
             return StepImages(tokens, None, self._first_row)
         self._write_rows(self._spec.rope_sections, np.concatenate(positions, 1))
@@ -89,7 +96,7 @@ class ImageReader:
             rows = sectioned_rows(rope, sections, on_device, interleaved=self._spec.rope_interleaved)
             table[self._first_row :][: on_device.shape[1]] = rows
 
-    def _tokens(self, shown: Sequence[tuple[ImageInput, slice, int]]) -> ImageTokens:
+    def _tokens(self, shown: Sequence[tuple[ImageInput, slice, int]], spans: Sequence[ImageSpan]) -> ImageTokens:
         encoded = self._encode({image.digest: image for image, _, _ in shown}.values())
         indices, embeddings = [], []
         deepstack: list[list[Tensor]] = [[] for _ in self._spec.deepstack]
@@ -100,7 +107,7 @@ class ImageReader:
             for found, layer in zip(deepstack, encoded[image.digest].deepstack, strict=True):
                 found.append(layer[rows])
         on_device = self._device.upload(torch.cat(indices))
-        return ImageTokens(on_device, torch.cat(embeddings), [torch.cat(layer) for layer in deepstack])
+        return ImageTokens(on_device, torch.cat(embeddings), [torch.cat(layer) for layer in deepstack], spans)
 
     def _encode(self, images: Iterable[ImageInput]) -> dict[str, EncodedImages]:
         """Return the encoded images by digest."""
@@ -134,11 +141,13 @@ class ImageReader:
         if vision is None or not stage.is_first:
             return
         rows = math.isqrt(ENCODED_PATCHES)
-        grid, patch = (rows, ENCODED_PATCHES // rows), self._spec.patch_size
+        grids, patch = [(rows, ENCODED_PATCHES // rows)], self._spec.patch_size
+        if (tile := self._spec.tile) is not None:
+            grids = [tile] * max(ENCODED_PATCHES // math.prod(tile), 1)
         device = next(vision.parameters()).device
-        patches = torch.zeros(grid[0] * grid[1], 3, patch, patch, dtype=torch.uint8, device=device)
+        patches = torch.zeros(sum(map(math.prod, grids)), 3, patch, patch, dtype=torch.uint8, device=device)
         with vision.few_layers():
-            self._encoded[""] = vision(patches, [grid])
+            self._encoded[""] = vision(patches, grids)
 
     def forget(self, digests: Iterable[str]) -> None:
         """Forget these encoded images."""

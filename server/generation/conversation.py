@@ -58,7 +58,7 @@ class ConversationEncoder:
         text = rendered.text
         continued = conversation.messages[-1].content or "" if conversation.continue_final_message else ""
         reasoning = self._chat.reasoning_format
-        token_ids = encode(text)
+        token_ids = encode(text if not images or self._loader is None else self._loader.with_margins(text))
         placed = self._placed(token_ids, [images[index] for index in rendered.images]) if images else None
         return Prompt(
             token_ids if placed is None else placed.token_ids,

@@ -32,9 +32,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 HEAVY = {"tensor parallel", "pipeline parallel"}
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Mistral3"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Mistral3", "Gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(request.param, tmp_path_factory.mktemp("model")).folder
+    return make_case(request.param, tmp_path_factory.mktemp(request.param)).folder
+
+
+def llm_of(model: Path, settings: dict[str, Any], **more: Any) -> LLM:
+    """With sliding windows, each of four layers has blocks of its own."""
+    num_blocks = settings["num_gpu_blocks_override"] * (4 if "Gemma" in model.name else 1)
+    return LLM(str(model), **COMMON | settings | more | {"num_gpu_blocks_override": num_blocks})
 
 
 def prompts() -> list[Any]:
@@ -62,11 +68,11 @@ def test_no_bit_depends_on_other_requests_in_deterministic_mode(model: Path) -> 
         found = llm.generate(asked, SAMPLING, use_tqdm=False)
         return [output.cumulative_logprob for each in found for output in each.outputs]
 
-    llm = LLM(str(model), **COMMON | ALONE, deterministic=True)
+    llm = llm_of(model, ALONE, deterministic=True)
     alone = [score for each in prompts() for score in scores(llm, [each])]
     llm.close()
     for settings in (MANY, FEATURES["chunked prefill"]):
-        llm = LLM(str(model), **COMMON | settings, deterministic=True)
+        llm = llm_of(model, settings, deterministic=True)
         assert scores(llm, prompts()) == alone
         llm.close()
 
@@ -82,14 +88,14 @@ def answers(llm: LLM, asked: list[Any]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Iterator[list[list[list[int]]]]:
-    llm = LLM(str(model), **COMMON | ALONE)
+    llm = llm_of(model, ALONE)
     yield [answers(llm, [each])[0] for each in prompts()]
     llm.close()
 
 
 @pytest.mark.parametrize("feature", [pytest.param(e, marks=pytest.mark.heavy if e in HEAVY else ()) for e in FEATURES])
 def test_answers_are_those_of_each_request_alone(feature: str, model: Path, expected: Any) -> None:
-    llm = LLM(str(model), **COMMON | FEATURES[feature])
+    llm = llm_of(model, FEATURES[feature])
     assert answers(llm, prompts()) == expected
     assert answers(llm, prompts()) == expected, "again, with what is cached"
     if feature.startswith("recorded"):

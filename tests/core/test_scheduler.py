@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.batch import NOT_FINITE, EngineOutput, SchedulerOutput, StepResult, TokenLogprobs
-from engine.core.engine_request import EngineRequest
+from engine.core.engine_request import EngineRequest, ImageInput
 from engine.core.kv import block_pool, prefix_history
 from engine.core.params.pooling import UNSAMPLED, PoolingParams
 from engine.core.params.sampling import SamplingParams
@@ -660,3 +660,36 @@ def test_a_prompt_has_room_in_a_step_of_its_own() -> None:
     assert scheduled(first) == {"a": 64}
     assert scheduled(plan(s)) == {"b": 5, "c": 3}
     assert not first.batch.partial
+
+
+# Images whose tokens see each other
+
+
+def with_image(request_id: str, length: int, start: int, stop: int) -> Request:
+    image = ImageInput(start, stop - start, (1, stop - start), b"", "", sees_both_ways=True)
+    prompt = [1000 * ord(request_id[0]) + i for i in range(length)]
+    return Request(
+        EngineRequest(request_id, prompt, SamplingParams(max_tokens=50), images=(image,)), frozenset(), seed=1
+    )
+
+
+def test_no_chunk_ends_within_an_image() -> None:
+    s = Scheduler(100, 4, 8, 10, 200)
+    add(s, with_image("a", 16, 7, 16), request("b", 4))
+    assert scheduled(step(s)[0]) == {"a": 7, "b": 3}, "another request takes what is left"
+    assert scheduled(step(s)[0]) == {"a": 9, "b": 1}
+    assert scheduled(step(s)[0]) == {"a": 1, "b": 1}
+
+
+def test_an_image_has_room_however_short_the_step_is_to_be() -> None:
+    s = Scheduler(100, 4, 8, 64, 200)
+    add(s, request("b", 4))
+    step(s)
+    s._budget.num_tokens = lambda *_: 3  # type: ignore[method-assign]
+    add(s, with_image("a", 40, 5, 25))
+    assert [scheduled(step(s)[0]) for _ in range(4)] == [
+        {"b": 1, "a": 2}, {"b": 1, "a": 2}, {"b": 1, "a": 1}, {"b": 1, "a": 20},
+    ]  # fmt: skip
+    small = Scheduler(100, 4, 8, 6, 200)  # as after a lack of memory
+    add(small, with_image("a", 12, 0, 9), request("b", 4))
+    assert scheduled(plan(small)) == {"a": 9}

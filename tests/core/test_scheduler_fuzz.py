@@ -106,6 +106,7 @@ EXPECTED_EVENTS = [
     "waits for its image, while others go on",
     "chunks that end before an image",
     "prefix-cache hits that end in an image",
+    "chunks that cut no image",
 ]
 EXPECTED_OF_FILES = [
     "blocks to the file",
@@ -226,6 +227,9 @@ class Workload:
         self.picture_rate = self.pictures.choice([0, 0, 0, 0.8])
         self.picture_sizes = [self.pictures.choice([1, 2, 2, 5, 9, 17]) for _ in range(12)]
         self.runner.max_encoded_tokens = self.scheduler.encoder.max_tokens = self.pictures.choice([1, 9, 20, 60])
+        self.both_ways = seed % 3 == 0
+        if self.both_ways:
+            self.picture_sizes = [min(size, budget) for size in self.picture_sizes]
         self.tenants = Random(seed)
         self.tenant_names = list(self.tenants.choice(["", "a", "ab", "aaaab", "abcdefgh"]))
         if self.tenants.random() < 0.4:  # some are of one group
@@ -483,6 +487,9 @@ class Workload:
         self.events["shorter for tenants that may come"] += not was_favoured and any(
             output.batch.total_num_tokens < self.scheduler.max_num_batched_tokens for _ in output.batch.partial
         )
+        self.events["chunks that cut no image"] += any(
+            request.num_computed_tokens == start for request in queues.running for start, _ in request.uncut if start
+        )
         return output
 
     def _check_published(self) -> None:
@@ -631,7 +638,7 @@ class Workload:
             size = self.picture_sizes[number]
             if at + size > len(prompt):
                 break
-            images.append(ImageInput(at, size, (1, size), b"", f"image {number}"))
+            images.append(ImageInput(at, size, (1, size), b"", f"image {number}", self.both_ways))
             names[at : at + size] = [(1 << 62) + 100 * number + each for each in range(size)]
             at += size
         return names, tuple(images)

@@ -74,6 +74,8 @@ def run(engine: Engine, *requests: EngineRequest) -> tuple[dict[str, list[int]],
     ids=["whole", "chunks"],
 )
 def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any]) -> None:
+    if case.images[0].sees_both_ways and settings:
+        settings = settings | {"max_num_batched_tokens": 10}  # an image has 9
     engine = Engine(
         EngineConfig(
             model=str(case.folder),
@@ -81,7 +83,7 @@ def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any])
             device="cpu",
             skip_tokenizer_init=True,
             max_model_len=256,
-            num_gpu_blocks_override=96,
+            num_gpu_blocks_override=96 * 16 // settings.get("block_size", 16),
             **settings,
         )
     )
@@ -100,7 +102,7 @@ def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any])
 def test_encoded_images_are_those_of_transformers(case: Case) -> None:
     config = EngineConfig(
         model=str(case.folder), dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
-        num_gpu_blocks_override=8,
+        num_gpu_blocks_override=32,
     )  # fmt: skip
     engine = Engine(config)
     with torch.inference_mode():
@@ -180,7 +182,7 @@ def test_only_the_text_model_is_loaded_where_that_is_asked_for(case: Case) -> No
     for settings in ({"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}):
         config = EngineConfig(
             model=str(case.folder), dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
-            num_gpu_blocks_override=8, **settings,
+            num_gpu_blocks_override=32, **settings,
         )  # fmt: skip
         engine = Engine(config)
         assert engine.spec.vision is None

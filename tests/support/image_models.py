@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engine.core.engine_request import ImageInput
 
-IMAGE, START, END, ROW_END = 290, 292, 293, 294
+IMAGE, START, END, ROW_END, NEWLINES = 290, 292, 293, 294, 295
 SIDE, MERGE = 4, 2
 NUM_TOKENS = 64
 ROPE = {
@@ -65,13 +65,23 @@ PIXTRAL = {
     "image_size": 64,
     "hidden_act": "silu",
 }
+SIGLIP = PIXTRAL | {"model_type": "siglip_vision_model", "image_size": 24, "vision_use_head": False}
+SIGLIP["hidden_act"] = "gelu_pytorch_tanh"
+GEMMA3 = {key: value for key, value in TEXT.items() if key != "rope_parameters"} | {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 16,
+}
 MISTRAL = {key: value for key, value in TEXT.items() if key != "rope_parameters"} | {"model_type": "mistral"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (TEXT | {"rope_parameters": SECTIONS}, VISION | WINDOWS),
     "Qwen3VL": (TEXT, VISION | {"deepstack_visual_indexes": [0, 2]}),
     "Qwen3_5": (TEXT | STATES, VISION),
     "Mistral3": (MISTRAL, PIXTRAL),
+    "Gemma3": (GEMMA3, SIGLIP),
 }
+
+GRIDS = {"Gemma3": (6, 6)}  # of all images
 
 
 class Case(NamedTuple):
@@ -84,10 +94,12 @@ class Case(NamedTuple):
     answer: list[int]
 
 
-def image(pixels: np.ndarray, start: int, grid: tuple[int, int], num_tokens: int = 0) -> ImageInput:
+def image(
+    pixels: np.ndarray, start: int, grid: tuple[int, int], num_tokens: int = 0, *, sees_both_ways: bool = False
+) -> ImageInput:
     """num_tokens: 0: those of the encoder."""
     data, num_tokens = pixels.tobytes(), num_tokens or len(pixels) // MERGE**2
-    return ImageInput(start, num_tokens, grid, data, hashlib.sha256(data).hexdigest())
+    return ImageInput(start, num_tokens, grid, data, hashlib.sha256(data).hexdigest(), sees_both_ways)
 
 
 def tokens_of(family: str, grid: tuple[int, int]) -> tuple[list[int], list[int], list[int]]:
@@ -95,6 +107,8 @@ def tokens_of(family: str, grid: tuple[int, int]) -> tuple[list[int], list[int],
     rows, columns = (count // MERGE for count in grid)
     if family == "Mistral3":
         return [], [*(([IMAGE] * columns + [ROW_END]) * rows)[:-1], END], []
+    if family == "Gemma3":  # its text between line breaks
+        return [NEWLINES, START], [IMAGE] * (rows * columns), [END, NEWLINES]
     return [START], [IMAGE] * (rows * columns), [END]
 
 
@@ -108,6 +122,8 @@ def config_of(family: str) -> Any:
     }  # fmt: skip
     if family == "Mistral3":
         ids = {"image_token_index": IMAGE, "spatial_merge_size": MERGE}
+    if family == "Gemma3":
+        ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 9}
     kind = getattr(transformers, f"{family}Config")
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
@@ -123,7 +139,9 @@ def make_case(family: str, folder: Path) -> Case:
             is_vision = any(part in name for part in ("visual", "vision_tower", "multi_modal"))
             torch.nn.init.normal_(parameter, 0, 0.5 if "visual" in name else 0.3 if is_vision else 0.2)
     model.save_pretrained(folder)
-    limits = {"size": {"shortest_edge": 64, "longest_edge": 64 if family == "Mistral3" else 4096}}
+    limits: Any = {"size": {"shortest_edge": 64, "longest_edge": 64 if family == "Mistral3" else 4096}}
+    if family == "Gemma3":
+        limits = {}
     (folder / "preprocessor_config.json").write_text(json.dumps(limits))
     rng = np.random.default_rng(5)
     prompt: list[int] = []
@@ -132,9 +150,11 @@ def make_case(family: str, folder: Path) -> Case:
     for num_text, grid in ((7, (6, 10)), (1, (8, 4)), (5, (2, 2)), (19, None)):
         prompt += rng.integers(1, 280, num_text).tolist()
         if grid is not None:
+            grid = GRIDS.get(family, grid)
             pixels = rng.integers(0, 256, (grid[0] * grid[1], 3, SIDE, SIDE), dtype=np.uint8)
             before, run, behind = tokens_of(family, grid)
-            images.append(image(pixels, len(prompt) + len(before), grid, len(run)))
+            both_ways = family == "Gemma3"
+            images.append(image(pixels, len(prompt) + len(before), grid, len(run), sees_both_ways=both_ways))
             shown.append((pixels, grid))
             prompt += [*before, *run, *behind]
     return Case(folder, model, prompt, tuple(images), generated(model, prompt, shown))
@@ -157,12 +177,13 @@ def whole_image(patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
 
 def inputs_of(model: Any, shown: list[tuple[np.ndarray, tuple[int, int]]]) -> dict[str, Any]:
     """Return images as a model takes them. shown: patches uint8 [N, 3, P, P] and grid of each image."""
-    if type(model).__name__.startswith("Mistral3"):
+    if type(model).__name__.startswith(("Mistral3", "Gemma3")):
         pictures = [torch.tensor(whole_image(normalised(model, pixels), grid)) for pixels, grid in shown]
         sizes = torch.tensor([each.shape[1:] for each in pictures])
         height, width = sizes.amax(0).tolist()
         padded = [F.pad(each, (0, width - each.shape[2], 0, height - each.shape[1])) for each in pictures]
-        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+        found = {"pixel_values": torch.stack(padded)}
+        return found | ({"image_sizes": sizes} if type(model).__name__.startswith("Mistral3") else {})
     values = normalised(model, np.concatenate([pixels for pixels, _ in shown]))
     frames = np.repeat(values[:, :, None], 2, 2).reshape(len(values), -1)
     grids = torch.tensor([(1, *grid) for _, grid in shown])
@@ -180,7 +201,7 @@ def encoded(model: Any, case: Case) -> torch.Tensor:
     }
     found = model.model.get_image_features(**inputs)
     pooled = getattr(found, "pooler_output", found)
-    return pooled if isinstance(pooled, torch.Tensor) else torch.cat(list(pooled))
+    return torch.cat(list(pooled)).view(-1, pooled[0].shape[-1])
 
 
 def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple[int, int]]]) -> list[int]:
@@ -190,6 +211,8 @@ def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple
     more["pixel_values"] = more["pixel_values"].float()
     if "image_grid_thw" in more:
         more["mm_token_type_ids"] = (ids == IMAGE).int()
+    if type(model).__name__.startswith("Gemma3"):
+        more["token_type_ids"] = (ids == IMAGE).int()
     with torch.no_grad():
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, **more

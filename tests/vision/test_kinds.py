@@ -18,9 +18,10 @@ from engine.models.errors import ModelError
 from engine.models.families.vision import VISION
 from engine.models.spec import VisionSpec
 from engine.vision.decode import decode
-from engine.vision.loader import ImageLoader
+from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import read_processor
 from engine.vision.sources import Media
+from tests.support.fake_engine import make_tokenizer
 from tests.support.images import picture, saved
 
 SIZES = [(1, 1), (3, 500), (200, 1), (31, 33), (48, 16), (64, 64), (333, 97), (97, 333), (640, 480), (1, 7), (1021, 35)]
@@ -65,8 +66,12 @@ def pixels_of(patches: bytes, grid: tuple[int, int], side: int, merge: int) -> n
 
 def placed(vision: VisionSpec, processor: Any, image: Any, *, first: int = 7, last: int = 8) -> list[int]:
     """Return the prompt of one image between two tokens."""
-    loader = ImageLoader(processor, Media(()), vision.image_token_id, "", 1, vision.row_ends)
-    prompt = loader.place([first, vision.image_token_id, last], [image])
+    layout = ImageLayout(
+        vision.image_token_id, vision.marker_id, vision.before, vision.behind, vision.row_ends, vision.merge_size
+    )
+    loader = ImageLoader(processor, Media(()), vision.image_token_id, "", 1, layout)
+    marker = vision.image_token_id if vision.marker_id is None else vision.marker_id
+    prompt = loader.place([first, marker, last], [image])
     [one] = prompt.images
     assert one.num_tokens == image.num_tokens
     assert one.start >= 1
@@ -108,3 +113,50 @@ def test_the_files_of_pixtral(tmp_path: Path) -> None:
             read_processor(tmp_path, vision)
     with pytest.raises(ModelError, match="only the last layer"):
         spec_of("Mistral3ForConditionalGeneration", {"vision_feature_layer": -2})
+
+
+@pytest.mark.parametrize(("edge", "tokens"), [(896, 256), (112, 4)])
+def test_gemma3(edge: int, tokens: int, tmp_path: Path) -> None:
+    vision = spec_of("Gemma3ForConditionalGeneration", {"mm_tokens_per_image": tokens}, image_size=edge)
+    processor = read_processor(tmp_path, vision)
+    oracle = processing("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil")(
+        size={"height": edge, "width": edge}
+    )
+    for data, image in files():
+        own = processor(decode(data))
+        wanted = np.asarray(oracle(image)["pixel_values"][0]) * 0.5 + 0.5
+        found = pixels_of(own.patches, own.grid, vision.patch_size, vision.merge_size)
+        assert np.abs(found - wanted).max() <= 1 / 255, image.size
+        assert placed(vision, processor, own) == [7, 255999, *[262144] * tokens, 256000, 8]
+    for wrong in ({"size": {"height": 7}}, {"do_pan_and_scan": True}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            read_processor(tmp_path, vision)
+    with pytest.raises(ModelError, match="must divide"):
+        spec_of("Gemma3ForConditionalGeneration", {"mm_tokens_per_image": 25})
+
+
+def test_texts_around_images_of_gemma3(tmp_path: Path) -> None:
+    """They join the template's own line breaks, as in transformers' processor, which expands texts, not tokens."""
+    tokenizer = make_tokenizer("", ["<start_of_image>", "<soft>", "<end_of_image>"])
+    begin, soft, end = (tokenizer.token_to_id(each) for each in ("<start_of_image>", "<soft>", "<end_of_image>"))
+    assert begin is not None
+    assert soft is not None
+    assert end is not None
+    vision = spec_of(
+        "Gemma3ForConditionalGeneration",
+        {"mm_tokens_per_image": 4, "image_token_index": soft, "boi_token_index": begin, "eoi_token_index": end},
+        image_size=56,
+    )
+    layout = ImageLayout(soft, begin, (begin,), (end,), marker="<start_of_image>", margin=vision.margin)
+    loader = ImageLoader(read_processor(tmp_path, vision), Media(()), soft, "", 2, layout)
+    text = "user\n<start_of_image>What?\n<start_of_image>"
+    images = [loader.load_image(picture(9, 9)), loader.load_image(picture(30, 8))]
+    prompt = loader.place(tokenizer.encode(loader.with_margins(text), False), images)
+    expand = processing("gemma3.processing_gemma3", "Gemma3Processor").replace_image_token
+    whole = expand(
+        SimpleNamespace(full_image_sequence="\n\n<start_of_image>" + "<soft>" * 4 + "<end_of_image>\n\n"),
+        {"num_crops": [0]}, 0,
+    )  # fmt: skip
+    assert prompt.token_ids == tokenizer.encode(text.replace("<start_of_image>", whole), False)
+    assert [prompt.token_ids[each.start : each.stop] for each in prompt.images] == [[soft] * 4] * 2

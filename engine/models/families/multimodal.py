@@ -25,6 +25,7 @@ NAMES = (
     ("^language_model.output.", "lm_head."),
     ("model.text_model.", "model."),
     ("^visual.", "model.visual."),
+    ("vision_tower.vision_model.", "vision_tower."),
     ("^vision_tower.", "model.vision_tower."),
     ("^multi_modal_projector.", "model.multi_modal_projector."),
 )
@@ -34,6 +35,7 @@ OTHER_INPUT = (
     "vision_projection.",
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
 )
+UNUSED = ("vision_tower.head.",)  # SigLIP's pooling
 READS_IMAGES = "reads_images"  # field among hf_overrides; false: the encoder is not loaded
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # Architecture → description, and fields that published files leave out.
@@ -93,7 +95,7 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
         vision = VISION[architecture](config, text) if reads_images else None
         read_parts = () if vision is None else PARTS[vision.kind]
         other = tuple(name for name in OTHER_INPUT if name not in read_parts)
-        return replace(with_names(spec, NAMES), other_input=other, vision=vision)
+        return replace(with_names(spec, NAMES, unused=UNUSED), other_input=other, vision=vision)
 
     reads = "text and images" if architecture in VISION else "only the text model; images and sound are refused"
     read.__doc__ = f"{name}: {reads}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,7 +18,8 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PIXTRAL_ROW_ENDS = 12, 13  # [IMG_BREAK] and [IMG_END] of all published tokenizers
 # First parts of the names of a kind's tensors, without "model.".
-PARTS = {"qwen": ("visual.",), "pixtral": ("vision_tower.", "multi_modal_projector.")}
+TOWER = "vision_tower.", "multi_modal_projector."
+PARTS = {"qwen": ("visual.",), "pixtral": TOWER, "siglip": TOWER}
 
 
 def qwen3_vl(config: Config, text: Config) -> VisionSpec:
@@ -105,6 +107,39 @@ def pixtral(config: Config, text: Config) -> VisionSpec:
     return spec
 
 
+def siglip(config: Config, text: Config) -> VisionSpec:
+    """Gemma 3 from 4B: square images, all of as many tokens, which see each other."""
+    fields = _vision_config(config)
+    patch, edge = integer(fields, "patch_size", 14), integer(fields, "image_size", 896)
+    side, tokens = edge // patch, integer(config, "mm_tokens_per_image", 256)
+    merge = side // max(math.isqrt(tokens), 1)
+    image = integer(config, "image_token_index", integer(config, "image_token_id", 262144))
+    begin, end = integer(config, "boi_token_index", 255999), integer(config, "eoi_token_index", 256000)
+    spec = VisionSpec(
+        kind="siglip",
+        hidden_size=integer(fields, "hidden_size", 1152),
+        intermediate_size=integer(fields, "intermediate_size", 4304),
+        num_layers=integer(fields, "num_hidden_layers", 27),
+        num_heads=integer(fields, "num_attention_heads", 16),
+        patch_size=patch,
+        merge_size=merge,
+        num_positions=side**2,
+        tile=(side, side),
+        activation=_activation(fields, "gelu_pytorch_tanh"),
+        eps=number(fields, "layer_norm_eps", 1e-6),
+        image_token_id=image,
+        marker_id=begin,
+        placeholder=(begin,),
+        before=(begin,),
+        behind=(end,),
+        margin="\n\n",
+        sees_both_ways=True,
+    )
+    if edge % patch or merge * math.isqrt(tokens) != side or math.isqrt(tokens) ** 2 != tokens:
+        raise ModelError("'vision_config': a square of 'mm_tokens_per_image' tokens must divide the patches")
+    return spec
+
+
 def _theta(fields: Config) -> float:
     rope = fields.get("rope_parameters")
     return number(rope if isinstance(rope, dict) else fields, "rope_theta", 10_000.0)
@@ -174,4 +209,5 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec]] = {
     "Qwen3_5ForConditionalGeneration": qwen3_vl,
     "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
     "Mistral3ForConditionalGeneration": pixtral,
+    "Gemma3ForConditionalGeneration": siglip,
 }

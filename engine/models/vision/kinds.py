@@ -11,10 +11,12 @@ from engine.models.spec import VisionSpec
 from engine.models.vision.layers import VisionEncoder
 from engine.models.vision.pixtral import PixtralEncoder
 from engine.models.vision.qwen import QwenEncoder
+from engine.models.vision.siglip import SiglipEncoder
 
 KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
     "qwen": QwenEncoder,
     "pixtral": PixtralEncoder,
+    "siglip": SiglipEncoder,
 }
 
 
