@@ -27,6 +27,7 @@ from kernels.data.attention import PagedContext as PagedContext
 from kernels.data.attention import PagedLatents as PagedLatents
 from kernels.data.block_parts import BlockParts as BlockParts
 from kernels.data.block_sparse import BlockSparse as BlockSparse
+from kernels.data.capability import compute_capability
 from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
 from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
 from kernels.data.forms import FORMS as FORMS
@@ -298,7 +299,7 @@ def record(work: Callable[[], R]) -> Recorded[R]:
 def attention_backend(device: torch.device) -> str:
     """Return the attention implementation for a device, for display."""
     if device.type == "cuda":
-        return "Triton and Gluon" if torch.cuda.get_device_capability(device)[0] == 9 else "Triton"
+        return "Triton and Gluon" if compute_capability(device)[0] == 9 else "Triton"
     return "C++" if importlib.import_module("kernels.cpu.library").library() is not None else "PyTorch"
 
 

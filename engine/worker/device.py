@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.data.capability import compute_capability
 
 R = TypeVar("R")
 
@@ -294,7 +295,7 @@ class CudaDevice:
 
     @property
     def capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self.index)
+        return compute_capability(self.index)
 
     @property
     def supports_fp8_cache(self) -> bool:

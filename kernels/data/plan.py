@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.data.block_sparse import BlockSparse
+from kernels.data.capability import compute_capability, shared_memory
 
 FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of their own
 
@@ -153,12 +154,14 @@ def prefill_block_m(head_dim: int, dtype: torch.dtype) -> int:
 
 @functools.cache
 def _on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return torch.cuda.is_available() and compute_capability()[0] == 9
 
 
 def latent_tile_rows(dtype: torch.dtype) -> int:
     """(query, head) pairs in a tile of latent attention: as many as shared memory has room for."""
-    return 16 if dtype == torch.float32 else 64
+    if dtype == torch.float32:
+        return 16
+    return 64 if shared_memory() >= 128 << 10 else 32
 
 
 def latent_decode_plan(

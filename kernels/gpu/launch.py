@@ -20,6 +20,8 @@ from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents as launch_dependents
 from triton.language.extra.cuda import gdc_wait as wait_for_inputs
 
+from kernels.data.capability import compute_capability
+
 __all__ = [
     "EARLY", "cdiv", "launch_dependents", "next_power_of_2", "pdl_options",
     "prefer_shared_memory", "prefetch", "wait_for_inputs",
@@ -46,7 +48,7 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     """Options to add to each launch on this device: the kernel's constant PDL, and `launch_pdl` where it is
     supported.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if device.type == "cuda" and compute_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

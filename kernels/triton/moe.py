@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import UNGATED
+from kernels.data.capability import shared_memory
 from kernels.data.moe import Tiles
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.gpu.codes import decode
-from kernels.gpu.device import shared_memory
 from kernels.gpu.launch import (
     EARLY,
     cdiv,

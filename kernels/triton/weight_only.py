@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.capability import shared_memory
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.codes import values
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -142,6 +143,15 @@ def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Te
     return out
 
 
+def _stages(block_m: int, block_n: int, block_k: int, halves: int, x: Tensor) -> int:
+    """Loads of x and codes that are on their way at once: up to four, as many as shared memory has room for beside the
+    tile that is multiplied.
+    """
+    loaded = block_k * (halves * block_m * x.element_size() + block_n)
+    room = shared_memory(x.device) - block_k * block_n * x.element_size()
+    return min(max(room // loaded, 1), 4)
+
+
 def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, block_m: int = 0) -> Tensor:
     """Compute x [M, K] times the weight, plus bias [N] -> [M, N]. block_m: tokens of a tile; 0: as suits their
     number.
@@ -152,11 +162,12 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, 
     block_n = 32 if n <= 8192 else 64
     scale, num_bytes = _bytes(weight.scale), weight.codes.shape[1]
     block_k = 128 if weight.group % 128 == num_bytes % 128 == 0 else 64
+    stages = _stages(block_m, block_n, block_k, 2 if weight.kind in FOUR_BITS else 1, x)
     in_group = weight.scale.shape[1] == 1 or weight.group % block_k == num_bytes % block_k == 0
     _weight_only_kernel[(cdiv(n, block_n), cdiv(num_tokens, block_m))](
         x, _words(weight.codes, weight.kind), scale, _or(weight.zero, scale), _or(weight.factor, scale), _or(bias, x),
         out, num_tokens, x.stride(0), N=n, BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=4,
+        BLOCK_K=block_k, IN_GROUP=in_group, num_warps=4, num_stages=stages,
         **_constants(weight), **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -548,6 +548,10 @@ HOPPER_FILES = (  # for compute capability 9.0 alone
 HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 
 
+# Bytes that a program may have, by compute capability.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
 class Driver:
     """Stand-in for a device, as far as the compilation asks for it."""
 
@@ -599,6 +603,8 @@ def main(capability: int, once: bool = False) -> int:
             module.has_tensor_cores = lambda device: True  # type: ignore[attr-defined]
         if hasattr(module, "is_hopper"):
             module.is_hopper = lambda device: capability == 90  # type: ignore[attr-defined]
+        if hasattr(module, "shared_memory"):
+            module.shared_memory = lambda device=None: SHARED_MEMORY[capability]  # type: ignore[attr-defined]
         if hasattr(module, "num_multiprocessors"):
             module.num_multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     torch.cuda.is_available = lambda: True
@@ -608,10 +614,14 @@ def main(capability: int, once: bool = False) -> int:
             variant()
     if capability != 90:
         launched = {kernel: binaries for kernel, binaries in launched.items() if kernel.module not in HOPPER}
-    for kernel, binaries in launched.items():
-        hashes = {binary.result().hash for binary in binaries}  # raises what went wrong in its compilation
-        print(f"sm_{capability} {kernel.module}.{kernel.__name__}: {len(hashes)} binaries")
-    return 0 if all(launched.values()) else 1
+    too_large = False
+    for kernel, futures in launched.items():
+        binaries = {binary.hash: binary for binary in (future.result() for future in futures)}  # raises what went wrong
+        shared = max((binary.metadata.shared for binary in binaries.values()), default=0)
+        note = "" if shared <= SHARED_MEMORY[capability] else f", {shared} BYTES OF SHARED MEMORY ARE TOO MANY"
+        print(f"sm_{capability} {kernel.module}.{kernel.__name__}: {len(binaries)} binaries{note}")
+        too_large |= bool(note)
+    return 0 if all(launched.values()) and not too_large else 1
 
 
 if __name__ == "__main__":
