@@ -323,7 +323,9 @@ class Engine:
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")
         if self.options.drafter is not None:
-            raise EngineError("weights cannot be replaced while a model drafts: start without speculative_config")
+            raise EngineError(
+                'weights cannot be replaced while a model drafts: set speculative_config {"num_speculative_tokens": 0}'
+            )
         try:
             spec = self._resolve(read_spec(folder, self._hf_overrides))
         except ModelError as error:

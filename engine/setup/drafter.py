@@ -16,8 +16,8 @@ from engine.models.files import read_json
 from engine.models.hub import resolve_model
 from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.spec import ModelSpec
-from engine.setup.options import quantization_in_memory
-from engine.setup.speculative import SpeculativeConfig, config_error, speculative_config
+from engine.setup.options import drafts_of, quantization_in_memory
+from engine.setup.speculative import SpeculativeConfig, config_error
 from engine.worker.options import RunnerOptions
 
 TOKENIZER = "tokenizer.json"
@@ -30,7 +30,7 @@ def with_drafter(
 
     `weights`: download the drafter's if need be. Raises `ConfigError` and `ModelError`.
     """
-    settings = speculative_config(config.speculative_config, options.device.is_accelerator)
+    settings = drafts_of(config, spec, options.device)
     if settings is None or not settings.needs_model:
         return options
     if options.num_stages > 1:

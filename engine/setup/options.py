@@ -6,6 +6,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.models.drafters.loading import holds_mtp
+from engine.models.hub import resolve_model
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
@@ -159,9 +161,21 @@ def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
 
 def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:
     """Return the settings of drafts; None: there are none, as for a model that generates nothing."""
-    if config.speculative_config is None and spec.has_states:
+    given = config.speculative_config
+    if (given is None and spec.has_states) or not spec.has_head:
         return None  # with drafts, each request has more states, so fewer requests run
-    return speculative_config(config.speculative_config, device.is_accelerator) if spec.has_head else None
+    found = speculative_config(given, device.is_accelerator)
+    if given is None and found is not None and not device.is_accelerator and _holds_mtp(config, spec):
+        return speculative_config({"method": "mtp"}, on_accelerator=False)  # lookup is beside it
+    return found
+
+
+def _holds_mtp(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Return whether the checkpoint has prediction layers that can draft with this configuration."""
+    if not spec.mtp or config.pipeline_parallel_size > 1:
+        return False
+    folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir, weights=False)
+    return holds_mtp(folder, spec, config.load_format)
 
 
 def _adapters(config: EngineConfig) -> AdapterOptions | None:

@@ -10,7 +10,8 @@ from engine.errors import ConfigError
 from engine.worker.proposers.suffix import SuffixLimits
 from engine.worker.sampling.imposed import ImposedAcceptance
 
-# Whether there are drafts by lookup, where they pay, if nothing is configured.
+# Whether there are drafts where they pay, if nothing is configured: by lookup, and on CPUs by the prediction layers of
+# the checkpoint.
 ON_CPUS = False
 ON_ACCELERATORS = False
 MAX_TOKENS = 32

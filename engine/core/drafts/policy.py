@@ -288,7 +288,7 @@ class DraftPolicy:
             if not costs.is_new(num_seqs):
                 self._measured = batch
         elif self._adaptive and (plain := costs.mean_plain(num_seqs)):
-            self._ledger.record(seconds, plain, 1 + num_accepted / num_seqs)
+            self._ledger.record(seconds, plain, 1 + num_accepted / num_seqs, has_proposals)
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:

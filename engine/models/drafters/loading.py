@@ -61,6 +61,20 @@ def load_drafter(
     return drafter
 
 
+def holds_mtp(folder: Path, spec: ModelSpec, load_format: str = "auto") -> bool:
+    """Return whether the checkpoint in `folder` holds prediction layers that method mtp can use. config.json may
+    announce layers that it lacks.
+    """
+    names = mtp_names(spec)
+    if names is None or load_format == "dummy":
+        return names is not None
+    if not list(folder.glob("*.safetensors")):
+        return False
+    checkpoint = open_checkpoint(folder, load_format, 0, spec.quantization)
+    assert not isinstance(checkpoint, RandomWeights)
+    return any(renamed(name, spec.names).startswith(names.root + ".") for name in checkpoint.tensors())
+
+
 def drafter_bytes(
     spec: DraftSpec, target: Decoder, target_spec: ModelSpec, dtype: torch.dtype, shard: Shard = SINGLE
 ) -> int:

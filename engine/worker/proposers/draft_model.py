@@ -19,6 +19,10 @@ from engine.worker.proposers.model_proposer import DraftRows, FirstPass, Success
 from engine.worker.proposers.proposer import SampledStep
 from kernels.data.layout import RowState
 
+# Tokens that a request's draft model catches up on. After more, drafts did not pay for long, and what it would cost
+# may be more than they gain: the request gets no more of them.
+MAX_LAG = 96
+
 
 class DraftModelProposer(SuccessiveProposer):
     """Computes prompts in the steps in which the target does. While nothing is to be proposed, it leaves out the steps
@@ -135,7 +139,7 @@ class DraftModelProposer(SuccessiveProposer):
             known, missing = self._missing.get(row.index, (row, -1))
             start = int(begins[i]) if known is not row or missing < 0 else min(missing, int(begins[i]))
             end = int(packed.context_lens[i]) + 1
-            if only_prompts and i < members.batch.num_decodes:
+            if i < members.batch.num_decodes and (only_prompts or int(begins[i]) - start > MAX_LAG):
                 self._missing[row.index] = row, start
                 continue
             count = min(end - start, room - (len(members.rows) - 1 - i))

@@ -9,12 +9,13 @@ import pytest
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.policy import DraftLimits, DraftPolicy
-from engine.core.drafts.proposer import Proposal
+from engine.core.drafts.proposer import NoProposer, Proposal
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 
 NUM_TOKENS = 600  # of each request
+MAX_LAG = 96  # a drafter that has missed more tokens proposes nothing
 SIZES = (1, 2, 4, *range(8, 64, 8), 64, 80, 96, 112, 128)
 
 
@@ -143,3 +144,34 @@ def test_what_drafts_cost_beside_their_steps_counts(num_seqs: int, truth: float)
     policy = DraftPolicy(Guesser([truth, 0.0, truth, 0.0]), DraftLimits(8, 64, 64))
     drafted = simulated(policy, num_seqs, seconds, after=0.5, lookup=0.1 / num_seqs)
     assert simulated(None, num_seqs, seconds) / drafted >= 0.97
+
+
+@pytest.mark.parametrize("each", [0.02, 0.2])
+@pytest.mark.parametrize("catching_up", [0.0, 0.05, 0.2])
+def test_a_drafter_that_is_wrong_costs_little_although_it_catches_up(each: float, catching_up: float) -> None:
+    """`each`: time of a guess, `catching_up`: of a token that the drafter has missed, of a plain step's time."""
+    policy, num_steps = DraftPolicy(NoProposer(), DraftLimits(3, 64, 64), num_by_model=3), 6000
+    request = Request(EngineRequest("a", [1], SamplingParams(max_tokens=num_steps + 9)), frozenset(), 0)
+    request.token_ids.append(1)
+    now, missed = 0.0, 0
+    for _ in range(num_steps):
+        request.num_tokens = len(request.token_ids)
+        request.num_computed_tokens = request.num_tokens - 1
+        chosen = policy.choose([request], 1, 64) if policy.may_draft(1) else {}
+        num_drafts = len((chosen or {}).get("a", ()))
+        if num_drafts:
+            policy.verify(request)
+            policy.verified(request, num_drafts, 0)
+        num_proposals = policy.num_proposals(1)
+        missed += 1
+        now += 1 + 0.1 * num_drafts
+        is_behind = missed > MAX_LAG
+        if num_proposals and not is_behind:
+            now, missed = now + each * num_proposals + catching_up * missed, 0
+        request.token_ids.append(1)
+        drafts = (num_drafts,) if num_drafts else ()
+        batch = ScheduledBatch([""], [1 + num_drafts], 1 + num_drafts, int(not num_drafts), [], drafts)
+        policy.record(batch, now, num_proposals > 0)
+        if num_proposals and not is_behind:
+            policy.offer(request, [0] * num_proposals)
+    assert num_steps / now >= 0.99

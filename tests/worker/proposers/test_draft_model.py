@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from engine import LLM, ConfigError, EngineConfig, SamplingParams
 from engine.setup.plan import cpu_here, make_plan
 from engine.worker.model_runner import ModelRunner
-from tests.support.drafters import SETTINGS, Drafted
+from engine.worker.proposers import draft_model
+from tests.support.drafters import PROMPTS, SETTINGS, Drafted
 from tests.support.tiny_model import write_model
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -96,6 +97,23 @@ def test_tokens_of_steps_without_proposals_are_computed_later(itself: Drafted, m
     assert itself.answers(params()) == expected
     tried, accepted = (after - earlier for after, earlier in zip(itself.counts, counts, strict=True))
     assert tried == accepted > 10
+
+
+def test_a_model_that_lags_far_behind_is_left_there(itself: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It catches up on few tokens, and proposes nothing for a request of which it has missed more."""
+    expected, num = itself.answers(params(), drafts=False), [0]
+
+    def late(num_seqs: int) -> int:
+        num[0] += 1
+        return 4 if num[0] % 9 == 0 else 0
+
+    monkeypatch.setattr(itself.policy, "num_proposals", late)
+    for lag, proposes in ((3, False), (96, True)):
+        monkeypatch.setattr(draft_model, "MAX_LAG", lag)
+        itself.llm.reset_prefix_cache()
+        itself.proposed.clear()
+        assert itself.answers(params(), prompts=PROMPTS[:2]) == expected[:2]
+        assert any(tokens for _, tokens in itself.proposed) == proposes
 
 
 def test_preempted_requests_and_few_blocks(tiny_model: Path, small: Path) -> None:

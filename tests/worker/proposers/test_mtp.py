@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from engine import SamplingParams
-from tests.oracles.drafters import make_mtp_checkpoint
-from tests.support.drafters import Drafted
+from engine import LLM, EngineConfig, SamplingParams
+from engine.models.families import read_spec
+from engine.setup import speculative
+from engine.setup.options import drafts_of
+from engine.setup.speculative import ON_CPUS, parse
+from engine.worker.device import CpuDevice
+from tests.oracles.drafters import FILE, make_mtp_checkpoint
+from tests.support.drafters import SETTINGS, Drafted
 
 FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
@@ -53,6 +60,26 @@ def test_the_first_guess_is_that_of_transformers(name: str, tmp_path: Path) -> N
             cache = MtpCache(config=target.config.get_mtp_config())
             guess, _, _ = drafter(ids[:, 1:], hidden, torch.ones_like(positions), positions, cache)
         assert reference.propose(ids[0].tolist(), 1) == guess[0].tolist()
+
+
+def test_prediction_layers_draft_without_a_setting_where_drafts_are_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are off by default today. config.json may announce a layer that the checkpoint lacks."""
+    make_mtp_checkpoint("glm4_moe", tmp_path)
+    spec, config = read_spec(tmp_path), EngineConfig(str(tmp_path), device="cpu")
+    assert drafts_of(config, spec, CpuDevice()) == (parse({"method": "mtp"}) if ON_CPUS else None)
+    monkeypatch.setattr(speculative, "ON_CPUS", True)
+    assert drafts_of(config, spec, CpuDevice()) == parse({"method": "mtp"})
+    stages = replace(config, pipeline_parallel_size=2)
+    assert drafts_of(stages, spec, CpuDevice()) == parse({}), "stages cannot have a drafter"
+    llm = LLM(str(tmp_path), **SETTINGS)
+    assert llm._engine.options.drafter is not None
+    llm.close()
+    tensors = {name: t for name, t in load_file(tmp_path / FILE).items() if "layers.3." not in name}
+    assert len(tensors) < len(load_file(tmp_path / FILE))
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    assert drafts_of(config, spec, CpuDevice()) == parse({})
 
 
 @pytest.mark.slow
