@@ -72,7 +72,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
         "kernels.cpu.gates": ("activation", "gated", "gated_rms_norm", "grouped_rms_norm"),
         "kernels.cpu.kda": ("kda",),
-        "kernels.cpu.lora": ("adapted_linear", "lora_add"),
+        "kernels.cpu.lora": ("adapted_linear", "adapter_slots", "lora_add"),
         "kernels.cpu.mamba2": ("mamba2",),
         "kernels.cpu.moe": ("adapted_experts", "experts", "experts_add_norm", "norm_route", "pack_router", "route"),
         "kernels.cpu.matmul": (
@@ -244,6 +244,7 @@ norm_linear = _dispatched(reference.norm_linear)
 norm_gated = _dispatched(reference.norm_gated)
 norms_apart = _dispatched(reference.norms_apart)
 quantized_input = _dispatched(reference.quantized_input)
+adapter_slots = _dispatched(reference.adapter_slots)
 lora_add = _dispatched(reference.lora_add)
 adapted_linear = _dispatched(reference.adapted_linear)
 fuses_adapters = _dispatched(reference.fuses_adapters)

@@ -20,7 +20,7 @@ from engine.models.lora import adapter_version
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device, Event
 from engine.worker.options import AdapterOptions
-from kernels.data.layout import ADAPTER, RowState
+from kernels.data.layout import RowState
 
 # Pinned at start: allocating it while steps run would delay them by a tenth of a second.
 PINNED_BYTES = 4 << 30
@@ -85,12 +85,8 @@ class AdapterSlots:
         self, packed: Tensor, segment: int, num_seqs: int, num_tokens: int, state: RowState
     ) -> kernels.AdapterTokens:
         """Return the slots of a packed step's tokens, computed on the device. See `kernels.data.layout`."""
-        slots = state.records[packed[:num_seqs].long(), ADAPTER] - 1
-        if num_tokens != num_seqs:
-            ends = packed[segment + 1 : segment + num_seqs + 1]
-            index = torch.arange(num_tokens, dtype=ends.dtype, device=ends.device)
-            slots = slots[torch.searchsorted(ends, index, right=True).clamp(max=num_seqs - 1)]
-        return kernels.AdapterTokens(slots.int(), self._options.num_slots)
+        slots = kernels.adapter_slots(packed, segment, num_seqs, num_tokens, state)
+        return kernels.AdapterTokens(slots, self._options.num_slots)
 
     def load(self, adapter: Adapter) -> Future[None]:
         """Begin to read an adapter into host memory. The result is a `ModelError` if it cannot be used."""

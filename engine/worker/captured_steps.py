@@ -28,6 +28,7 @@ class Size(NamedTuple):
     num_seqs: int
     num_tokens: int  # more with drafts
     samples: bool  # the likeliest token after every one; else another part of the step samples
+    has_adapters: bool = False  # some sequences may use LoRA adapters
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class CapturedSteps:
         return len(self._buffer)
 
     def fits(self, step: StepRequest) -> Padding | None:
-        is_plain = step.samples_every_token and not step.needs_every_token and not step.has_adapters
+        is_plain = step.samples_every_token and not step.needs_every_token
         fits = is_plain and step.batch.total_num_tokens <= MAX_TOKENS
         return Padding() if fits else None
 
@@ -65,7 +66,7 @@ class CapturedSteps:
         """Compute a step. The next step of this size overwrites its logits and tokens."""
         self._buffer[: len(packed.packed)] = packed.packed
         members = packed.members
-        logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, members.greedy))
+        logits, tokens = self._outcome(Size(packed.num_seqs, packed.num_tokens, members.greedy, step.has_adapters))
         if tokens is not None and members.samples.has_drafts and not members.samples.all_drafted:
             self._sampler.store_undrafted(tokens, members.samples)
         return Computed(logits=WholeLogits(logits, self._sampler), tokens=tokens)
@@ -102,7 +103,7 @@ class CapturedSteps:
         return needed <= self._free_bytes
 
     def _compute(self, size: Size) -> Outcome:
-        logits = self._work.logits(self._buffer, size.num_seqs, size.num_tokens)
+        logits = self._work.logits(self._buffer, size.num_seqs, size.num_tokens, has_adapters=size.has_adapters)
         if not size.samples:
             return logits, None
         stores = size.num_tokens == size.num_seqs  # rows with drafts are set once these are compared

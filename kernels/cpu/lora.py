@@ -1,20 +1,89 @@
-"""LoRA on a CPU: GEMMs by PyTorch in the dtype of the weights, one adapter after the other."""
+"""LoRA on a CPU: of few tokens by a kernel of our own, so that decode steps can be captured; of more by PyTorch, one
+adapter after the other.
+"""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.elementwise import gate_and_mul
+from kernels import reference
+from kernels.cpu.elementwise import FLOATS, add_scaled, gate_and_mul
+from kernels.cpu.library import library
 from kernels.cpu.matmul import linear
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Gate
+from kernels.data.layout import ADAPTER, RowState
 from kernels.data.lora import AdapterTokens, LoraWeights
 from kernels.data.quantized_weight import Weight
+
+FEW_TOKENS = 64  # as many as captured steps have; with more, a matrix is read for several tokens at once
+
+
+class _Slots(ctypes.Structure):
+    """`AdapterSlots` in lora.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "records", "out")),
+        *((name, ctypes.c_int64) for name in ("segment", "seqs", "tokens", "columns", "column")),
+    )
+
+
+class _Lora(ctypes.Structure):
+    """`Lora` in lora.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "x", "down", "up", "factor", "shift", "slots", "blocks", "inner")),
+        *((name, ctypes.c_int64) for name in ("tokens", "in", "out", "ranks", "rank", "num_blocks")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "down_stride", "up_stride", "floats_stride")),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+def adapter_slots(packed: Tensor, segment: int, num_seqs: int, num_tokens: int, state: RowState) -> Tensor:
+    """See `kernels.reference.adapter_slots`."""
+    native, records = library(), state.records
+    if native is None:
+        return reference.adapter_slots(packed, segment, num_seqs, num_tokens, state)
+    out = packed.new_empty(num_tokens)
+    tensors = packed, records, out
+    addresses = (each.data_ptr() for each in tensors)
+    struct = _Slots(*addresses, segment, num_seqs, num_tokens, records.shape[1], ADAPTER)
+    native.call("quire_adapter_slots", struct, tensors)
+    return out
+
+
+def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> bool:
+    """Compute `lora_add` in C++; False: there is no kernel for these tensors."""
+    native, w = library(), weights
+    if (
+        native is None
+        or len(y) > FEW_TOKENS
+        or tokens.numbers is not None
+        or y.dtype not in FLOATS
+        or any(each.dtype != y.dtype for each in (x, w.down, w.up))
+        or x.stride(1) != 1
+        or not y.is_contiguous()
+    ):
+        return False
+    ranks = w.down.shape[1]
+    inner = torch.empty(len(y), ranks, dtype=torch.float32)
+    tensors = y, x, w.down, w.up, w.factor, w.shift, tokens.slots, w.blocks, inner
+    struct = _Lora(
+        *(each.data_ptr() for each in tensors),
+        len(y), x.shape[1], y.shape[1], ranks, w.rank, len(w.blocks),
+        x.stride(0), w.down.stride(0), w.up.stride(0), w.factor.stride(0), y.dtype == torch.bfloat16,
+    )  # fmt: skip
+    native.call("quire_lora_add", struct, tensors)
+    return True
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
     """See `kernels.reference.lora_add`."""
+    if _native_add(y, x, weights, tokens):
+        return y
     rank = weights.rank
     for slot, some in tokens.by_slot:
         own = x if some is None else x[some]
@@ -50,4 +119,4 @@ def adapted_linear(
     y = lora_add(linear(value, weight, bias), value, lora, tokens)
     if gate is not None:
         y = gate_and_mul(y, gate)
-    return y if residual is None else residual.add_(y)
+    return y if residual is None else add_scaled(residual, y)

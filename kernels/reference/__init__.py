@@ -32,7 +32,7 @@ from kernels.reference.latent import (
     latent_attention_prefill,
     rotate_and_store,
 )
-from kernels.reference.lora import adapted_linear, fuses_adapters, lora_add
+from kernels.reference.lora import adapted_linear, adapter_slots, fuses_adapters, lora_add
 from kernels.reference.mamba2 import grouped_rms_norm, mamba2
 from kernels.reference.matmul import (
     linear,
@@ -79,6 +79,7 @@ __all__ = [
     "absorb_and_store",
     "activation",
     "adapted_linear",
+    "adapter_slots",
     "add_rms_norm",
     "add_scaled",
     "best_keys",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.data.activation import Gate
+from kernels.data.layout import ADAPTER, RowState
 from kernels.data.lora import AdapterTokens, LoraWeights
 from kernels.data.quantized_weight import Weight
 from kernels.reference.activation import gate_and_mul
@@ -30,6 +32,16 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
             )
         y[at] = result.to(y.dtype)
     return y
+
+
+def adapter_slots(packed: Tensor, segment: int, num_seqs: int, num_tokens: int, state: RowState) -> Tensor:
+    """Return the slots [T] int32 of a packed step's tokens, -1: none. packed, state: see `kernels.data.layout`."""
+    slots = state.records[packed[:num_seqs].long(), ADAPTER] - 1
+    if num_tokens != num_seqs:
+        ends = packed[segment + 1 : segment + num_seqs + 1]
+        index = torch.arange(num_tokens, dtype=ends.dtype, device=ends.device)
+        slots = slots[torch.searchsorted(ends, index, right=True).clamp(max=num_seqs - 1)]
+    return slots.int()
 
 
 def fuses_adapters(x: Tensor, weight: Weight, lora: LoraWeights, gate: Gate | None = None) -> bool:

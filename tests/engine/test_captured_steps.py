@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import kernels
-from engine import LLM, SamplingParams
+from engine import LLM, LoRARequest, SamplingParams
 from engine.worker.captured_steps import CapturedSteps
 from kernels.cpu import build, library
 from tests.oracles.families import make_checkpoint
+from tests.oracles.random_adapters import write_random_adapter
 
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (5, 40, 9, 17, 3)]
 PARAMS = [
@@ -87,3 +88,31 @@ def test_families_whose_steps_are_captured(tmp_path: Path, monkeypatch: pytest.M
     assert all(replays)
     if family in HYBRIDS:
         assert answers(tmp_path, skip_tokenizer_init=True, enforce_eager=True) == captured
+
+
+def test_steps_with_adapters_are_captured(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches mix adapters and none; each token is the same as in steps that are not captured."""
+    if library.library() is None:
+        pytest.skip("no compiler is installed")
+    adapters = [write_random_adapter(tmp_path / str(i), tiny_model, rank, i) for i, rank in enumerate((4, 16))]
+    requests = [None, *(LoRARequest(each.name, i + 1, str(each)) for i, each in enumerate(adapters))]
+    replays, record = [], kernels.record
+
+    def noted(work: Any) -> Any:
+        recorded = record(work)
+        replays.append(recorded.replay)
+        return recorded
+
+    monkeypatch.setattr(kernels, "record", noted)
+    found = []
+    for eager in (False, True):
+        llm = LLM(
+            model=str(tiny_model), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, enable_lora=True,
+            enforce_eager=eager, skip_tokenizer_init=True,
+        )  # fmt: skip
+        each = [requests[i % 3] for i in range(len(PROMPTS))]
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=each)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    assert len(replays) > 1
+    assert all(replays)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import AdapterTokens, reference
 from kernels.cpu import lora as cpu
+from kernels.data.layout import ADAPTER, RowState
 from tests.oracles.random_adapters import merged, random_slots
 
 SLOTS = [2, -1, 0, 2, 2, -1, 3, 0, 2]
@@ -28,6 +29,33 @@ def test_adapters_change_their_tokens_as_merged_matrices_do(
     assert got is y
     limit = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_a_cpu_in_each_instruction_set(backend: str, dtype: torch.dtype) -> None:
+    """Matrices that are no whole vectors; a token's bytes do not depend on the others."""
+    torch.manual_seed(0)
+    weights, slots = random_slots(4, 16, 45, (24, 9, 100), dtype=dtype), torch.tensor(SLOTS, dtype=torch.int32)
+    x, y = torch.randn(len(SLOTS), 45).to(dtype), torch.randn(len(SLOTS), 133).to(dtype)
+    want, own = merged(y, x, weights, slots), y[2:3].clone()
+    got = cpu.lora_add(y, x, weights, AdapterTokens(slots, 4))
+    limit = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+    if backend != "no compiler":
+        assert torch.equal(cpu.lora_add(own, x[2:3], weights, AdapterTokens(slots[2:3], 4)), got[2:3])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 9])
+def test_slots_of_a_packed_step(backend: str, num_tokens: int) -> None:
+    state = RowState.allocate(6, 1, 1, torch.device("cpu"))
+    state.records[:, ADAPTER] = torch.tensor([3, 0, 1, 2, 0, 0])
+    starts = [0, 1, 2, 3] if num_tokens == 3 else [0, 4, 5, 8]  # then a token of no sequence
+    packed = torch.tensor([2, 1, 0, -7, *starts], dtype=torch.int32)
+    counts = torch.tensor(starts).diff()
+    want = torch.tensor([0, -1, 2]).repeat_interleave(counts)
+    want = torch.cat([want, torch.full((num_tokens - len(want),), 2)]).int()
+    for found in (cpu.adapter_slots, reference.adapter_slots):
+        assert torch.equal(found(packed, 4, 3, num_tokens, state), want)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 70, 1500])
