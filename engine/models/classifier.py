@@ -54,6 +54,10 @@ class Classifier:
         """True if each token has labels."""
         return self.pooling == "all"
 
+    def best(self, scores: Sequence[float]) -> str:
+        """Return the label with the highest score."""
+        return self.labels[max(range(len(scores)), key=scores.__getitem__)]
+
     def scores(self, hidden: Sequence[float], *, activated: bool = True) -> list[float]:
         """Return the score of each label. hidden: the last token's, after the final norm; or logits, if the worker has
         computed these. activated: no bare logits.

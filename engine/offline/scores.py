@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 
 from engine.models.classifier import Classifier
 from engine.processing.input_processor import InputProcessor
@@ -67,10 +66,8 @@ def classified(classifier: Classifier, embedded: Sequence[EmbeddingRequestOutput
     found = []
     for each in embedded:
         probs = classifier.scores(each.outputs.embedding)
-        label = classifier.labels[max(range(len(probs)), key=probs.__getitem__)]
-        found.append(
-            ClassificationRequestOutput(each.request_id, ClassificationOutput(probs, label), each.prompt_token_ids)
-        )
+        output = ClassificationOutput(probs, classifier.best(probs))
+        found.append(ClassificationRequestOutput(each.request_id, output, each.prompt_token_ids))
     return found
 
 
@@ -105,7 +102,7 @@ def similarities(embedded: Sequence[EmbeddingRequestOutput]) -> list[ScoringRequ
     return [
         ScoringRequestOutput(
             first.request_id,
-            ScoringOutput(sum(map(mul, first.outputs.embedding, second.outputs.embedding))),
+            ScoringOutput(first.outputs.similarity(second.outputs)),
             [*first.prompt_token_ids, *second.prompt_token_ids],
         )
         for first, second in zip(embedded[::2], embedded[1::2], strict=True)

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 from typing import Protocol
 
 from engine.core.batch import EngineOutput, StepOutputs, TokenLogprobs
@@ -106,6 +107,10 @@ class EmbeddingOutput:
     @property
     def hidden_size(self) -> int:
         return len(self.embedding)
+
+    def similarity(self, other: EmbeddingOutput) -> float:
+        """Return the cosine similarity of two embeddings of length 1."""
+        return sum(map(mul, self.embedding, other.embedding))
 
 
 @dataclass(slots=True)

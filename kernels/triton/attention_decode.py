@@ -255,19 +255,9 @@ def _arrive(
             if complete:
                 tl.debug_barrier()
                 acc, m, l = _merged(
-                    partial_out,
-                    partial_stats,
-                    first,
-                    first,
-                    1,
-                    neighbours,
-                    pair_start,
-                    per_program,
-                    num_rows,
-                    ROWS,
-                    HEAD_DIM,
-                    D_PAD,
-                )
+                    partial_out, partial_stats, first, first, 1, neighbours, pair_start, per_program, num_rows, ROWS,
+                    HEAD_DIM, D_PAD,
+                )  # fmt: skip
                 tl.debug_barrier()  # every part is read before one of them is overwritten
                 tl.store(partial_out + (part * ROWS + g)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
                 tl.store(partial_stats + part * 2 * ROWS + g, m, mask=g < num_rows)

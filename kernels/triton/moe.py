@@ -80,16 +80,9 @@ def _add_product(
 
 @triton.jit
 def _of_rows(
-    acc,
-    rows,
-    scale,
-    factor,
-    bias,
-    WHOLE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FACTOR: tl.constexpr,
+    acc, rows, scale, factor, bias, WHOLE_ROWS: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr,
     BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """acc times the scales of whole rows, plus the bias."""
     if WHOLE_ROWS:
         acc *= _scales(tl.load(scale + rows // ROWS))[:, None]

@@ -129,41 +129,15 @@ def _load_tiles(
         for i in range(vertical):
             start = (first + i * SPARSE[2]) * BLOCK_N
             _load_tile(
-                desc,
-                boxes,
-                full,
-                empty,
-                step,
-                table,
-                start,
-                oldest,
-                context_len,
-                kv_head,
-                BLOCK_N,
-                PAGE,
-                STAGES,
-                PANELS,
-                WINDOW,
-            )
+                desc, boxes, full, empty, step, table, start, oldest, context_len, kv_head, BLOCK_N, PAGE, STAGES,
+                PANELS, WINDOW,
+            )  # fmt: skip
             step += 1
     for start in range(oldest // BLOCK_N * BLOCK_N, end, BLOCK_N):
         _load_tile(
-            desc,
-            boxes,
-            full,
-            empty,
-            step,
-            table,
-            start,
-            oldest,
-            context_len,
-            kv_head,
-            BLOCK_N,
-            PAGE,
-            STAGES,
-            PANELS,
+            desc, boxes, full, empty, step, table, start, oldest, context_len, kv_head, BLOCK_N, PAGE, STAGES, PANELS,
             WINDOW,
-        )
+        )  # fmt: skip
         step += 1
     return step
 
@@ -242,18 +216,9 @@ def _float16_pairs(chunk):
 
 @gluon.jit
 def _ask_codes(
-    desc,
-    codes,
-    full,
-    blocks,
-    start,
-    context_len,
-    kv_head,
-    pred,
-    BLOCK_N: gl.constexpr,
-    PAGE: gl.constexpr,
+    desc, codes, full, blocks, start, context_len, kv_head, pred, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     HALVES: gl.constexpr,
-):
+):  # fmt: skip
     """Ask for the e4m3 codes of a tile of keys (or values), if `pred`."""
     BOX: gl.constexpr = desc.block_shape[2]
     PANELS: gl.constexpr = HALVES * 64 // desc.block_shape[3]

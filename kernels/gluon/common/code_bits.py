@@ -211,16 +211,9 @@ def decode_scaled(
 
 @gluon.jit
 def decode_half_scaled(
-    words,
-    zero,
-    scale,
-    HALF: gl.constexpr,
-    KIND: gl.constexpr,
-    ZERO: gl.constexpr,
-    FRACTIONS: gl.constexpr,
-    CUT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+    words, zero, scale, HALF: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr, FRACTIONS: gl.constexpr,
+    CUT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Dequantise the low (or only) codes as `decode_scaled`, or with HALF the high ones: `zero` and `scale` are
     theirs.
     """

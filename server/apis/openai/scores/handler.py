@@ -6,8 +6,6 @@ score is the cosine similarity of the embeddings.
 
 from __future__ import annotations
 
-from operator import mul
-
 from fastapi import FastAPI, Request, Response
 
 from engine import Classifier, EmbeddingOutput
@@ -64,7 +62,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         data = [
             {
                 "index": index,
-                "label": classifier.labels[max(range(len(probs)), key=probs.__getitem__)],
+                "label": classifier.best(probs),
                 "probs": probs,
                 "num_classes": len(probs),
             }
@@ -120,8 +118,8 @@ def _activated(classifier: Classifier, states: list[bytes], is_activated: bool) 
 
 def _cosines(texts: list[str], embeddings: list[bytes], pairs: list[Pair]) -> list[float]:
     """Return the cosine similarity of each pair. `embeddings`: those of `texts`, normalised to length 1."""
-    vectors = {text: EmbeddingOutput.read(each).embedding for text, each in zip(texts, embeddings, strict=True)}
-    return [sum(map(mul, vectors[first], vectors[second])) for first, second in pairs]
+    vectors = {text: EmbeddingOutput.read(each) for text, each in zip(texts, embeddings, strict=True)}
+    return [vectors[first].similarity(vectors[second]) for first, second in pairs]
 
 
 def _head(generation: Generation) -> dict[str, object]:
