@@ -41,6 +41,7 @@ from kernels.data.lora import LoraWeights as LoraWeights
 from kernels.data.lora import RowGroup as RowGroup
 from kernels.data.moe import Experts as Experts
 from kernels.data.moe import Router as Router
+from kernels.data.moe import RouterArgs as RouterArgs
 from kernels.data.plan import FEW_SEQS as FEW_SEQS
 from kernels.data.plan import DecodePlan as DecodePlan
 from kernels.data.plan import latent_decode_plan as latent_decode_plan

@@ -24,7 +24,7 @@ import kernels
 from benchmarks.gpu import microseconds, need_gpus
 from benchmarks.result_files import save
 from engine.setup.machine import environment
-from kernels import ExpertWeight, Kind, QuantizedWeight, Router, Weight
+from kernels import ExpertWeight, Kind, QuantizedWeight, Router, RouterArgs, Weight
 
 BYTES_PER_US, FLOPS_PER_US = 4.49e6, 812e6  # measured on an H200: reading, and bfloat16 products
 BATCHES = 4  # of different tokens, so that the weights they read are not in L2
@@ -126,7 +126,7 @@ class Layer:
 
     def call(self, hidden: Tensor) -> Tensor:
         """The ids that were chosen; the experts' sum is added to `hidden`."""
-        normed, ids, weights = kernels.norm_route(hidden, self.norm, 1e-6, self.router, None, None, self.shape.rule)
+        normed, ids, weights = kernels.norm_route(hidden, self.norm, 1e-6, RouterArgs(self.router, self.shape.rule))
         stack = kernels.Experts(self.gate_up, self.down, *self.biases, self.shape.activation)
         kernels.experts(normed, ids, weights, stack, hidden)
         return ids

@@ -177,16 +177,15 @@ class Router(CheckpointModule):
     def forward(self, x: SublayerInput) -> tuple[Tensor, Tensor, Tensor]:
         """Route x [T, hidden]: normalised x, expert ids [T, k] int32 (-1 for padding), and weights [T, k] float32."""
         norm, slots = self.norm or x.norm, x.context.slots
+        args = kernels.RouterArgs(self.weight, self.rule, self.bias, self.correction)
         if isinstance(norm, RMSNorm) and not self.margin:
-            normed, ids, weights = kernels.norm_route(
-                x.hidden, norm.weight, norm.eps, self.weight, self.bias, self.correction, self.rule, slots
-            )
+            normed, ids, weights = kernels.norm_route(x.hidden, norm.weight, norm.eps, args, slots)
         elif self.margin:
             normed = x.value
             ids, weights = near_best(kernels.linear(normed, self.weight), self.margin, slots)
         else:
             normed = x.value
-            ids, weights = kernels.route(normed, self.weight, self.bias, self.correction, self.rule, slots)
+            ids, weights = kernels.route(normed, args, slots)
         if self.norm is not None:
             normed = x.value
         if self.expert_scale is not None:

@@ -110,7 +110,8 @@ class EmbeddingOutput:
 
     def similarity(self, other: EmbeddingOutput) -> float:
         """Return the cosine similarity of two embeddings of length 1."""
-        return sum(map(mul, self.embedding, other.embedding))
+        found: float = sum(map(mul, self.embedding, other.embedding))
+        return found
 
 
 @dataclass(slots=True)

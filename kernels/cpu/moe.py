@@ -14,7 +14,7 @@ from kernels.data.activation import ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.forms import FORMS
 from kernels.data.lora import AdapterTokens, ExpertLora
-from kernels.data.moe import Experts, Router
+from kernels.data.moe import Experts, RouterArgs
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import Weight
 from kernels.reference.moe import activate, choose_experts, expert_linear
@@ -28,31 +28,23 @@ def pack_router(weight: Tensor) -> Tensor:
     return packed
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: RouterArgs, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.route`. With a packed weight of float32, a token's result does not depend on others."""
+    weight, bias, rule = router.weight, router.bias, router.rule
     is_packed = weight.is_mkldnn or isinstance(weight, NativeWeight)
     logits = linear(to_wide(x), weight if is_packed else to_wide(weight), None if bias is None else to_wide(bias))
     scores = logits
     if rule.scoring != "softmax_chosen":
         scores = logits.softmax(-1) if rule.scoring == "softmax" else sigmoid(logits.clone())
-    return choose_experts(logits, scores, correction, rule, slots)
+    return choose_experts(logits, scores, router.correction, rule, slots)
 
 
 def norm_route(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    rule: Router,
-    slots: Tensor | None = None,
+    x: Tensor, norm_weight: Tensor, eps: float, router: RouterArgs, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.norm_route`."""
     normed = rms_norm(x, norm_weight, eps)
-    return normed, *route(normed, weight, bias, correction, rule, slots)
+    return normed, *route(normed, router, slots)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:

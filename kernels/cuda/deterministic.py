@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cuda import attention, moe
 from kernels.data.activation import Gate
 from kernels.data.attention import AttentionArgs, PagedContext
-from kernels.data.moe import Experts, Router
+from kernels.data.moe import Experts, RouterArgs
 from kernels.data.plan import prefill_tile_queries
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
@@ -90,11 +90,10 @@ def pack_experts(gate_up: Weight, down: Weight, dtype: torch.dtype) -> tuple[Wei
     return gate_up, down
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: RouterArgs, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.route`."""
-    return top_k(cuda_core_logits(x, weight, bias)[1].unsqueeze(0), correction, rule, slots)
+    logits = cuda_core_logits(x, router.weight, router.bias)[1].unsqueeze(0)
+    return top_k(logits, router.correction, router.rule, slots)
 
 
 def route_norms_apart(x: Tensor) -> bool:
@@ -103,18 +102,11 @@ def route_norms_apart(x: Tensor) -> bool:
 
 
 def norm_route(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    rule: Router,
-    slots: Tensor | None = None,
+    x: Tensor, norm_weight: Tensor, eps: float, router: RouterArgs, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.norm_route`."""
     normed = rms_norm(x, norm_weight, eps)
-    return normed, *route(normed, weight, bias, correction, rule, slots)
+    return normed, *route(normed, router, slots)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:

@@ -6,19 +6,18 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.choice import CHOICE
-from kernels.data.moe import Router
+from kernels.data.moe import RouterArgs
 from kernels.triton.norm import rms_norm
 from kernels.triton.router import cuda_core_logits, logits_in_parts, top_k
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: RouterArgs, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.route`. Tokens must be contiguous, their stride is free."""
+    weight, bias = router.weight, router.bias
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     logits = _logits(x, weight, bias) if route_norms_apart(x) else cuda_core_logits(x, weight, bias)[1].unsqueeze(0)
-    return top_k(logits, correction, rule, slots)
+    return top_k(logits, router.correction, router.rule, slots)
 
 
 def route_norms_apart(x: Tensor) -> bool:
@@ -27,23 +26,16 @@ def route_norms_apart(x: Tensor) -> bool:
 
 
 def norm_route(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    rule: Router,
-    slots: Tensor | None = None,
+    x: Tensor, norm_weight: Tensor, eps: float, router: RouterArgs, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.norm_route`. Tokens must be contiguous, their stride is free."""
     if route_norms_apart(x):
         normed = rms_norm(x, norm_weight, eps)
-        return normed, *route(normed, weight, bias, correction, rule, slots)
+        return normed, *route(normed, router, slots)
     assert x.stride(1) == 1
-    assert weight.is_contiguous()
-    normed, logits = cuda_core_logits(x, weight, bias, norm_weight, eps)
-    return normed, *top_k(logits.unsqueeze(0), correction, rule, slots)
+    assert router.weight.is_contiguous()
+    normed, logits = cuda_core_logits(x, router.weight, router.bias, norm_weight, eps)
+    return normed, *top_k(logits.unsqueeze(0), router.correction, router.rule, slots)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

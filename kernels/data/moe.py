@@ -30,6 +30,16 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterArgs:
+    """A layer's router of E experts."""
+
+    weight: Tensor  # [E, hidden], or what `pack_router` makes of it
+    rule: Router
+    bias: Tensor | None = None  # [E], of the logits
+    correction: Tensor | None = None  # [E] float32: added to the scores to choose by, not to the weights
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """The E experts of a rank, whose ids are [first, first + E). Other ids add nothing."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.data.activation import CLAMP, SLOPE, UNGATED, ExpertActivation
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
-from kernels.data.moe import Experts, Router
+from kernels.data.moe import Experts, Router, RouterArgs
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gelu_and_mul, silu_and_mul
@@ -24,20 +24,18 @@ def pack_router(weight: Tensor) -> Tensor:
     return weight
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, rule: Router, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: RouterArgs, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token's experts, the best first: ids [T, k] int32, and their weights [T, k] float32 (float64 for float64).
 
-    x [T, hidden], weight [E, hidden], bias [E]. Logits and scores are float32. correction [E] float32 is added to the
-    scores to choose by, not to the weights. slots [T] int64: where it is -1, the token is padding, and its ids are -1,
-    its weights 0.
+    x [T, hidden]. Logits and scores are float32. slots [T] int64: where it is -1, the token is padding, and its ids are
+    -1, its weights 0.
     """
+    weight, bias, rule = router.weight, router.bias, router.rule
     logits = F.linear(to_wide(x), to_wide(weight), None if bias is None else to_wide(bias))
     scores = logits
     if rule.scoring != "softmax_chosen":
         scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
-    return choose_experts(logits, scores, correction, rule, slots)
+    return choose_experts(logits, scores, router.correction, rule, slots)
 
 
 def choose_experts(
@@ -76,20 +74,13 @@ def _of_best_groups(choice: Tensor, rule: Router) -> Tensor:
 
 
 def norm_route(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    rule: Router,
-    slots: Tensor | None = None,
+    x: Tensor, norm_weight: Tensor, eps: float, router: RouterArgs, slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rms_norm(x [T, hidden], norm_weight [hidden], eps), and `route` of it: normed [T, hidden], ids and weights [T,
     k].
     """
     normed = rms_norm(x, norm_weight, eps)
-    return normed, *route(normed, weight, bias, correction, rule, slots)
+    return normed, *route(normed, router, slots)
 
 
 def route_norms_apart(x: Tensor) -> bool:

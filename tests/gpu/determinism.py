@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
 from engine.setup import deterministic as refusals
-from kernels import AttentionArgs, Experts, PagedContext, QuantizedWeight, Router
+from kernels import AttentionArgs, Experts, PagedContext, QuantizedWeight, Router, RouterArgs
 from kernels.cuda import deterministic
 from tests.gpu.checks import BF16, F16, F32, Checks
 from tests.oracles.families import VOCAB, make_checkpoint
@@ -124,7 +124,7 @@ def _check_experts(checks: Checks) -> None:
     for name, stack in (("float", floats), ("int4", codes)):
 
         def routed(at: slice) -> Sequence[Tensor]:
-            normed, ids, weights = deterministic.norm_route(x[at].clone(), norm, 1e-6, router, None, None, rule)
+            normed, ids, weights = deterministic.norm_route(x[at].clone(), norm, 1e-6, RouterArgs(router, rule))
             return ids, weights, deterministic.experts(normed, ids, weights, stack)  # noqa: B023
 
         _compare(checks, f"deterministic experts {name}", routed, range(1, MOST + 1, 7))

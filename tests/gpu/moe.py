@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import Experts, ExpertWeight, QuantizedWeight, Router, Weight, reference
+from kernels import Experts, ExpertWeight, QuantizedWeight, Router, RouterArgs, Weight, reference
 from kernels.triton.pairs import sort_pairs
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.random_weights import random_weight
@@ -61,9 +61,9 @@ def check_routers(checks: Checks, num_tokens: Sequence[int] = NUM_TOKENS) -> Non
         for count in num_tokens:
             x = checks.random(count, shape.hidden)
             weight = weight / weight.norm(dim=1, keepdim=True)
-            call = partial(kernels.norm_route, x, norm, 1e-6, weight, None, correction, shape.rule)
+            call = partial(kernels.norm_route, x, norm, 1e-6, RouterArgs(weight, shape.rule, None, correction))
             normed, ids, weights = call()
-            want_ids, want = reference.route(normed.double(), weight.double(), None, correction, shape.rule)
+            want_ids, want = reference.route(normed.double(), RouterArgs(weight.double(), shape.rule, None, correction))
             name_of_check = f"router of {name}, {count} tokens"
             error = max(
                 relative_error(normed, reference.rms_norm(x, norm, 1e-6)),

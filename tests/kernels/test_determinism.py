@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionArgs, BlockSparse, PagedContext, QuantizedWeight, SamplingRows
+from kernels import AttentionArgs, BlockSparse, PagedContext, QuantizedWeight, RouterArgs, SamplingRows
 from kernels.cpu import library
 from kernels.cpu.instruction_set import missing_features
 from kernels.data.forms import FORMS
@@ -240,7 +240,7 @@ def test_experts(kind: str) -> None:
 
         def routed(at: slice) -> Outputs:
             tokens = own(x, at)
-            ids, chosen = kernels.route(tokens, router, None, None, rule)  # noqa: B023
+            ids, chosen = kernels.route(tokens, RouterArgs(router, rule))  # noqa: B023
             return ids, chosen, kernels.experts(tokens, ids, chosen, stack)
 
         each_alone(routed, FEW)

@@ -232,8 +232,8 @@ def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
 
     x, weight, bias = tensor(tokens, 2048), tensor(128, 2048, dtype=dtype), tensor(128, dtype=dtype)
     slots = tensor(tokens, dtype=I64)
-    norm_route(x, tensor(2048), 1e-6, weight, None, None, Router(8, **rule), slots)
-    route(x, weight, bias, tensor(128, dtype=F32), Router(8, **rule))
+    norm_route(x, tensor(2048), 1e-6, kernels.RouterArgs(weight, Router(8, **rule)), slots)
+    route(x, kernels.RouterArgs(weight, Router(8, **rule), bias, tensor(128, dtype=F32)))
 
 
 def expert_weights(form: str, n: int, k: int) -> Weight:

@@ -220,10 +220,12 @@ def latent(num_heads: int, dtype: torch.dtype) -> Operations:
 def router(dtype: torch.dtype) -> Operations:
     matrix, norm = tensor(128, 2048, dtype=dtype), tensor(2048)
     rule = kernels.Router(8)
-    yield "route", lambda m: kernels.route(tensor(m, 2048), matrix, None, None, rule)
+    yield "route", lambda m: kernels.route(tensor(m, 2048), kernels.RouterArgs(matrix, rule))
     yield (
         "norm_route",
-        lambda m: kernels.norm_route(tensor(m, 2048), norm, 1e-6, matrix, None, None, rule, tensor(m, dtype=I64)),
+        lambda m: kernels.norm_route(
+            tensor(m, 2048), norm, 1e-6, kernels.RouterArgs(matrix, rule), tensor(m, dtype=I64)
+        ),
     )
 
 

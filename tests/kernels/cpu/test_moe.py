@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import Experts, QuantizedWeight, Router, Weight, reference
+from kernels import Experts, QuantizedWeight, Router, RouterArgs, Weight, reference
 from kernels.cpu import matmul, moe
 from kernels.cpu.library import library
 from kernels.cpu.packed_weight import NativeWeight
@@ -95,13 +95,13 @@ def test_a_token_alone_is_routed_as_among_others(scoring: Any, num_experts: int)
     x, norm, weight = torch.randn(33, 64), torch.rand(64), matmul.pack_weight(torch.randn(num_experts, 64))
     assert isinstance(weight, NativeWeight)
     rule = Router(4, scoring, renormalise=True)
-    together = kernels.norm_route(x, norm, 1e-5, weight, None, None, rule)
-    alone = [kernels.norm_route(row, norm, 1e-5, weight, None, None, rule) for row in x.split(1)]
+    together = kernels.norm_route(x, norm, 1e-5, RouterArgs(weight, rule))
+    alone = [kernels.norm_route(row, norm, 1e-5, RouterArgs(weight, rule)) for row in x.split(1)]
     for got, parts in zip(together, zip(*alone, strict=True), strict=True):
         assert torch.equal(got, torch.cat(parts))
     plain = torch.randn(num_experts, 64)
     torch.testing.assert_close(
-        moe.route(x, matmul.pack_weight(plain), None, None, rule)[1], reference.route(x, plain, None, None, rule)[1]
+        moe.route(x, RouterArgs(matmul.pack_weight(plain), rule))[1], reference.route(x, RouterArgs(plain, rule))[1]
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Experts, QuantizedWeight, Router, reference
+from kernels import Experts, QuantizedWeight, Router, RouterArgs, reference
 from tests.oracles.random_weights import FORMS, random_experts
 
 F64 = torch.float64
@@ -53,7 +53,7 @@ def test_route(name: str, corrected: bool) -> None:
         torch.randn(12, dtype=F64),
     )
     correction = 0.3 * torch.randn(12, dtype=F64) if corrected else torch.zeros(12, dtype=F64)
-    ids, weights = reference.route(x, weight, bias, correction if corrected else None, rule)
+    ids, weights = reference.route(x, RouterArgs(weight, rule, bias, correction if corrected else None))
     assert (ids.dtype, weights.dtype) == (torch.int32, F64)
     for token, logits in enumerate(x @ weight.T + bias):
         want = route_one(logits.tolist(), correction.tolist(), rule)
@@ -64,7 +64,7 @@ def test_route(name: str, corrected: bool) -> None:
 def test_of_equal_experts_the_lower_index_is_chosen() -> None:
     weight = torch.ones(64, 8)
     for rule in (Router(5), Router(5, "sigmoid", 8, 2, "top2")):
-        ids, weights = reference.route(torch.ones(3, 8), weight, None, None, rule)
+        ids, weights = reference.route(torch.ones(3, 8), RouterArgs(weight, rule))
         assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
         assert len(weights.unique()) == 1
 
@@ -73,7 +73,7 @@ def test_logits_are_float32_and_padding_routes_nowhere() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(4, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     slots = torch.tensor([7, -1, 0, -1])
-    ids, weights = reference.route(x, weight, None, None, Router(2), slots)
+    ids, weights = reference.route(x, RouterArgs(weight, Router(2)), slots)
     want = (x.double() @ weight.double().T).softmax(-1).topk(2)
     assert ids[slots >= 0].tolist() == want.indices[slots >= 0].tolist()
     torch.testing.assert_close(weights[slots >= 0].double(), want.values[slots >= 0], atol=1e-6, rtol=1e-5)
@@ -84,9 +84,9 @@ def test_logits_are_float32_and_padding_routes_nowhere() -> None:
 def test_norm_route() -> None:
     torch.manual_seed(0)
     x, norm, weight = torch.randn(5, 16), torch.rand(16), torch.randn(8, 16)
-    normed, ids, weights = reference.norm_route(x, norm, 1e-6, weight, None, None, Router(2))
+    normed, ids, weights = reference.norm_route(x, norm, 1e-6, RouterArgs(weight, Router(2)))
     assert torch.equal(normed, reference.rms_norm(x, norm, 1e-6))
-    for got, want in zip((ids, weights), reference.route(normed, weight, None, None, Router(2)), strict=True):
+    for got, want in zip((ids, weights), reference.route(normed, RouterArgs(weight, Router(2))), strict=True):
         assert torch.equal(got, want)
 
 

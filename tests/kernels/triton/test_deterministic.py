@@ -15,7 +15,17 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from kernels import AttentionArgs, Experts, NextNorm, PagedContext, QuantizedWeight, Router, pack_nibbles, reference
+from kernels import (
+    AttentionArgs,
+    Experts,
+    NextNorm,
+    PagedContext,
+    QuantizedWeight,
+    Router,
+    RouterArgs,
+    pack_nibbles,
+    reference,
+)
 from kernels.cuda import deterministic
 from kernels.data.quantized_weight import Weight
 
@@ -132,11 +142,11 @@ def test_experts(kind: str) -> None:
     )
 
     def routed(at: slice) -> Tensor:
-        normed, ids, weights = deterministic.norm_route(x[at], norm, 1e-5, router, None, None, rule)
+        normed, ids, weights = deterministic.norm_route(x[at], norm, 1e-5, RouterArgs(router, rule))
         return deterministic.experts(normed, ids, weights, stack, x[at].clone())
 
     got = each_alone(routed)
-    normed, ids, weights = reference.norm_route(x, norm, 1e-5, router, None, None, rule)
+    normed, ids, weights = reference.norm_route(x, norm, 1e-5, RouterArgs(router, rule))
     want = reference.experts(normed, ids, weights, stack, x.clone())
     torch.testing.assert_close(got, want, atol=0.3, rtol=0.05)
 

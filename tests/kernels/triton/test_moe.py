@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import Experts, NextNorm, QuantizedRows, QuantizedWeight, Router, reference
+from kernels import Experts, NextNorm, QuantizedRows, QuantizedWeight, Router, RouterArgs, reference
 from kernels.cuda import moe, router
 from kernels.triton.router import logits_in_parts, top_k
 from kernels.triton.scaled import quantize_rows
@@ -34,13 +34,13 @@ def test_route(name: str, num_tokens: int, corrected: bool) -> None:
     weight, bias, norm = torch.randn(60, 96) / 5, torch.randn(60) if corrected else None, torch.rand(96)
     correction = torch.randn(60) / 4 if corrected else None
     slots = torch.arange(num_tokens) - (0 if num_tokens == 1 else 1)
-    want = reference.route(x, weight, bias, correction, rule, slots)
-    got = router.route(x, weight, bias, correction, rule, slots)
+    want = reference.route(x, RouterArgs(weight, rule, bias, correction), slots)
+    got = router.route(x, RouterArgs(weight, rule, bias, correction), slots)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], atol=1e-6, rtol=1e-4)
     for result, exact_one in zip(
-        router.norm_route(x, norm, 1e-6, weight, bias, correction, rule),
-        reference.norm_route(x, norm, 1e-6, weight, bias, correction, rule),
+        router.norm_route(x, norm, 1e-6, RouterArgs(weight, rule, bias, correction)),
+        reference.norm_route(x, norm, 1e-6, RouterArgs(weight, rule, bias, correction)),
         strict=True,
     ):
         torch.testing.assert_close(result, exact_one, atol=1e-6, rtol=1e-4)
@@ -50,7 +50,7 @@ def test_route(name: str, num_tokens: int, corrected: bool) -> None:
 def test_a_norm_apart_is_one_that_a_kernel_computes_alone(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, alone = torch.randn(num_tokens, 32), Mock(wraps=reference.rms_norm)
     monkeypatch.setattr(router, "rms_norm", alone)
-    router.norm_route(x, torch.rand(32), 1e-6, torch.randn(8, 32), None, None, ROUTERS["Qwen3"])
+    router.norm_route(x, torch.rand(32), 1e-6, RouterArgs(torch.randn(8, 32), ROUTERS["Qwen3"]))
     assert router.route_norms_apart(x) == alone.called
 
 
@@ -92,7 +92,7 @@ def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_toke
     few = slice(max(num_tokens - 65, 0), None)  # the interpreter runs a program for each, one after the other
     rule, correction = Router(5, "sigmoid", 6, 3, "top2", renormalise=True), torch.randn(60) / 4
     ids, weights = top_k(got[:, few].contiguous(), correction, rule, None)
-    want_ids, wanted = reference.route(x[few].double(), weight.double(), bias.double(), correction, rule)
+    want_ids, wanted = reference.route(x[few].double(), RouterArgs(weight.double(), rule, bias.double(), correction))
     same = (ids == want_ids).all(1)
     assert same.double().mean() > 0.999
     torch.testing.assert_close(weights[same].double(), wanted[same].double(), atol=1e-6, rtol=1e-5)
@@ -101,7 +101,7 @@ def test_logits_in_parts(dtype: torch.dtype, weight_dtype: torch.dtype, num_toke
 @pytest.mark.parametrize("num_tokens", [2, 66])
 @pytest.mark.parametrize("rule", [Router(5), Router(5, "sigmoid", 8, 2, "top2"), Router(5, "softmax_chosen")])
 def test_of_equal_experts_the_lower_index_is_chosen(num_tokens: int, rule: Router) -> None:
-    ids, weights = router.route(torch.ones(num_tokens, 8), torch.ones(64, 8), None, None, rule)
+    ids, weights = router.route(torch.ones(num_tokens, 8), RouterArgs(torch.ones(64, 8), rule))
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * num_tokens
     assert len(weights.unique()) == 1
 
