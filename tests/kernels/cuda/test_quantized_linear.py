@@ -115,7 +115,7 @@ def test_a_norm_with_the_sum_before(
     """QuantizedRows where the next product rounds it, it gives what that product's own norm gives."""
     monkeypatch.setattr(quantized_linear, "multiplies_e4m3", lambda device: True)
     first: Weight = torch.randn(256, 256) if form == "float" else random_weight(form, 256, 256)
-    second: Weight = torch.randn(512, 256) if form == "float" else random_weight(form, 512, 256)
+    second: Weight = torch.randn(256, 256) if form == "float" else random_weight(form, 256, 256)
     residual, x, weight, bias = (
         torch.randn(num_tokens, 256),
         torch.randn(num_tokens, 256),

@@ -79,12 +79,12 @@ def test_parts_of_the_channels(without_layouts: None, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("form", "height"),
     [
-        ("int4 asymmetric", 128),
+        pytest.param("int4 asymmetric", 128, marks=pytest.mark.slow),
         ("int4 asymmetric", 192),
         ("int8 groups", 256),
         ("mxfp4", 128),
-        ("mxfp4", 256),
-        ("fp8", 192),
+        pytest.param("mxfp4", 256, marks=pytest.mark.slow),
+        pytest.param("fp8", 192, marks=pytest.mark.slow),
     ],
 )
 def test_tiles_of_many_tokens(form: str, height: int, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,7 @@ def packed(gate_up: QuantizedWeight, down: QuantizedWeight) -> Any:
 
 
 def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", first: int = 0) -> None:
-    """Check a rank that holds 6 experts from `first` on, among 8, with padding: in `out` and added to the residual
-    stream.
-    """
+    """Check a rank that holds 6 experts from `first` on, among 8, with padding: added to the residual stream."""
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 2 * hidden).bfloat16()[:, :hidden]
     ids, weights = torch.rand(num_tokens, 8).argsort(1)[:, :3].int(), torch.rand(num_tokens, 3)
@@ -50,8 +48,6 @@ def check(num_tokens: int, hidden: int, inner: int, activation: Any = "silu", fi
     gate_up, down = (random_experts("fp8 blocks", 6, *shape) for shape in ((2 * inner, hidden), (hidden, inner)))
     want = rounded_experts(x, ids, weights, gate_up, down, activation, first=first)
     gate_up, down = packed(gate_up, down)
-    got = moe.experts(x, ids, weights, Experts(gate_up, down, activation=activation, first=first))
-    assert (got.double() - want).norm() < 8e-3 * want.norm()
     residual = torch.randn(num_tokens, hidden).bfloat16()
     added = moe.experts(
         x, ids, weights, Experts(gate_up, down, activation=activation, first=first), add_to=residual.clone()
