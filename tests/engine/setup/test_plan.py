@@ -28,10 +28,16 @@ RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 GIB = 1 << 30
 
 
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models' folders are: the weights of a folder are counted once."""
+    return tmp_path_factory.mktemp("shapes")
+
+
 @pytest.fixture
-def plan_of(tmp_path: Path) -> Any:
+def plan_of(shapes: Path) -> Any:
     def plan_of(shape: str, gpu: str = "h200", **settings: Any) -> Plan:
-        return make_plan(EngineConfig(model=str(model_folder(shape, tmp_path)), **settings), find_gpu(gpu))
+        return make_plan(EngineConfig(model=str(model_folder(shape, shapes)), **settings), find_gpu(gpu))
 
     return plan_of
 
@@ -108,8 +114,8 @@ def test_plans_of_a_model_count_its_weights_once(tmp_path: Path, monkeypatch: py
     assert count.call_count == 5
 
 
-def test_offline_steps_that_decompress_experts_are_larger(tmp_path: Path) -> None:
-    folder = str(model_folder("qwen3-30b-a3b", tmp_path))
+def test_offline_steps_that_decompress_experts_are_larger(shapes: Path) -> None:
+    folder = str(model_folder("qwen3-30b-a3b", shapes))
 
     def size(gpu: str, offline: bool, **settings: Any) -> int:
         config = EngineConfig(model=folder, **settings)
@@ -172,8 +178,8 @@ def test_a_context_that_does_not_fit_is_shortened_unless_it_was_asked_for(plan_o
     assert plan_of("llama-3.1-8b", "16GB").max_model_len == 0
 
 
-def test_flags_that_make_it_fit(plan_of: Any, tmp_path: Path) -> None:
-    config = EngineConfig(model=str(model_folder("qwen3-32b", tmp_path)))
+def test_flags_that_make_it_fit(shapes: Path) -> None:
+    config = EngineConfig(model=str(model_folder("qwen3-32b", shapes)))
     fits = {flags: plan.max_model_len > 0 for flags, plan in alternatives(config, GPUS["l40s"])}
     assert fits == {
         "--kv-cache-dtype fp8": False,
@@ -206,15 +212,14 @@ def measured() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def h200_plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def h200_plan(shapes: Path) -> Any:
     """Plans by shape and settings, made once."""
     made: dict[str, Plan] = {}
 
     def plan(shape: str, settings: dict[str, Any]) -> Plan:
         key = f"{shape} {sorted(settings.items())}"
         if key not in made:
-            folder = model_folder(shape, tmp_path_factory.mktemp("shape"))
-            made[key] = make_plan(EngineConfig(model=str(folder), **settings), GPUS["h200"])
+            made[key] = make_plan(EngineConfig(model=str(model_folder(shape, shapes)), **settings), GPUS["h200"])
         return made[key]
 
     return plan
@@ -294,10 +299,10 @@ def test_settings_of_the_cache_count(plan_of: Any) -> None:
     assert replace(plan, num_blocks=0).max_model_len == 0
 
 
-def test_latents_are_all_that_is_cached(plan_of: Any, tmp_path: Path) -> None:
+def test_latents_are_all_that_is_cached(plan_of: Any, shapes: Path) -> None:
     plan = plan_of("glm-4.7-flash")
     assert plan.kv_bytes(1) == 47 * (512 + 64) * 2
-    config = EngineConfig(model=str(model_folder("glm-4.7-flash", tmp_path)))
+    config = EngineConfig(model=str(model_folder("glm-4.7-flash", shapes)))
     flags = [flags for flags, _ in alternatives(config, GPUS["h200"])]
     assert "--tensor-parallel-size 4" in flags
     assert "--kv-cache-dtype fp8" not in flags, "it is refused for latents"

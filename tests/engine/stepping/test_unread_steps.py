@@ -73,7 +73,7 @@ def device_tensors(runner: ModelRunner) -> list[Tensor]:
     return [runner.sampler._mask_of, *(value for value in values if isinstance(value, Tensor))]
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_stages", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_masks_stay_until_the_device_has_read_them(demo_model: Path, num_stages: int) -> None:
     def late(runner: ModelRunner) -> Callable[[], None]:
         saved = [tensor.clone() for tensor in device_tensors(runner)]
@@ -105,7 +105,7 @@ def test_masks_stay_until_the_device_has_read_them(demo_model: Path, num_stages:
         assert re.fullmatch(pattern, text)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_stages", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5, 8))])
 def test_packed_steps_stay_until_the_device_has_read_them(demo_model: Path, num_stages: int) -> None:
     packed: list[PackedStep] = []
     stayed: list[bool] = []
