@@ -13,12 +13,22 @@ from tests.support.page_stub import Stub
 
 pytestmark = pytest.mark.heavy
 
+LOOKS = [
+    ("light", "desktop"),
+    ("dark", "phone"),
+    pytest.param("light", "phone", marks=pytest.mark.slow),
+    pytest.param("dark", "desktop", marks=pytest.mark.slow),
+]
+# Until nothing changes its colour or place any more, except what turns for ever.
+FADED = """() => Promise.all(document.getAnimations()
+  .filter((each) => each.effect.getComputedTiming().endTime < Infinity)
+  .map((each) => each.finished.catch(() => {})))"""
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 
 
 def serious(page: ChatPage) -> list[Any]:
     """Findings of axe-core that are serious or worse."""
-    page.tab.wait_for_timeout(1000)  # colours fade in
+    page.run(FADED)
     found = page.run("async () => (await axe.run()).violations")
     return [
         (each["id"], [node["target"] for node in each["nodes"]])
@@ -27,8 +37,7 @@ def serious(page: ChatPage) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("theme", "size"), LOOKS)
 def test_nothing_serious(browser: Any, stub: Stub, url: str, theme: str, size: str) -> None:
     context = browser.new_context(viewport=SIZES[size], color_scheme=theme, bypass_csp=True, reduced_motion="reduce")
     page = ChatPage(context.new_page()).open(url)

@@ -14,7 +14,7 @@ from server.app import create_app
 from server.chat_page import page_with
 from server.settings import ServerConfig
 from tests.server.page.conftest import serving
-from tests.server.page.test_accessible import AXE, serious
+from tests.server.page.test_accessible import AXE, LOOKS, serious
 from tests.support.chat_page import SIZES, ChatPage
 from tests.support.fake_engine import ANSWER, FakeEngine
 
@@ -96,8 +96,7 @@ def test_a_chat_with_a_model_of_the_other_server(page: ChatPage, servers: tuple[
     page.wait_for_status("ready")  # the page's own server is not blamed
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("theme", "size"), LOOKS)
 def test_nothing_serious_with_others(browser: Any, servers: tuple[str, str], theme: str, size: str) -> None:
     context = browser.new_context(viewport=SIZES[size], color_scheme=theme, bypass_csp=True, reduced_motion="reduce")
     page = _with_key(ChatPage(context.new_page()), servers[0])
