@@ -157,7 +157,7 @@ def test_any_answer_can_be_continued(serve: Serve, name: str) -> None:
     """Random answers, cut anywhere, are sent back in the API that gave them, twice."""
     live = start(serve, templates.ALL[name])
     dice = random.Random(name)
-    for _ in range(12):
+    for _ in range(6):
         text = "".join(dice.choices(FRAGMENTS, k=dice.randrange(1, 8)))
         assert live.engine.tokenizer is not None
         cut = dice.randrange(1, len(live.engine.tokenizer.encode(text)) + 2)

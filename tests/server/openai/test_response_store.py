@@ -104,13 +104,13 @@ def test_counts_stay_true_at_random() -> None:
 
 def test_memory_is_bounded_by_what_is_counted() -> None:
     """Long chains of many small messages, which cost far more as objects than as text."""
-    bound = 1 << 20
+    bound = 1 << 18
     gc.collect()
     tracemalloc.start()
     try:
         store, previous = ResponseStore(10_000, max_bytes=bound), None
         for number in range(90):
-            stored = response("ab", previous=previous, items=300, name=str(number))
+            stored = response("ab", previous=previous, items=75, name=str(number))
             store.put("", str(number), stored)
             previous = stored.turn if number % 40 else None
         del stored, previous
