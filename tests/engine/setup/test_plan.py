@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models' folders are: the weights of a folder are counted once."""
+    """A folder for models' folders: the weights of each are counted once."""
     return tmp_path_factory.mktemp("shapes")
 
 
