@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -37,10 +38,15 @@ def quicken() -> None:
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patched_once(interpreter._patch_lang)
+    interpreter._patch_builtin = _found_once()
+    interpreter.TensorHandle.__init__ = _unchecked
+    tl.core._unwrap_if_constexpr = _unwrapped(tl.core._unwrap_if_constexpr)
+    tl.dtype.__eq__ = _same_name
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     tl.block_type.__init__ = _made_once(tl.block_type.__init__)
     tl.tensor.__init__ = _shaped_once(tl.tensor.__init__)
     semantic = tl.semantic.TritonSemantic
+    semantic.cast = _cast_to_another(semantic.cast)
     if hasattr(semantic, "binary_op_type_checking_impl"):
         semantic.binary_op_type_checking_impl = _operands_as_they_are(semantic.binary_op_type_checking_impl)
         semantic.broadcast_impl_value = _broadcast_as_before(semantic.broadcast_impl_value)
@@ -72,6 +78,64 @@ def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return interpreter._LangPatchScope() if not any(map(tl.core.is_builtin, replaced)) else patch(fn)
 
     return patch_lang
+
+
+def _found_once() -> Callable[..., None]:
+    """Builtins of the language stay the same; they are called without their check of arguments."""
+    found: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            members = inspect.getmembers(package)
+            found[package] = [(name, _builtin(member)) for name, member in members if tl.core.is_builtin(member)]
+        for name, member in found[package]:
+            scope.set_attr(package, name, member)
+
+    return patch_builtin
+
+
+def _builtin(member: Any) -> Callable[..., Any]:
+    inner = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = interpreter.interpreter_semantic
+        return inner(*args, **named)
+
+    return call
+
+
+def _unchecked(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    """Initialise a `TensorHandle`, without comparing the widths of its two types."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+def _unwrapped(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Most values are neither constants nor lists of them."""
+    plain = {int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.pointer_type, tl.block_type}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is tl.constexpr else unwrap(value)
+
+    return unwrap_if_constexpr
+
+
+def _same_name(self: tl.dtype, other: object) -> bool:
+    if self is other:
+        return True
+    other = other.value if isinstance(other, tl.constexpr) else other
+    return isinstance(other, tl.dtype) and self.name == other.name
+
+
+def _cast_to_another(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Most tensors have the type that they shall have."""
+
+    def cast_to(self: Any, tensor: Any, dtype: Any, *rounding: Any, **named: Any) -> Any:
+        return tensor if tensor.dtype is dtype else cast(self, tensor, dtype, *rounding, **named)
+
+    return cast_to
 
 
 def _looked_up_once(np_dtype: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
@@ -116,7 +180,7 @@ def _shaped_once(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _operands_as_they_are(check: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Tensors of one type need no conversion, and a number becomes the same block each time."""
+    """Tensors of one type and offsets of pointers need no conversion, and a number becomes the same block each time."""
     blocks: dict[tuple[Any, ...], Any] = {}
 
     def operands(
@@ -132,8 +196,12 @@ def _operands_as_they_are(check: Callable[..., tuple[Any, Any]]) -> Callable[...
         if self.builder is not interpreter.interpreter_builder:
             return check(self, lhs, rhs, *how)
         is_left, is_right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
-        if is_left and is_right and lhs.type.name == rhs.type.name and not div_or_mod and not lhs.dtype.is_ptr():
-            return lhs, rhs
+        if is_left and is_right and not div_or_mod and arithmetic_check:
+            left, right = lhs.dtype, rhs.dtype
+            if left.name == right.name and not left.is_ptr():
+                return (lhs, rhs) if lhs.type.name == rhs.type.name else self.broadcast_impl_value(lhs, rhs)
+            if allow_lhs_ptr and left.is_ptr() and right.is_int():
+                return self.broadcast_impl_value(lhs, rhs)
         tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
         if is_left == is_right or not isinstance(number, (int, float)):
             return check(self, lhs, rhs, *how)
