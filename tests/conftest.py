@@ -2,6 +2,7 @@
 them.
 """
 
+import gc
 import logging
 import os
 import random
@@ -28,6 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # In the background Ctrl-C is ignored, also by what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays: the modules, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,6 +89,15 @@ def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     return write_model(folder, experts=request.config.getoption("--experts"))
+
+
+@pytest.fixture(scope="session")
+def shallow_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_model` with one layer, for where each layer takes long."""
+    from tests.support.tiny_model import write_model
+
+    folder = tmp_path_factory.mktemp("models") / "shallow"
+    return write_model(folder, experts=request.config.getoption("--experts"), num_layers=1)
 
 
 @pytest.fixture(scope="session")

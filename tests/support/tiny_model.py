@@ -39,9 +39,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model(folder: Path, experts: bool = False) -> Path:
+def write_model(folder: Path, experts: bool = False, num_layers: int = 2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | (EXPERTS if experts else {})))
+    config = CONFIG | {"num_hidden_layers": num_layers} | (EXPERTS if experts else {})
+    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -49,7 +50,7 @@ def write_model(folder: Path, experts: bool = False) -> Path:
 
     hidden, inner = 64, 128
     tensors = {"model.embed_tokens.weight": weight(300, hidden), "model.norm.weight": torch.ones(hidden)}
-    for i in range(2):
+    for i in range(num_layers):
         layer = f"model.layers.{i}."
         tensors |= {
             layer + "input_layernorm.weight": torch.ones(hidden),
