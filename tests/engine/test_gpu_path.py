@@ -47,10 +47,10 @@ def test_tokens_are_those_of_the_cpu(tiny_model: Path, request: pytest.FixtureRe
 
 
 def test_tokens_with_drafts_that_graphs_of_decode_steps_verify(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    shallow_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     names = ["greedy", "long prompt", "sampled", "word"]
-    expected = answers(tiny_model, names)
+    expected = answers(shallow_model, names)
     request.getfixturevalue("gpu")
     monkeypatch.setattr(options, "STEP_DRAFTS", 4)
     monkeypatch.setattr(options, "SPLIT_DRAFTS", True)
@@ -76,28 +76,28 @@ def test_tokens_with_drafts_that_graphs_of_decode_steps_verify(
     run = DecodeGraphs.run
     monkeypatch.setattr(DecodeGraphs, "run", noted)
     settings = {"num_speculative_tokens": 3, "enable_adaptive_verification": False}
-    assert answers(tiny_model, names, begin, speculative_config=settings, num_gpu_blocks_override=24) == expected
+    assert answers(shallow_model, names, begin, speculative_config=settings, num_gpu_blocks_override=24) == expected
     assert 8 in sizes, "padded sizes of steps with drafts"
     assert 0 < counts[0].num_accepted_tokens < counts[0].num_draft_tokens
 
 
-def test_tokens_over_an_fp8_cache(tiny_model: Path, request: pytest.FixtureRequest) -> None:
+def test_tokens_over_an_fp8_cache(shallow_model: Path, request: pytest.FixtureRequest) -> None:
     settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "max_num_seqs": 2}
     names = ["greedy", "long prompt"]
-    expected = answers(tiny_model, names, **settings)
-    assert expected != answers(tiny_model, names)
+    expected = answers(shallow_model, names, **settings)
+    assert expected != answers(shallow_model, names)
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
-    assert answers(tiny_model, names, **settings) == expected
+    assert answers(shallow_model, names, **settings) == expected
 
 
 def test_tokens_over_wide_pages_of_an_fp8_cache(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    shallow_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Prompts beside decodes, and the full step at start-up."""
     settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
     names = ["greedy", "long prompt", "late"]
-    expected = answers(tiny_model, names, **settings)
+    expected = answers(shallow_model, names, **settings)
     request.getfixturevalue("gpu")
     request.getfixturevalue("exact_float8")
     monkeypatch.setattr(fp8_prefill, "can_gain", lambda *_: True)
@@ -112,23 +112,23 @@ def test_tokens_over_wide_pages_of_an_fp8_cache(
         return found
 
     monkeypatch.setattr(Fp8PrefillAttention, "metadata", counted)
-    assert answers(tiny_model, names, **settings) == expected
+    assert answers(shallow_model, names, **settings) == expected
     assert (0, [24], [48]) in steps, "the full step"
     assert any(num_decodes for num_decodes, _, _ in steps)
 
 
 @pytest.mark.parametrize("form", ["fp8 by row", "fp8 blocks"])
 def test_tokens_of_what_is_rounded_where_it_is_computed(
-    form: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    form: str, shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Norms, and attention where a scale is a head's: as if the products themselves rounded them."""
-    names, model = ["greedy", "long prompt"], tiny_model
+    names, model = ["greedy", "long prompt"], shallow_model
     settings: dict[str, Any] = {"quantization": "fp8", "max_num_seqs": 2}
     if form == "fp8 blocks":
         pytest.importorskip("transformers")
         make_quantised(
             "qwen3_moe fp8-deepseek", tmp_path,
-            shape={"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 2},
+            shape={"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 1},
         )  # fmt: skip
         settings, model = {"skip_tokenizer_init": True, "max_num_seqs": 2}, tmp_path
     request.getfixturevalue("gpu")

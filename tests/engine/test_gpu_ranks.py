@@ -56,7 +56,7 @@ class SharedMemory:
         return torch.tensor([self.of(rank, name, 1, torch.uint8).data_ptr() for rank in range(SIZE)])
 
 
-def join(build: connections.Build) -> Membership:
+def join(build: connections.Build, losses: object = None) -> Membership:
     size = build.shard.size * build.stage.count
     patience = timedelta(minutes=5)  # then the test fails instead of waiting for a rank that is stuck
     dist.init_process_group("gloo", build.rendezvous, patience, size, build.rank)
@@ -89,14 +89,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ids=["few tokens at once", "prefill graphs, and norms with the sums"],
 )
 def test_tokens_are_those_of_one_rank(
-    tiny_model: Path,
+    shallow_model: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     small_bytes: int,
 ) -> None:
     names = SOME if settings else tuple(REQUESTS)
-    expected = answers(tiny_model, names, **settings)
+    expected = answers(shallow_model, names, **settings)
     request.getfixturevalue("gpus")
     monkeypatch.setattr(gpu_communicator, "SMALL_BYTES", small_bytes)
     sums: list[tuple[Any, ...]] = []  # arguments of sums of larger tensors
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_one_rank(
 
     monkeypatch.setattr(StepSampling, "begin", begun)
     with unwritten_is_nan():
-        assert answers(tiny_model, names, tensor_parallel_size=SIZE, **settings) == expected
+        assert answers(shallow_model, names, tensor_parallel_size=SIZE, **settings) == expected
     prefill = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, torch.Tensor)]
     decode = [graph for graph in InterpretedGPU.graphs if isinstance(graph.result, tuple)]
     assert all(graph.num_replays for graph in (*decode, *prefill))
@@ -152,11 +152,11 @@ def test_tokens_are_those_of_one_stage(
 @pytest.mark.heavy
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes of the interpreter")
 def test_a_step_that_fails_on_all_ranks_is_dropped(
-    tiny_model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    shallow_model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUs keep their connections and graphs: all ranks leave the step at the same collective."""
     names = list(REQUESTS)[:1]
-    expected = answers(tiny_model, names)
+    expected = answers(shallow_model, names)
     request.getfixturevalue("gpus")
     launch, layers, count = ModelRunner.launch, Decoder.forward, 0
 
@@ -182,5 +182,5 @@ def test_a_step_that_fails_on_all_ranks_is_dropped(
 
     monkeypatch.setattr(ranks.RankedRunner, "reset", resetting)
     with unwritten_is_nan():
-        assert answers(tiny_model, names, tensor_parallel_size=SIZE) == expected
+        assert answers(shallow_model, names, tensor_parallel_size=SIZE) == expected
     assert resets[0] == 1
