@@ -107,7 +107,11 @@ def test_what_was_evicted_is_found(tiny_model: Path, expected: list[list[int]], 
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, *PARALLEL], ids=["one", "two ranks", "two stages"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, PARALLEL[0], pytest.param(PARALLEL[1], marks=pytest.mark.slow)],
+    ids=["one", "two ranks", "two stages"],
+)
 def test_requests_run_while_blocks_are_on_their_way(
     tiny_model: Path, expected: list[list[int]], settings: dict[str, Any], slow_loads: None
 ) -> None:

@@ -46,20 +46,30 @@ def start(folder: Path, **settings: Any) -> Engine:
     return engine
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 7},
+    "few blocks": {"max_num_batched_tokens": 50, "num_gpu_blocks_override": 30},
+    "few states": {"max_num_batched_tokens": 50, "num_states_override": 8},
+    "small blocks, no prefix cache": {"enable_prefix_caching": False, "block_size": 4, "max_num_batched_tokens": 19},
+    "eager, large blocks": {"enforce_eager": True, "block_size": 32},
+}
+# All settings with one case, the hardest two with each.
+BY_DEFAULT = {("qwen3_5", name) for name in SETTINGS} | {(case, n) for case in CASES for n in ("chunked", "few states")}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "how"),
     [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"max_num_batched_tokens": 50, "num_gpu_blocks_override": 30},
-        {"max_num_batched_tokens": 50, "num_states_override": 8},
-        {"enable_prefix_caching": False, "block_size": 4, "max_num_batched_tokens": 19},
-        {"enforce_eager": True, "block_size": 32},
+        pytest.param(case, how, marks=() if (case, how) in BY_DEFAULT else pytest.mark.slow)
+        for case in (*CASES, *MORE_CASES)
+        for how in SETTINGS
     ],
-    ids=["plain", "chunked", "few blocks", "few states", "small blocks, no prefix cache", "eager, large blocks"],
+    indirect=["model"],
 )
-def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
+def test_greedy_answers_are_those_of_transformers(model: Any, how: str) -> None:
     folder, prompts, answers = model
+    settings = SETTINGS[how]
     engine = start(folder, **settings)
     for _ in range(2):
         assert greedy_answers(engine, prompts, NUM_TOKENS) == answers

@@ -204,7 +204,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARe
         pytest.param({"max_loras": 3, "max_num_batched_tokens": 16}, id="chunks", marks=pytest.mark.slow),
         pytest.param({"max_loras": 3, "num_gpu_blocks_override": 40}, id="preemption", marks=pytest.mark.slow),
         pytest.param({"max_loras": 5, "tensor_parallel_size": 2}, id="two ranks"),
-        pytest.param({"max_loras": 2, "max_cpu_loras": 2, "pipeline_parallel_size": 2}, id="two stages"),
+        pytest.param(
+            {"max_loras": 2, "max_cpu_loras": 2, "pipeline_parallel_size": 2}, id="two stages", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"max_loras": 1, "tensor_parallel_size": 2}, id="two ranks, one at a time", marks=pytest.mark.slow
         ),
