@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import finalize
 
 from engine.core.engine_request import ImageInput
 from engine.vision.decode import ImageError, decode, to_rgb
+from engine.vision.held_bytes import HeldBytes
 from engine.vision.processors import ProcessedImage, Processor
 from engine.vision.sources import ImageSource, Media
 
@@ -71,10 +72,9 @@ class ImageLoader:
         """
         self.processor, self.text, self.max_images = processor, text, max_images
         self.num_hits = self.num_loads = 0  # of the files that requests brought
-        self.held_bytes = 0  # of the patches in prompts that are not forgotten yet
-        self.loading_bytes = 0  # of those of requests whose prompts are being made; the event loop's
+        self.held = HeldBytes()  # patches of requests that are being read, and of prompts that are not forgotten yet
         self._media, self._layout = media, layout or ImageLayout(token_id)
-        self._lock = RLock()  # a prompt may be forgotten while it is held
+        self._lock = Lock()
         self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # by the file's hash, the oldest use first
         self._num_bytes = 0
         self._loading: dict[bytes, Future[ProcessedImage]] = {}
@@ -124,8 +124,9 @@ class ImageLoader:
             return text
         return text.replace(layout.marker, f"{layout.margin}{layout.marker}{layout.margin}")
 
-    def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
+    def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage], tenant: str = "") -> PromptWithImages:
         """Return the prompt with as many placeholders for each image as it has tokens. Each has one in `token_ids`.
+        `tenant`: the caller, who holds their memory.
 
         Raises `ImageError` if there are more or fewer.
         """
@@ -142,21 +143,18 @@ class ImageLoader:
             for each in (found, names):
                 each += [*token_ids[begin:at], *layout.before]
             given = image.num_tokens, image.grid, image.patches, image.digest
-            placed.append(self._held(ImageInput(len(found), *given, sees_both_ways=layout.sees_both_ways)))
+            own = ImageInput(len(found), *given, sees_both_ways=layout.sees_both_ways)
+            placed.append(self._held(own, tenant))
             found += [*layout.tokens(image), *layout.behind]
             names += [*token_names(image), *layout.behind]
             begin = at + 1
         return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
 
-    def _held(self, image: ImageInput) -> ImageInput:
+    def _held(self, image: ImageInput, tenant: str) -> ImageInput:
         """Count an image's bytes as long as a prompt has it."""
-        self._hold(len(image.patches))
-        finalize(image, self._hold, -len(image.patches)).atexit = False
+        self.held.add(tenant, len(image.patches))
+        finalize(image, self.held.add, tenant, -len(image.patches)).atexit = False
         return image
-
-    def _hold(self, num_bytes: int) -> None:
-        with self._lock:
-            self.held_bytes += num_bytes
 
     def _decode(self, key: bytes, data: bytes, result: Future[ProcessedImage]) -> None:
         """Decode a file for all threads that wait for `result`."""

@@ -10,7 +10,7 @@ from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.request import Conversation
 from server.generation.workers import Workers
 
-MAX_HELD_BYTES = 2 << 30  # of the images of all requests
+MAX_HELD_BYTES = 2 << 30  # of the images of all requests; see `HeldBytes` for each caller's part
 RETRY_SECONDS = 5
 
 
@@ -31,29 +31,30 @@ async def load_images(
         loader.check_count(len(sources))
     except ImageError as error:
         raise InvalidRequestError(str(error), "messages") from None
-    if loader.held_bytes + loader.loading_bytes >= MAX_HELD_BYTES:
-        raise BusyError("the images of other requests fill the server's memory for them: try again", RETRY_SECONDS)
     found: list[ProcessedImage] = []
     try:
         await _load_all(model, sources, found, workers, tenant)
     finally:
-        loader.loading_bytes -= sum(len(image.patches) for image in found)
+        loader.held.add(tenant, -sum(len(image.patches) for image in found))
     return found
 
 
 async def _load_all(
     model: ModelInfo, sources: list[ImageSource], found: list[ProcessedImage], workers: Workers, tenant: str
 ) -> None:
-    """Add the images to `found`. Raises `InvalidRequestError`."""
+    """Add the images to `found`, whose memory the caller then holds. Raises `RequestError`."""
     assert model.images is not None
     num_tokens = 0
     for number, source in enumerate(sources, 1):
+        if not model.images.held.may_take(tenant, MAX_HELD_BYTES):
+            reason = "the images of unfinished requests fill the memory for them, or your part of it: try again"
+            raise BusyError(reason, RETRY_SECONDS)
         try:
             image = await _load(model, source, workers, tenant)
         except ImageError as error:
             raise InvalidRequestError(f"image {number}: {error}", "messages") from None
         found.append(image)
-        model.images.loading_bytes += len(image.patches)
+        model.images.held.add(tenant, len(image.patches))
         num_tokens += image.num_tokens
         if num_tokens >= model.max_model_len:
             reason = (

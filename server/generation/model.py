@@ -125,7 +125,7 @@ class Model:
         if (chat := self.chats.of(request)) is None:
             raise InvalidRequestError(self.chats.missing)
         images = await load_images(self.info, given, self._workers, request.tenant)
-        encode = ConversationEncoder(chat, self.info.images).encode
+        encode = ConversationEncoder(chat, self.info.images, request.tenant).encode
         rendered = encode, given, partial(self._encode_text, request), images
         length = None if images else given.num_chars
         return [await self.in_thread(*rendered, tenant=request.tenant, num_chars=length)]

@@ -216,17 +216,16 @@ def test_memory_of_images_is_bounded(live: Live, monkeypatch: pytest.MonkeyPatch
     images: Any = live.engine.images
     path, body = BODIES["chat"]
     live.engine.with_images.clear()
-    wait_until(lambda: images.held_bytes == 0)
+    wait_until(lambda: images.held.total == 0)
     assert live.post(path, **body).status_code == 200
     held = sum(len(image.patches) for image in asked(live).images)
-    assert images.held_bytes == held > 0, "the fake engine remembers the request"
-    assert images.loading_bytes == 0
-    monkeypatch.setattr(serving, "MAX_HELD_BYTES", held)
+    assert images.held.total == held > 0, "the fake engine remembers the request"
+    monkeypatch.setattr(serving, "MAX_HELD_BYTES", 2 * held)
     refused = live.post(path, **body)
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
     assert live.chat("Hi").status_code == 200, "texts go on"
     live.engine.with_images.clear()
-    wait_until(lambda: images.held_bytes == 0)
+    wait_until(lambda: images.held.total == 0)
     assert live.post(path, **body).status_code == 200
 
 
@@ -242,7 +241,8 @@ def test_many_at_once_are_answered_in_bounds(live: Live) -> None:
     live.wait_idle()
     images: Any = live.engine.images
     assert images._num_bytes == sum(len(each.patches) for each in images._kept.values()) <= loading.MAX_CACHED_BYTES
-    assert images.loading_bytes == 0
+    live.engine.with_images.clear()
+    wait_until(lambda: images.held.total == 0)
     assert not images._loading
 
 
