@@ -342,7 +342,7 @@ class _EngineCollector(Collector):
         yield reasons
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, help, value in rows:
-                metric = family(f"vllm:{name}", help, labels=_LABELS)
+                metric = family(name if ":" in name else f"vllm:{name}", help, labels=_LABELS)
                 for engine, stats in known:
                     metric.add_metric((self._model_name, engine), value(stats))
                 yield metric
@@ -384,6 +384,14 @@ _COUNTERS: Sequence[_Row] = [
     ("spec_decode_num_drafts", "Times that a request had drafts in a step", lambda stats: stats.num_drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified", lambda stats: stats.num_draft_tokens),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted", lambda stats: stats.num_accepted_tokens),
+    (
+        "quire:encoder_cache_queries",
+        "Images that requests began to compute, without those in the prefix cache",
+        lambda stats: stats.encoder_queries,
+    ),
+    ("quire:encoder_cache_hits", "Of these, images that were encoded already", lambda stats: stats.encoder_hits),
+    ("quire:encoded_images", "Images that were encoded", lambda stats: stats.num_encoded),
+    ("quire:encoder_seconds", "Seconds that images took to encode", lambda stats: stats.encoder_seconds),
     ("corrupted_requests", "Requests ended by NaN or infinity in their logits", lambda stats: stats.num_corrupted),
 ]
 
@@ -433,9 +441,13 @@ def statistics_line(before: SchedulerStats | None, after: SchedulerStats, second
         drafts = (
             f", Drafts: {accepted} of {tried} accepted, {1 + accepted / num_drafts:.1f} tokens per step with drafts"
         )
+    images = ""
+    if encoded := after.num_encoded - (before.num_encoded if before else 0):
+        busy = after.encoder_seconds - (before.encoder_seconds if before else 0)
+        images = f", Images: {encoded} encoded in {busy:.2f} s"
     return (
         f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
         f"Running: {after.num_running} reqs, Waiting: {after.num_waiting + after.num_deferred} reqs, "
-        f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}{drafts}"
+        f"GPU KV cache usage: {after.kv_cache_usage:.1%}, Prefix cache hit rate: {hit_rate:.1%}{drafts}{images}"
     )

@@ -162,6 +162,7 @@ class StepResult:
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
     # Index → what a drafter on the device guesses to follow its new tokens.
     proposals: dict[int, list[int]] = field(default_factory=dict)
+    encoder_seconds: float = 0.0  # that images took to encode; 0 with pipeline stages
 
 
 @dataclass(slots=True)
@@ -251,6 +252,10 @@ class SchedulerStats:
     num_drafts: int = 0  # times that a request had drafts in a step
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of these
+    encoder_queries: int = 0  # images that requests began to compute
+    encoder_hits: int = 0  # of these, images that were encoded already
+    num_encoded: int = 0  # images
+    encoder_seconds: float = 0.0
     accepted_at: tuple[int, ...] = ()  # the accepted ones by position in the draft
 
     @property

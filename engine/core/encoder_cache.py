@@ -24,6 +24,7 @@ class EncoderCache:
         self.num_tokens = 0  # of the images that are kept
         self.queries = self.hits = 0  # images that requests began to compute, and those that were encoded by then
         self.num_encoded = 0  # images
+        self.seconds = 0.0  # that they took to encode
         self._kept: OrderedDict[str, int] = OrderedDict()  # digest → tokens, the one used longest ago first
         self._used: dict[str, int] = {}  # those of the step under construction
         self._budget = 0  # tokens that it may encode

@@ -130,6 +130,7 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, result: StepResult) -> StepOutputs:
         """Apply the result of the oldest step in flight. Returns the outputs of its unfinished requests."""
+        self.encoder.seconds += result.encoder_seconds
         return self._steps.update(output, result, self._clock())
 
     def defer(self, indices: Iterable[int]) -> None:
@@ -209,6 +210,10 @@ class Scheduler:
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
             accepted_at=tuple(drafts.accepted_at),
+            encoder_queries=self.encoder.queries,
+            encoder_hits=self.encoder.hits,
+            num_encoded=self.encoder.num_encoded,
+            encoder_seconds=self.encoder.seconds,
             **self._tier_stats(),
         )
 

@@ -124,9 +124,9 @@ class ImageLoader:
             return text
         return text.replace(layout.marker, f"{layout.margin}{layout.marker}{layout.margin}")
 
-    def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage], tenant: str = "") -> PromptWithImages:
+    def place(self, token_ids: Sequence[int], images: Sequence[ProcessedImage], caller: str = "") -> PromptWithImages:
         """Return the prompt with as many placeholders for each image as it has tokens. Each has one in `token_ids`.
-        `tenant`: the caller, who holds their memory.
+        `caller`: who holds their memory.
 
         Raises `ImageError` if there are more or fewer.
         """
@@ -144,16 +144,16 @@ class ImageLoader:
                 each += [*token_ids[begin:at], *layout.before]
             given = image.num_tokens, image.grid, image.patches, image.digest
             own = ImageInput(len(found), *given, sees_both_ways=layout.sees_both_ways)
-            placed.append(self._held(own, tenant))
+            placed.append(self._held(own, caller))
             found += [*layout.tokens(image), *layout.behind]
             names += [*token_names(image), *layout.behind]
             begin = at + 1
         return PromptWithImages([*found, *token_ids[begin:]], [*names, *token_ids[begin:]], tuple(placed))
 
-    def _held(self, image: ImageInput, tenant: str) -> ImageInput:
+    def _held(self, image: ImageInput, caller: str) -> ImageInput:
         """Count an image's bytes as long as a prompt has it."""
-        self.held.add(tenant, len(image.patches))
-        finalize(image, self.held.add, tenant, -len(image.patches)).atexit = False
+        self.held.add(caller, len(image.patches))
+        finalize(image, self.held.add, caller, -len(image.patches)).atexit = False
         return image
 
     def _decode(self, key: bytes, data: bytes, result: Future[ProcessedImage]) -> None:

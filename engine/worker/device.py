@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -45,6 +46,14 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued before it is done."""
+
+
+class Stopwatch(Protocol):
+    """Measures the time of work that is queued until `stop`."""
+
+    def stop(self) -> None: ...
+    def seconds(self) -> float:
+        """Return the time that the work took. It must be done."""
 
 
 class Queue(Protocol):
@@ -99,6 +108,9 @@ class Device(Protocol):
     def record_event(self) -> Event:
         """An event after all work queued so far."""
 
+    def stopwatch(self) -> Stopwatch:
+        """Begin to measure the work that is queued from now on."""
+
     def wait(self, event: Event) -> None:
         """Let the work queued from now on wait for the event."""
 
@@ -141,6 +153,19 @@ class _Done:
 
     def synchronize(self) -> None:
         pass
+
+
+class _Clock:
+    """The stopwatch of a device that has no queue."""
+
+    def __init__(self) -> None:
+        self._start = self._end = perf_counter()
+
+    def stop(self) -> None:
+        self._end = perf_counter()
+
+    def seconds(self) -> float:
+        return self._end - self._start
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +267,9 @@ class CpuDevice:
     def record_event(self) -> Event:
         return _Done()
 
+    def stopwatch(self) -> Stopwatch:
+        return _Clock()
+
     def wait(self, event: Event) -> None:
         pass
 
@@ -318,6 +346,9 @@ class CudaDevice:
         event.record()
         return event
 
+    def stopwatch(self) -> Stopwatch:
+        return _EventClock()
+
     def wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.index).wait_event(event)
@@ -354,6 +385,18 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph, result
+
+
+class _EventClock:
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def seconds(self) -> float:
+        return self._start.elapsed_time(self._end) / 1000
 
 
 class _SideQueue:

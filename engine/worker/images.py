@@ -18,7 +18,7 @@ from engine.models.residual import ImageSpan
 from engine.models.rope import sectioned_rows
 from engine.models.spec import Grid, VisionSpec
 from engine.models.vision.layers import EncodedImages
-from engine.worker.device import Device
+from engine.worker.device import Device, Stopwatch
 from engine.worker.input_batch import PackedStep, Row
 
 ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
@@ -51,6 +51,7 @@ class ImageReader:
         self._model, self._spec, self._device = model, model.spec.vision, device
         self._first_row = min((len(table) for table in model.rope_tables.values()), default=0) - own_rows
         self._encoded: dict[str, EncodedImages] = {}  # by digest
+        self._stopwatch: Stopwatch | None = None  # of the last step's encoder
 
     def shift_of(self, images: Sequence[ImageInput]) -> int:
         """Return how many positions more than tokens a prompt with these images takes: usually a negative number."""
@@ -118,10 +119,19 @@ class ImageReader:
                 missing.append(image)
             else:
                 found[image.digest] = known
+        if not missing:
+            return found
+        self._stopwatch = self._device.stopwatch()
         for group in groups_of(missing):
             for image, encoded in zip(group, self._run(group), strict=True):
                 found[image.digest] = self._encoded[image.digest] = encoded
+        self._stopwatch.stop()
         return found
+
+    def take_stopwatch(self) -> Stopwatch | None:
+        """Return what measured the encoder in the step that was just queued; None: it encoded nothing."""
+        stopwatch, self._stopwatch = self._stopwatch, None
+        return stopwatch
 
     def _run(self, images: Sequence[ImageInput]) -> list[EncodedImages]:
         vision, side = self._model.vision, self._spec.patch_size

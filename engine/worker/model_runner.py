@@ -252,7 +252,8 @@ class ModelRunner:
         packed = self.batch.pack(output, *padding)
         if self._link is not None:
             self._link.receive(packed.num_tokens)
-        computed, handle = executor.run(step, packed), StepHandle(output)
+        computed = executor.run(step, packed)
+        handle = StepHandle(output, encoding=None if self.images is None else self.images.take_stopwatch())
         if packed.members.samples.has_drafts and not padding.splits:
             self._expand_samples(packed, output.num_proposals > 0)
         if step.counts_experts and self._expert_load is not None:

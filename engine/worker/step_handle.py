@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
 
 from engine.core.batch import SchedulerOutput, StepResult
-from engine.worker.device import Event
+from engine.worker.device import Event, Stopwatch
 from engine.worker.expert_load import ExpertCounts
 from engine.worker.pooler import Embeddings
 from engine.worker.sampling.logprobs import PromptLogprobs, SampledLogprobs
@@ -33,6 +33,7 @@ class StepHandle:
     wait_seconds: float = 0.0  # time that `read` waited for the device
     prompt_logprobs: PromptLogprobs | None = None
     expert_counts: ExpertCounts | None = None
+    encoding: Stopwatch | None = None  # measured the encoder of images; None: it did not run on this rank
     embeddings: Embeddings | None = None
     logprobs: SampledLogprobs | None = None
     tokens: Tensor | None = None  # [B] int64 on the CPU, valid after `done`
@@ -82,4 +83,6 @@ class StepHandle:
             result.embeddings.update(self.embeddings.read())
         if self.expert_counts is not None:
             result.expert_tokens.update(self.expert_counts.read())
+        if self.encoding is not None:
+            result = replace(result, encoder_seconds=self.encoding.seconds())
         return self.output, result

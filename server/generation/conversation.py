@@ -37,9 +37,9 @@ class Prompt:
 class ConversationEncoder:
     """Renders and tokenizes conversations with one chat template."""
 
-    def __init__(self, chat: ChatFormat, loader: ImageLoader | None, tenant: str) -> None:
-        """loader: None: the model reads text only. tenant: the caller."""
-        self._chat, self._loader, self._tenant = chat, loader, tenant
+    def __init__(self, chat: ChatFormat, loader: ImageLoader | None, caller: str) -> None:
+        """loader: None: the model reads text only. caller: who holds the images' memory."""
+        self._chat, self._loader, self._caller = chat, loader, caller
 
     def encode(self, conversation: Conversation, encode: EncodeText, images: Sequence[ProcessedImage] = ()) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
@@ -72,7 +72,7 @@ class ConversationEncoder:
     def _placed(self, token_ids: list[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
         assert self._loader is not None
         try:
-            return self._loader.place(token_ids, images, self._tenant)
+            return self._loader.place(token_ids, images, self._caller)
         except ImageError as error:
             reason = f"{error}: the texts have some of their own, or the chat template does not show these images"
             raise InvalidRequestError(reason, "messages") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine import ModelInfo
+from engine.core.fairness.tenants import group_of
 from engine.vision.decode import ImageError
 from engine.vision.processors import ProcessedImage
 from engine.vision.sources import ImageSource
@@ -35,7 +36,7 @@ async def load_images(
     try:
         await _load_all(model, sources, found, workers, tenant)
     finally:
-        loader.held.add(tenant, -sum(len(image.patches) for image in found))
+        loader.held.add(group_of(tenant), -sum(len(image.patches) for image in found))
     return found
 
 
@@ -46,7 +47,7 @@ async def _load_all(
     assert model.images is not None
     num_tokens = 0
     for number, source in enumerate(sources, 1):
-        if not model.images.held.may_take(tenant, MAX_HELD_BYTES):
+        if not model.images.held.may_take(group_of(tenant), MAX_HELD_BYTES):
             reason = "the images of unfinished requests fill the memory for them, or your part of it: try again"
             raise BusyError(reason, RETRY_SECONDS)
         try:
@@ -54,7 +55,7 @@ async def _load_all(
         except ImageError as error:
             raise InvalidRequestError(f"image {number}: {error}", "messages") from None
         found.append(image)
-        model.images.held.add(tenant, len(image.patches))
+        model.images.held.add(group_of(tenant), len(image.patches))
         num_tokens += image.num_tokens
         if num_tokens >= model.max_model_len:
             reason = (

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine import ModelInfo, TokenizerError
+from engine.core.fairness.tenants import group_of
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TooManyTokensError
 from server.generation.adapters import ServedAdapters
@@ -125,7 +126,7 @@ class Model:
         if (chat := self.chats.of(request)) is None:
             raise InvalidRequestError(self.chats.missing)
         images = await load_images(self.info, given, self._workers, request.tenant)
-        encode = ConversationEncoder(chat, self.info.images, request.tenant).encode
+        encode = ConversationEncoder(chat, self.info.images, group_of(request.tenant)).encode
         rendered = encode, given, partial(self._encode_text, request), images
         length = None if images else given.num_chars
         return [await self.in_thread(*rendered, tenant=request.tenant, num_chars=length)]

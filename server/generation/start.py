@@ -104,7 +104,11 @@ async def _generate(
     if (images := prompts[0].images) is not None:
         begin_one = partial(_with_images, begin_one, images)
     new_reader = partial(_reader, model, request, prompts[0]) if request.conversation is not None else None
-    return await _begin(server, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
+    generation = await _begin(server, request, caller, token_ids, asked, begin_one, new_reader=new_reader)
+    if images is not None:
+        generation.record.num_images = len(images.images)
+        generation.record.image_tokens = sum(image.num_tokens for image in images.images)
+    return generation
 
 
 def _with_images(begin_one: BeginOne, prompt: PromptWithImages, request: EngineRequest) -> Updates:

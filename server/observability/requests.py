@@ -43,6 +43,8 @@ class RequestRecord:
     samples: list[SampleWatch]
     span: RequestSpan | None = None  # if traces are exported
     ended: float = 0.0  # monotonic seconds; 0: running
+    num_images: int = 0
+    image_tokens: int = 0  # prompt tokens that stand for images
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of GET /requests/{id}."""
@@ -54,6 +56,8 @@ class RequestRecord:
             "created": round(self.created, 3),
             "status": "finished" if self.ended else "running",
             "seconds": round((self.ended or time.monotonic()) - self.received, 6),
+            "num_images": self.num_images,
+            "image_tokens": self.image_tokens,
             "choices": [self._choice(index, sample) for index, sample in enumerate(self.samples)],
         }
 

@@ -97,6 +97,10 @@ def test_answers_are_those_of_transformers(case: Case, settings: dict[str, Any])
     other, cached = run(engine, asked(case, "other", flip=True))
     assert cached <= case.images[0].start, "another image, another prefix"
     assert other["other"] != case.answer
+    stats = engine.stats()
+    assert stats.num_encoded == 2 * len(case.images), "each image once, in whatever chunks"
+    assert stats.encoder_queries - stats.encoder_hits == stats.num_encoded
+    assert stats.encoder_seconds > 0
 
 
 def test_encoded_images_are_those_of_transformers(case: Case) -> None:

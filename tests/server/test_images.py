@@ -212,6 +212,18 @@ def test_files_of_the_allowed_folder(live: Live) -> None:
     assert asked(live).images[0].digest == loader(PAD, "").load_file(FILES[0]).digest
 
 
+def test_requests_and_metrics_count_images(live: Live) -> None:
+    path, body = BODIES["chat"]
+    response = live.post(path, **body)
+    found = live.get(f"/requests/{response.json()['id']}").json()
+    images = asked(live).images
+    assert found["num_images"] == len(images) > 0
+    assert found["image_tokens"] == sum(image.num_tokens for image in images)
+    known = live.get("/metrics").text
+    assert "vllm:mm_cache_queries_total" in known
+    assert "quire:encoder_seconds_total" in known
+
+
 def test_memory_of_images_is_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     images: Any = live.engine.images
     path, body = BODIES["chat"]

@@ -39,6 +39,8 @@ ENDPOINTS = (
             "created": 1760000000.125,
             "status": "finished",
             "seconds": 1.307,
+            "num_images": 1,
+            "image_tokens": 704,
             "choices": [
                 {
                     "index": 0,

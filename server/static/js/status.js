@@ -177,6 +177,7 @@ export class Status {
       ["KV cache in use", percent(read.kvUse)],
       ["Prefix cache hits", percent(read.hits / read.queries)],
       ...(read.drafts ? [["Drafts accepted", percent(read.accepted / read.drafts)]] : []),
+      ...(read.images ? [["Images sent before", percent(read.known / read.images)]] : []),
       ...(read.misses?.length ? [["Prompts not cached", missText(read.misses)]] : []),
       ["Generated", rate(newest.generated)],
       ["Prefilled", rate(newest.prompt)],
@@ -206,6 +207,8 @@ const NAMES = {
   hits: "vllm:prefix_cache_hits_total",
   drafts: "vllm:spec_decode_num_draft_tokens_total",
   accepted: "vllm:spec_decode_num_accepted_tokens_total",
+  images: "vllm:mm_cache_queries_total",
+  known: "vllm:mm_cache_hits_total",
   generated: "vllm:generation_tokens_total",
   prompt: "vllm:prompt_tokens_total",
 };

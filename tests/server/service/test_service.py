@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,8 @@ def test_statistics_line() -> None:
         "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
     )
     assert "throughput: 60.0 tokens/s" in statistics_line(None, after, 10.0)
+    encoded = replace(after, num_encoded=7, encoder_seconds=1.5)
+    assert statistics_line(after, encoded, 10.0).endswith(", Images: 7 encoded in 1.50 s")
     restarted = stats(prompt_tokens=20, generation_tokens=500)
     assert "throughput: 50.0 tokens/s" in statistics_line(after, restarted, 10.0), "another process counts from 0"
 
