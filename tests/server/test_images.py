@@ -215,11 +215,11 @@ def test_files_of_the_allowed_folder(live: Live) -> None:
 def test_requests_and_metrics_count_images(live: Live) -> None:
     path, body = BODIES["chat"]
     response = live.post(path, **body)
-    found = live.get(f"/requests/{response.json()['id']}").json()
+    found = live.http.get(f"/requests/{response.json()['id']}").json()
     images = asked(live).images
     assert found["num_images"] == len(images) > 0
     assert found["image_tokens"] == sum(image.num_tokens for image in images)
-    known = live.get("/metrics").text
+    known = live.http.get("/metrics").text
     assert "vllm:mm_cache_queries_total" in known
     assert "quire:encoder_seconds_total" in known
 
