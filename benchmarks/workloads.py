@@ -26,6 +26,7 @@ class Request:
 
     prompt: str | list[Any]
     output_len: int
+    images: tuple[str, ...] = ()  # URLs of images before the prompt, for chat
 
 
 @dataclass(frozen=True, slots=True)

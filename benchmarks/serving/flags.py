@@ -13,11 +13,12 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.serving import metrics
 from benchmarks.serving.client import Answer
+from benchmarks.serving.images import ImageShape, read_buckets
 from benchmarks.serving.metrics import METRICS, Report
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
-RANDOM = ("random", "prefix_repetition", "conversations")
+RANDOM = ("random", "random-mm", "prefix_repetition", "conversations")
 FILES = ("custom", "sharegpt")
 
 
@@ -94,7 +95,8 @@ class DatasetFlags:
 
     dataset_name: str = flag(
         "random",
-        f"random, prefix_repetition, conversations, custom or sharegpt (files), or one of {', '.join(workloads.NAMED)}",
+        "random, random-mm (with images), prefix_repetition, conversations, custom or sharegpt (files), or one of "
+        f"{', '.join(workloads.NAMED)}",
         choices=(*RANDOM, *FILES, *workloads.NAMED),
         metavar="NAME",
     )
@@ -109,6 +111,19 @@ class DatasetFlags:
     random_prefix_len: int = flag(0, "more tokens before each prompt of random, the same in all", at_least=0)
     random_vocab_size: int | None = flag(
         None, "random token ids are below this (else 10000, or less if the server takes no more)", at_least=1
+    )
+    random_mm_base_items_per_request: int = flag(1, "images of a prompt of random-mm", at_least=0)
+    random_mm_num_mm_items_range_ratio: float = flag(
+        0.0, "their number varies by this fraction, from 0 to 1", at_least=0, at_most=1
+    )
+    random_mm_limit_mm_per_prompt: dict[str, Any] | None = flag(  # noqa: RUF009
+        None, "most of them, such as '{\"image\": 3}' (default: 255)", metavar="JSON"
+    )
+    random_mm_bucket_config: str = flag(
+        "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}", "height, width, 1 frame → how often", metavar="SIZES"
+    )
+    random_mm_num_distinct_items: int | None = flag(
+        None, "images are chosen from so many different ones (else each is sent once)", at_least=1
     )
     prefix_repetition_prefix_len: int = flag(256, "tokens that prompts of prefix_repetition share", at_least=1)
     prefix_repetition_suffix_len: int = flag(256, "tokens of each that are its own", at_least=1)
@@ -141,7 +156,7 @@ class DatasetFlags:
         for name in ("random_range_ratio", "conversations_range_ratio"):
             if (ratio := getattr(self, name)) >= 1:
                 raise ConfigError(f"{name} must be below 1, got {ratio:g}")
-        if self.input_len is not None and self.dataset_name != "random":
+        if self.input_len is not None and self.dataset_name not in ("random", "random-mm"):
             raise ConfigError(f"input_len is for random prompts, but dataset_name is {self.dataset_name}")
         if self.output_len is not None and self.dataset_name in workloads.NAMED:
             raise ConfigError(f"dataset_name {self.dataset_name} has answer lengths of its own: leave output_len out")
@@ -149,9 +164,26 @@ class DatasetFlags:
         if self.dataset_name == "prefix_repetition" and count < prefixes:
             raise ConfigError(f"num_prompts must be at least prefix_repetition_num_prefixes ({prefixes}), got {count}")
 
+        _ = self.images
+
     @property
     def is_random(self) -> bool:
         return self.dataset_name not in FILES
+
+    @functools.cached_property
+    def images(self) -> ImageShape | None:
+        """The images of prompts; None: they have none."""
+        limits = self.random_mm_limit_mm_per_prompt
+        if limits is not None and any(type(each) is not int or each < 0 for each in limits.values()):
+            raise ConfigError(f"random_mm_limit_mm_per_prompt must hold numbers, such as {{'image': 3}}, got {limits}")
+        sizes, weights = read_buckets(self.random_mm_bucket_config)
+        if self.dataset_name != "random-mm":
+            return None
+        most = (limits or {}).get("image", 255)
+        return ImageShape(
+            self.random_mm_base_items_per_request, self.random_mm_num_mm_items_range_ratio, most, sizes, weights,
+            self.random_mm_num_distinct_items,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

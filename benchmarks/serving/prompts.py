@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Prompts:
         self._trace = read_trace(Path(dataset.replay)) if dataset.replay is not None else None
         if self._trace is not None and target.chat:
             raise ConfigError("replay sends token ids: they need --endpoint /v1/completions")
+        if dataset.images is not None and not target.chat:
+            raise ConfigError("random-mm sends images: it needs --endpoint /v1/chat/completions")
 
     def __len__(self) -> int:
         """Number of requests in one pass."""
@@ -77,8 +80,8 @@ class Prompts:
             if not data.disable_shuffle:
                 random.Random(data.seed).shuffle(order)
             return workloads.repeated(order, count)
-        if data.dataset_name == "random":
-            return workloads.random_requests(
+        if data.dataset_name in ("random", "random-mm"):
+            requests = workloads.random_requests(
                 count or 1000,
                 input_len=data.input_len or data.random_input_len,
                 output_len=data.output_len or data.random_output_len,
@@ -87,6 +90,7 @@ class Prompts:
                 vocab_size=self.vocab_size,
                 seed=seed,
             )
+            return requests if data.images is None else data.images.attach(requests, seed)
         if data.dataset_name == "conversations":
             shape = self.conversations(1, seed)
             return [Conversation(shape, number).next_turn() for number in range(count or 1000)]
@@ -137,7 +141,7 @@ class Prompts:
         for request in requests:
             prompt = request.prompt
             if self._target.chat:
-                messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+                messages = [{"role": "user", "content": _content(request)}] if isinstance(prompt, str) else prompt
                 body = {**common, "messages": messages, "max_completion_tokens": request.output_len}
             else:
                 body = {**common, "prompt": prompt, "max_tokens": request.output_len}
@@ -149,7 +153,7 @@ class Prompts:
         """Random token ids as texts, for chat. Lengths are then near to those wanted, and the server counts them."""
         if self._target.tokenizer is not None:
             decode = self._tokenizer("chat").decode
-            return [Request(decode(r.prompt), r.output_len) for r in requests if isinstance(r.prompt, list)]
+            return [replace(r, prompt=decode(r.prompt)) for r in requests if isinstance(r.prompt, list)]
         texts = []
         try:
             for request in requests:
@@ -158,4 +162,13 @@ class Prompts:
         except Failure as error:
             details = f"/detokenize, {error}; give --tokenizer, to make random texts here"
             raise Failure(error.cause, details) from None
-        return [Request(text, request.output_len) for text, request in zip(texts, requests, strict=True)]
+        return [replace(request, prompt=text) for text, request in zip(texts, requests, strict=True)]
+
+
+def _content(request: Request) -> str | list[dict[str, Any]]:
+    """Return the content of a message, with images before the text."""
+    assert isinstance(request.prompt, str)
+    if not request.images:
+        return request.prompt
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in request.images]
+    return [*images, {"type": "text", "text": request.prompt}]

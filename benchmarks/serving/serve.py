@@ -39,6 +39,7 @@ EPILOG = """examples:
   quire bench serve --request-rate 8 --goodput ttft:500 tpot:50 --metric-percentiles 50,90,99 --save-result
   quire bench serve --find-max-rate p99_ttft:500 p99_tpot:50 --num-prompts 300
   quire bench serve --dataset-name custom --dataset-path prompts.jsonl --endpoint /v1/chat/completions
+  quire bench serve --dataset-name random-mm --endpoint /v1/chat/completions --num-prompts 200 --max-concurrency 64
   quire bench serve --dataset-name conversations --max-concurrency 64 --num-prompts 2000
   quire bench serve --replay trace.jsonl               what `quire serve --record-trace trace.jsonl` saw, at its times
 

@@ -1,17 +1,20 @@
 """`quire bench serve` against a stub: what it sends, prints, saves and refuses."""
 
 import asyncio
+import base64
 import itertools
 import json
 import math
 import time
 from array import array
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks.processes import free_port
 from benchmarks.serving import serve
@@ -93,6 +96,32 @@ def test_chat_has_texts(stub: Stub) -> None:
     (message,) = body["messages"]
     assert message["role"] == "user"
     assert len(message["content"].split()) == 3
+
+
+def test_images_are_sent(stub: Stub) -> None:
+    words = ["--dataset-name", "random-mm", "--endpoint", "/v1/chat/completions", "--input-len", "3"]
+    words += ["--random-mm-bucket-config", "{(24, 40, 1): 2, (16, 16, 1): 1, (9, 9, 16): 0}"]
+
+    def sent(*more: str) -> list[list[str]]:
+        stub.requests.clear()
+        assert bench(stub.url("ok"), *words, *more) == 0
+        found = []
+        for body in stub.requests[1:]:
+            *images, text = body["messages"][0]["content"]
+            assert len(text["text"].split()) == 3
+            found.append([image["image_url"]["url"] for image in images])
+        return found
+
+    unique = [url for urls in sent("--random-mm-base-items-per-request", "2") for url in urls]
+    assert len(unique) == len(set(unique)) == 24
+    sizes = {Image.open(BytesIO(base64.b64decode(url.partition(",")[2]))).size for url in unique}
+    assert sizes == {(40, 24), (16, 16)}, "width, height"
+    repeated = [url for urls in sent("--random-mm-num-distinct-items", "3") for url in urls]
+    assert len(repeated) == 12
+    assert 1 < len(set(repeated)) <= 3
+    limits = ["--random-mm-base-items-per-request", "4", "--random-mm-num-mm-items-range-ratio", "0.5"]
+    counts = {len(images) for images in sent(*limits, "--random-mm-limit-mm-per-prompt", '{"image": 3}')}
+    assert counts == {2, 3}
 
 
 def test_keys_are_sent_and_not_saved(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +319,11 @@ def test_the_watch_sees_a_blocked_loop() -> None:
         (["--dataset-name", "nano", "--output-len", "5"], "nano has answer lengths of its own"),
         (["--dataset-name", "prefix_repetition", "--num-prompts", "5"], "must be at least"),
         (["--dataset-name", "prefix_repetition", "--input-len", "5"], "input_len is for random prompts"),
+        (["--dataset-name", "random-mm"], "random-mm sends images: it needs --endpoint /v1/chat/completions"),
+        (["--random-mm-bucket-config", "{(9, 9, 16): 1}"], "is a video; only images"),
+        (["--random-mm-bucket-config", "{(9, 9): 1}"], "must be an object such as"),
+        (["--random-mm-bucket-config", "open('a')"], "must be an object such as"),
+        (["--random-mm-limit-mm-per-prompt", '{"image": -1}'], "must hold numbers"),
         (["--random-range-ratio", "1"], "random_range_ratio must be below 1"),
         (["--conversations-range-ratio", "1"], "conversations_range_ratio must be below 1"),
         (["--dataset-name", "conversations"], "conversations need --max-concurrency"),
