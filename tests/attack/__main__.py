@@ -28,6 +28,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from rich.table import Table
 
 from benchmarks.result_files import save
 from engine.setup.machine import environment
+from tests.attack import images
 from tests.attack.attacks import ATTACKS, HANGS, Attack
 from tests.attack.bystander import Waits, busy_core, watching
 from tests.attack.recovery import recovery
@@ -153,16 +155,22 @@ def hostile_models() -> str:
 async def run(attacks: list[Attack], console: Console) -> list[Result]:
     results = []
     for keyless, keys in ((False, KEYS), (True, {})):
-        if wanted := [each for each in attacks if each.keyless == keyless]:
+        if wanted := [each for each in attacks if each.keyless == keyless and not each.images]:
             with serving("--kv-cache-memory-bytes", "64m", keys=keys) as target:
                 results += await run_all(target, wanted, console)
+    if wanted := [each for each in attacks if each.images]:
+        with (
+            tempfile.TemporaryDirectory(prefix="quire-attack-") as folder,
+            serving(*images.FLAGS, keys=KEYS, model=images.make_model(Path(folder))) as target,
+        ):
+            results += await run_all(target, wanted, console, length=900)
     return results
 
 
-async def used(target: Target) -> None:
+async def used(target: Target, length: int) -> None:
     """Takes what is the server's for good, once: all of the KV cache, and what the first grammar needs."""
     asked: list[dict[str, Any]] = [
-        {"prompt": [10 + (number * 37 + i) % 400 for i in range(1900)], "max_tokens": 1} for number in range(14)
+        {"prompt": [10 + (number * 37 + i) % 240 for i in range(length)], "max_tokens": 1} for number in range(14)
     ]
     asked.append({"prompt": "a", "max_tokens": 8, "structured_outputs": {"json": {"type": "integer"}}})
     async with httpx.AsyncClient(base_url=target.url, headers=target.headers("bystander"), timeout=60) as client:
@@ -176,8 +184,9 @@ async def _alone(target: Target) -> Waits:
     return alone
 
 
-async def run_all(target: Target, attacks: list[Attack], console: Console) -> list[Result]:
-    await used(target)
+async def run_all(target: Target, attacks: list[Attack], console: Console, length: int = 1900) -> list[Result]:
+    """`length`: of the first prompts."""
+    await used(target, length)
     with watching(target):
         await asyncio.sleep(ALONE_SECONDS / 2)  # the first requests warm up what start-up does not
     with watching(target) as idle:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.attack import images
 from tests.attack.target import Answer, Target
 from tests.clients.fuzz_api import Broken
 from tests.server.generation.test_hostile_grammars import HOSTILE
@@ -26,12 +27,15 @@ HANGS = -1
 
 @dataclass(frozen=True)
 class Attack:
-    """`refused`: every request of it must be refused, none served. `keyless`: it is for a server without keys."""
+    """`refused`: every request of it must be refused, none served. `keyless`: it is for a server without keys.
+    `images`: for a server of a model that reads images.
+    """
 
     name: str
     run: Callable[[Target], Awaitable[Statuses]]
     refused: bool = False
     keyless: bool = False
+    images: bool = False
 
 
 def _statuses(answers: Iterable[Answer]) -> Statuses:
@@ -327,4 +331,14 @@ ATTACKS = (
     Attack("paths outside", traversal, refused=True),
     Attack("pages of other sites", rebinding, refused=True, keyless=True),
     Attack("broken JSON", broken_json),
+    Attack("images: 900 megapixels in 1 MB", lambda t: images.in_turn(t, images.bombs()), refused=True, images=True),
+    Attack("images: the largest one", lambda t: images.in_turn(t, [images.largest()]), images=True),
+    Attack("images: 10,000 x 1", images.narrow, refused=True, images=True),
+    Attack("images: damaged files", lambda t: images.in_turn(t, images.damaged()), refused=True, images=True),
+    Attack("images: polyglots", lambda t: images.in_turn(t, images.polyglots()), refused=True, images=True),
+    Attack("images: 500 frames", lambda t: images.in_turn(t, [images.animated()]), images=True),
+    Attack("images: much metadata", lambda t: images.in_turn(t, images.much_metadata()), images=True),
+    Attack("images: URLs of this machine", images.from_this_machine, refused=True, images=True),
+    Attack("images: 200 at once", images.many_at_once, images=True),
+    Attack("images: 200 in a request", images.many_in_one, refused=True, images=True),
 )

@@ -194,11 +194,12 @@ def serving(
     keys: Mapping[str, str] | None = None,
     module: str = "quire",
     environment: Mapping[str, str] | None = None,
+    model: Path = ROOT / "configs" / "demo",
 ) -> Iterator[Target]:
     """A server that is ready, ended with SIGTERM; `keys`: of its clients; `module`: what is run instead of `quire`."""
     port = free_port()
     command = [
-        sys.executable, "-m", module, "serve", str(ROOT / "configs" / "demo"), "--host", "127.0.0.1", "--port",
+        sys.executable, "-m", module, "serve", str(model), "--host", "127.0.0.1", "--port",
         str(port),
         *flags,
     ]  # fmt: skip

@@ -1,0 +1,151 @@
+"""Attacks by images, on a server of a small model that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import zlib
+from collections import Counter
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.attack.target import Target
+from tests.support.fake_engine import make_tokenizer
+from tests.support.image_models import IMAGE, make_case
+from tests.support.images import TEMPLATE, data_url, saved
+
+CHAT = "/v1/chat/completions"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]")
+FLAGS = ("--allowed-media-domains", *(name.strip("[]") for name in LOCAL_NAMES), "--num-gpu-blocks-override", "256")
+
+
+def make_model(folder: Path) -> Path:
+    """Save a random model of Qwen3-VL's kind that the server takes."""
+    make_case("Qwen3VL", folder)
+    special = [f"<{i}>" for i in range(259, IMAGE)] + ["<|image_pad|>", "<291>", "<|vision_start|>", "<|vision_end|>"]
+    make_tokenizer(TEMPLATE, special)._backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    limits = {"size": {"shortest_edge": 64, "longest_edge": 32_768}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(limits))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    return folder
+
+
+def body(*urls: str) -> bytes:
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*images, {"type": "text", "text": "?"}]
+    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 2}).encode()
+
+
+async def ask(target: Target, *urls: str) -> int:
+    return (await target.post(CHAT, body(*urls))).status
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(width: int, height: int, *chunks: bytes) -> bytes:
+    """A black file of 8 bits a pixel, whose rows take hardly a byte each. `chunks`: before its pixels."""
+    packer, rows = zlib.compressobj(9), []
+    for _ in range(height):
+        rows.append(packer.compress(bytes(width + 1)))
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    data = _chunk(b"IDAT", b"".join(rows) + packer.flush())
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + data + _chunk(b"IEND", b"")
+
+
+@cache
+def noise(width: int, height: int, number: int = 0, format: str = "JPEG") -> bytes:
+    pixels = os.urandom(3 * (width // 8) * (height // 8))
+    return saved(Image.frombytes("RGB", (width // 8, height // 8), pixels).resize((width, height)), format)
+
+
+@cache
+def bombs() -> list[str]:
+    return [data_url(png(30_000, 30_000)), data_url(png(50_001, 1000))]
+
+
+@cache
+def largest() -> str:
+    return data_url(png(7000, 7000))
+
+
+@cache
+def animated() -> str:
+    """500 frames, of which the first one counts."""
+    frames = [Image.frombytes("P", (100, 75), os.urandom(7500)) for _ in range(500)]
+    file = BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    return data_url(file.getvalue())
+
+
+@cache
+def much_metadata() -> list[str]:
+    """EXIF data of megabytes, and texts that unpack to gigabytes."""
+    text = zlib.compress(bytes(200_000_000), 9)
+    segments = b"".join(b"\xff\xe1\xff\xffExif\0\0MM\0*" + b"\xff" * (65_533 - 10) for _ in range(150))
+    jpeg = noise(400, 300)
+    return [
+        data_url(png(100, 100, _chunk(b"eXIf", b"MM\0*" + b"\xff" * 8_000_000))),
+        data_url(png(100, 100, *[_chunk(b"zTXt", b"a\0\0" + text)] * 10)),
+        data_url(png(100, 100, _chunk(b"iCCP", b"a\0\0" + text))),
+        data_url(jpeg[:2] + segments + jpeg[2:]),
+    ]
+
+
+def polyglots() -> list[str]:
+    jpeg, script = noise(400, 300), b"<script>alert(1)</script>"
+    return [data_url(each) for each in (script + jpeg, b"PK\3\4" + jpeg, b"%PDF-1.7\n" + jpeg, b"GIF89a=1;" + script)]
+
+
+def damaged() -> list[str]:
+    png_file, jpeg = noise(400, 300, format="PNG"), noise(400, 300)
+    broken = bytearray(png_file)
+    broken[len(broken) // 2] ^= 255
+    return [data_url(each) for each in (png_file[:-2000], jpeg[: len(jpeg) // 2], bytes(broken), jpeg[:30], b"")]
+
+
+async def in_turn(target: Target, urls: list[str]) -> Counter[int]:
+    return Counter([await ask(target, url) for url in urls])
+
+
+async def narrow(target: Target) -> Counter[int]:
+    return await in_turn(target, [data_url(png(10_000, 1)), data_url(png(1, 10_000))])
+
+
+async def many_at_once(target: Target) -> Counter[int]:
+    """200 requests, each with an image of its own."""
+    urls = [data_url(noise(1024, 768, number)) for number in range(200)]
+    return Counter(await asyncio.gather(*(ask(target, url) for url in urls)))
+
+
+async def many_in_one(target: Target) -> Counter[int]:
+    return Counter([await ask(target, *[data_url(noise(400, 300))] * 200)])
+
+
+async def from_this_machine(target: Target) -> Counter[int]:
+    """URLs of this machine by every name, all allowed: no connection may be made."""
+    reached: list[Any] = []
+
+    async def canary(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append(writer.get_extra_info("peername"))
+        writer.close()
+
+    try:
+        server = await asyncio.start_server(canary, "127.0.0.1", 80)
+    except OSError:  # another server has the port, or it takes more rights: the statuses say enough
+        server = None
+    urls = [f"{scheme}://{name}/a.png" for name in LOCAL_NAMES for scheme in ("http", "https")]
+    urls += [f"http://localhost:{target.port}/v1/models", "file:///etc/passwd", "file://localhost/etc/passwd"]
+    statuses = await in_turn(target, urls)
+    if server is not None:
+        server.close()
+    assert not reached, reached
+    return statuses
