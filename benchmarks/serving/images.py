@@ -18,7 +18,7 @@ GRAIN = 8  # pixels between two random values: between them an image is smooth, 
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """How many images a request has, and of which sizes."""
+    """Number and sizes of the images of a request."""
 
     base_items: int
     range_ratio: float  # the number varies by this fraction
