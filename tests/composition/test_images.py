@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from engine import LLM, SamplingParams
+from engine.core import encoder_cache
 from tests.support.image_models import END, IMAGE, START, make_case
 from tests.support.images import picture
 
@@ -23,6 +24,7 @@ MANY = {"num_gpu_blocks_override": 256}
 FEATURES: dict[str, dict[str, Any]] = {
     "recorded steps, prefix cache": MANY,
     "chunked prefill": MANY | {"max_num_batched_tokens": 11, "max_num_seqs": 4},
+    "one image is kept, one encoded in a step": MANY | {"max_num_batched_tokens": 24},
     "preemption": {"num_gpu_blocks_override": 41, "max_num_batched_tokens": 32},
     "host tier": {"num_gpu_blocks_override": 48, "kv_offloading_size": 0.01},
     "drafts": MANY | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
@@ -94,10 +96,19 @@ def expected(model: Path) -> Iterator[list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize("feature", [pytest.param(e, marks=pytest.mark.heavy if e in HEAVY else ()) for e in FEATURES])
-def test_answers_are_those_of_each_request_alone(feature: str, model: Path, expected: Any) -> None:
+def test_answers_are_those_of_each_request_alone(
+    feature: str, model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_tight = feature.startswith("one image")
+    if is_tight:
+        monkeypatch.setattr(encoder_cache, "MAX_ENCODED_TOKENS", 1)
     llm = llm_of(model, FEATURES[feature])
     assert answers(llm, prompts()) == expected
+    if is_tight:
+        llm.reset_prefix_cache()
     assert answers(llm, prompts()) == expected, "again, with what is cached"
+    if is_tight:
+        assert llm._engine.stats().num_encoded > 3, "of three images, some were forgotten and encoded again"
     if feature.startswith("recorded"):
         llm.sleep()
         llm.wake_up()
