@@ -116,6 +116,7 @@ class Attention(CheckpointModule):
         scale = torch.ones(2, self.spec.num_kv_heads, dtype=torch.float32, device=scope.device)
         self.register_buffer("kv_scale", scale, persistent=False)
         self._rule: dict[str, Any] = {name: getattr(self.spec, name) for name in SPEC_ARGS}
+        self._rule["sparse"] = block_sparse(self.spec)
         for name in spec.learnt:
             setattr(self, name, empty(self.spec.num_heads, dtype=torch.float32, device=scope.device))
         ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
@@ -287,6 +288,14 @@ class Attention(CheckpointModule):
         heads = self._scope.shard.span("num_key_value_heads", num_kv_heads, replicate=True)
         own = scale.expand(num_kv_heads)[heads.start : heads.stop]
         self.kv_scale[rows] = own.to(self.kv_scale.device)
+
+
+def block_sparse(spec: AttentionSpec) -> kernels.BlockSparse | None:
+    """Return the blocks that the heads see; None: all."""
+    sparse = spec.sparse
+    return sparse and kernels.BlockSparse(
+        sparse.block, sparse.local, sparse.stride, sparse.head_step, sparse.first_head
+    )
 
 
 def _gated_parts(spec: AttentionSpec, scope: Scope) -> tuple[list[Part], list[Part]]:

@@ -23,7 +23,7 @@ from engine.models.files import PICKLED, WEIGHT_FILES, Progress, silent
 from engine.models.gguf.header import SPLIT
 from engine.models.lora import CONFIG, WEIGHTS
 
-TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model", "vocab.txt"]
+TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "tiktoken.model", "*.tiktoken", "vocab.txt"]
 # Exports in subfolders (but not 1_Pooling, 2_Dense, nor additional_chat_templates), and Mistral's second copy of the
 # weights.
 OTHER_FORMATS = ["[!0-9]*/*.json", "[!0-9]*/*.safetensors", "tokenizer*/*", "consolidated*"]

@@ -21,10 +21,14 @@ class MLP(nn.Module):
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
         self._gate: GateEpilogue | None = None
         self._splits = spec.gated and spec.activation == "gelu"  # no kernel computes this gate
-        if spec.gated and not self._splits:
+        self._alternates = spec.activation == "clamped_swiglu"  # nor this one
+        if spec.gated and not self._splits and not self._alternates:
             self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
         parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
-        self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", fused=spec.fused)
+        if self._alternates:
+            parts = {spec.up_name: 2 * inner}
+        width = 2 if self._alternates else 1  # rows that a rank has together
+        self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", width=width, fused=spec.fused)
         self.down = Linear(
             scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row", reduce_results=reduce_results
         )
@@ -45,6 +49,11 @@ class MLP(nn.Module):
         if self._splits:
             gate, up = self.gate_up.run(x).chunk(2, 1)
             return kernels.activation(gate, "gelu").mul_(up)
+        if self._alternates:
+            limit = self.spec.limit
+            gate, up = self.gate_up.run(x).unflatten(1, (-1, 2)).unbind(2)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return kernels.sigmoid(1.702 * gate).mul_(gate).mul_(up + 1)
         return kernels.activation(self.gate_up.run(x), self.spec.activation)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from engine.models.quantization import Quantization, Renames
 from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import Shard
-
-if TYPE_CHECKING:
-    from kernels import BlockSparse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,17 @@ class QueryScaling:
     offset: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SparseSpec:
+    """Block-sparse attention: the fields of `kernels.BlockSparse`."""
+
+    block: int
+    local: int
+    stride: int
+    head_step: int
+    first_head: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention."""
@@ -57,7 +65,7 @@ class AttentionSpec:
     window: int = 0  # number of newest tokens that a token attends to, including itself; 0: all
     causal: bool = True  # False: tokens see later ones too, `window - 1` of them if there is a window
     soft_cap: float = 0.0  # of the scores; 0: none
-    sparse: BlockSparse | None = None  # blocks that each head attends to; None: all
+    sparse: SparseSpec | None = None  # blocks that each head attends to; None: all
     alibi: tuple[float, ...] = ()  # ALiBi slope of each head; (): no ALiBi
     # Fields of `kernels.AttentionArgs` that are learnt numbers per head, in the checkpoint under these names.
     learnt: tuple[str, ...] = ()
@@ -147,11 +155,15 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A dense MLP: down(activation(gate) · up), or down(activation(up)) without a gate."""
+    """A dense MLP: down(activation(gate) · up), or down(activation(up)) without a gate.
+
+    "clamped_swiglu": (up + 1) · gate · σ(1.702 gate), whose rows alternate in one tensor, `up_name`: gate, up, gate …
+    """
 
     intermediate_size: int
     bias: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"] = "silu"
+    limit: float = 0.0  # clamped_swiglu: the most of the gate and of |up|
     gated: bool = True
     gate_multiplier: float = 1.0  # of the gate, before its activation
     fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors

@@ -1,7 +1,7 @@
 """Converts vocabularies of other tokenizers to the content of tokenizer.json.
 
-`tekken.json` (Mistral), `tiktoken.model` (Kimi), SentencePiece's BPE in `tokenizer.model`, and the words of BERT in
-`vocab.txt`.
+`tekken.json` (Mistral), `tiktoken.model` (Kimi), `cl100k_base.tiktoken` (Phi-3-small), SentencePiece's BPE in
+`tokenizer.model`, and the words of BERT in `vocab.txt`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,21 @@ KIMI = (  # as in the code that comes with Kimi
     rf"[\p{{Han}}]+|{_HAN_FREE}{_UPPER}*{_LOWER}+{_SUFFIXES}|{_HAN_FREE}{_UPPER}+{_LOWER}*{_SUFFIXES}|\p{{N}}{{1,3}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CL100K = (  # of tiktoken
+    rf"{_SUFFIXES[:-1]}|{_HAN_FREE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CL100K_SPECIAL = range(100256, 100352)
+PHI3_SMALL = {  # special tokens; the other ids of `CL100K_SPECIAL` stand for nothing
+    100257: "<|endoftext|>",
+    100258: "<|fim_prefix|>",
+    100259: "<|fim_middle|>",
+    100260: "<|fim_suffix|>",
+    100261: "<|system|>",
+    100262: "<|user|>",
+    100263: "<|assistant|>",
+    100266: "<|end|>",
+    100276: "<|endofprompt|>",
+}
 # Special tokens of tekken files that do not name theirs.
 TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
@@ -56,14 +71,24 @@ def tiktoken(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
     """Convert tiktoken.model. Raises `ValueError` if it is malformed, or if its words are cut in an unknown way."""
     if "tokenization_kimi" not in json.dumps(config.get("auto_map")):
         raise ValueError("its words are cut by code that comes with the model, and only Kimi's is known")
-    ranks = {}
-    for line in data.splitlines():
-        token, rank = line.split()
-        ranks[base64.b64decode(token, validate=True)] = int(rank)
+    ranks = _ranks(data)
     entries = config.get("added_tokens_decoder") or {}
     named = {int(index): entry["content"] for index, entry in entries.items()}
     special = {named.get(i, f"<|reserved_token_{i}|>"): i for i in range(len(ranks), len(ranks) + 256)}
     return Vocabulary(_byte_level(ranks, KIMI, special), {"add_bos_token": False, "add_eos_token": False})
+
+
+def cl100k(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
+    """Convert cl100k_base.tiktoken. Raises `ValueError` if it is malformed, or not of Phi-3-small."""
+    if "phi3_small" not in json.dumps(config.get("auto_map")):
+        raise ValueError("its special tokens come with the model's code, and only Phi-3-small's are known")
+    unused = iter(range(2, len(CL100K_SPECIAL)))
+    dummies = {100264: 0, 100265: 1}  # the order in which the published code numbers them
+    dummies |= {i: next(unused) for i in CL100K_SPECIAL if i not in PHI3_SMALL and i not in dummies}
+    special = {PHI3_SMALL.get(i, f"<|dummy_id_{dummies.get(i)}|>"): i for i in CL100K_SPECIAL}
+    names = {"bos_token": PHI3_SMALL[100257], "eos_token": PHI3_SMALL[100257]}
+    found = _byte_level(_ranks(data), CL100K, special)
+    return Vocabulary(found, {"add_bos_token": False, "add_eos_token": False, **names})
 
 
 def sentencepiece(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
@@ -155,9 +180,16 @@ def wordpiece(data: bytes, config: Mapping[str, Any]) -> Vocabulary:
 FILES: Mapping[str, Callable[[bytes, Mapping[str, Any]], Vocabulary]] = {
     "tekken.json": tekken,
     "tiktoken.model": tiktoken,
+    "cl100k_base.tiktoken": cl100k,
     "tokenizer.model": sentencepiece,
     "vocab.txt": wordpiece,
 }
+
+
+def _ranks(data: bytes) -> dict[bytes, int]:
+    """Read tiktoken's file: in each line a token in base64, and its rank."""
+    pairs = (line.split() for line in data.splitlines())
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
 
 def _byte_level(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from kernels.cpu.library import library
 from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.quantized_rows import QuantizedRows
 
-KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "kv_scale", "causal")
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal")
+TILE_KEYS = 64  # `KEYS` in attention.cpp
 
 
 class _Struct(ctypes.Structure):
@@ -31,6 +32,7 @@ class _Struct(ctypes.Structure):
         ("is_bf16", ctypes.c_int32),
         ("is_fp8", ctypes.c_int32),
         ("is_causal", ctypes.c_int32),
+        *((f"sparse_{name}", ctypes.c_int32) for name in ("block", "local", "stride", "step", "first")),
     )
 
 
@@ -70,10 +72,11 @@ def paged_attention_prefill(
 
 def is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tokens: int) -> bool:
     """Return whether the CPU's own kernel computes the attention of so many tokens."""
-    key_cache, value_cache = context.key_cache, context.value_cache
+    key_cache, value_cache, sparse = context.key_cache, context.value_cache, args.sparse
     head_dim = key_cache.shape[3]
     return (
         KNOWN.cover(args)
+        and (sparse is None or (sparse.block % TILE_KEYS == 0 and args.causal and not args.window))
         and query.dtype in (torch.float32, torch.bfloat16)
         and key_cache.dtype in (query.dtype, torch.float8_e4m3fn)
         and key_cache.stride() == value_cache.stride()
@@ -81,7 +84,8 @@ def is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tok
         and query.stride()[1:] == (head_dim, 1)
         and (native := library()) is not None
         and head_dim % native.layout.lanes == 0
-        and not native.choices.takes_pytorch("attention", query.dtype, num_tokens)
+        # PyTorch computes the blocks that a head does not see as well.
+        and (sparse is not None or not native.choices.takes_pytorch("attention", query.dtype, num_tokens))
     )
 
 
@@ -121,5 +125,6 @@ def _arguments(
         query.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1), rows.shape[0], query.shape[1],
         keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
         query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn, args.causal,
+        *((0,) * 5 if args.sparse is None else args.sparse.constants),
     )  # fmt: skip
     return struct, pointers

@@ -105,6 +105,11 @@ FEATURES = [
     {"window": 9, "soft_cap": 2.0, "alibi_slopes": torch.rand(6) + 0.1, "sinks": torch.randn(6)},
     {"alibi_slopes": torch.rand(6) + 0.1, "sparse": BlockSparse(block=8, local=1, stride=2, head_step=0)},
 ]
+WHOLE_TILES = [  # of the CPU's own kernel
+    {"sparse": BlockSparse(block=64, local=2, stride=4, head_step=1)},
+    {"sparse": BlockSparse(block=64, local=1, stride=3, head_step=0)},
+    {"sparse": BlockSparse(block=128, local=1, stride=2, head_step=1, first_head=5), "soft_cap": 2.0},
+]
 
 
 def slow(paged: Any, queries: Any, options: Any) -> Tensor:
@@ -209,7 +214,7 @@ def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any)
         torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", FEATURES, ids=feature_names)
+@pytest.mark.parametrize("options", FEATURES + WHOLE_TILES, ids=feature_names)
 @pytest.mark.parametrize(("head_dim", "block_size", "dtype"), [(16, 4, torch.float32), (80, 16, torch.bfloat16)])
 def test_native_attention_is_the_reference_implementations(
     backend: str, options: dict[str, Any], head_dim: int, block_size: int, dtype: torch.dtype
@@ -233,6 +238,33 @@ def test_native_attention_is_the_reference_implementations(
         for module in (native, reference)
     )
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_blocks_that_no_head_of_a_group_sees_are_not_read(backend: str) -> None:
+    """A token has the bits that it has when it is decoded alone."""
+    if backend == "no compiler":
+        pytest.skip("PyTorch reads them")
+    lens, counts = [900, 700], [300, 1]
+    sparse = BlockSparse(block=64, local=2, stride=6, head_step=1)  # 3 of 6 blocks for a KV head of 3 heads
+    paged = Paged(lens, block_size=16, head_dim=64, dtype=torch.float32)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    query = torch.randn(int(starts[-1]), 6, 64)
+    lengths = (paged.block_tables, paged.rows, starts, paged.context_lens)
+    attend = spread(native.paged_attention_prefill)
+    want = attend(query, *paged.caches, *lengths, scale=0.3, sparse=sparse)
+    for row, n, count in zip(paged.rows.tolist(), lens, counts, strict=True):
+        blocks = torch.arange(-(-n // 64))
+        for kv_head in range(2):
+            heads = 3 * kv_head + torch.arange(3)
+            vertical = ((blocks + heads[:, None] + 1) % 6 == 0).any(0)
+            unseen = blocks[((n - count) // 64 - blocks >= 2) & ~vertical]
+            pages = paged.block_tables[row, (unseen[:, None] * 4 + torch.arange(4)).flatten()]
+            paged.caches[:, pages.long(), kv_head] = NAN
+    got = attend(query, *paged.caches, *lengths, scale=0.3, sparse=sparse)
+    assert got.equal(want)
+    assert paged.caches.isnan().sum() > 2 * 2 * 64 * 64 * 2, "some are never seen"
+    last = (query[starts[1:] - 1], *paged.caches, paged.block_tables, paged.rows, paged.context_lens)
+    assert spread(native.paged_attention_decode)(*last, scale=0.3, sparse=sparse).equal(want[starts[1:] - 1])
 
 
 @pytest.mark.parametrize("options", FEATURES, ids=feature_names)

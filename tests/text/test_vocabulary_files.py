@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.text.tokenizer import Tokenizer, TokenizerError
-from engine.text.vocabulary_files import BYTE, CONTROL, KIMI, NORMAL, TEKKEN_SPECIAL, UNKNOWN, USER_DEFINED
+from engine.text.vocabulary_files import BYTE, CL100K, CONTROL, KIMI, NORMAL, TEKKEN_SPECIAL, UNKNOWN, USER_DEFINED
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = [path.read_text("utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "api.md")]
@@ -95,6 +95,24 @@ def test_kimis_tiktoken_model(tmp_path: Path) -> None:
     assert (got.bos_token_id, got.token_to_id(f"<|reserved_token_{size + 5}|>")) == (size, size + 5)
     path.write_text("{}")
     with pytest.raises(TokenizerError, match="only Kimi's is known; convert the tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_phi_3_smalls_cl100k(tmp_path: Path) -> None:
+    trained = byte_level(CL100K)
+    lines = [base64.b64encode(token) + b" %d" % i for i, token in enumerate(bytes_of(trained))]
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_phi3_small.Phi3SmallTokenizer", None]}}))
+    got = Tokenizer.from_folder(tmp_path)
+    for text in TEXTS:
+        assert got.encode(text) == trained.encode(text).ids, text
+    assert got.encode("<|user|>\na<|end|>")[::3] == [100262, 100266]
+    assert (got.bos_token, got.eos_token_id) == ("<|endoftext|>", 100257)
+    dummies = {0: 100264, 1: 100265, 2: 100256, 3: 100267, 11: 100275, 12: 100277, 86: 100351}
+    assert [got.token_to_id(f"<|dummy_id_{i}|>") for i in dummies] == list(dummies.values())
+    path.write_text("{}")
+    with pytest.raises(TokenizerError, match="only Phi-3-small's are known; convert the tokenizer"):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from engine.models.errors import ModelError
 from engine.models.families.common import attention, decoder, dense, num_layers, slides, windows_of
 from engine.models.families.fields import Config, flag, integer, number
+from engine.models.families.rope import phi_longrope
 from engine.models.spec import AttentionSpec, ModelSpec
 
 
@@ -82,9 +83,7 @@ def granite(config: Config) -> ModelSpec:
 
 def phi3(config: Config) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4: fused tensors, partial RoPE and LongRoPE ("su" and "yarn" are old names for it)."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
-        config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
+    config = {**config, "rope_scaling": phi_longrope(config)}
     window = 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
     mixer = replace(attention(config, window=window), fused=True)
     return decoder(config, mixer, dense(config, fused="gate_up_proj"))

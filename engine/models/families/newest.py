@@ -18,6 +18,7 @@ from engine.models.families.common import (
 from engine.models.families.experts import MIXTRAL, deepseek_mlps, experts
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import llama
+from engine.models.families.rope import phi_longrope
 from engine.models.families.renamed import minicpm
 from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec
 
@@ -75,12 +76,7 @@ def phimoe(config: Config) -> ModelSpec:
     bias = flag(config, "attention_bias")
     if integer(config, "num_experts_per_tok", 2) != 2:
         raise ModelError("'num_experts_per_tok' must be 2 for Phi-3.5-MoE")
-    for field in ("rope_scaling", "rope_parameters"):
-        rope = config.get(field)
-        if isinstance(rope, dict) and rope.get("long_mscale") is not None:
-            if rope["long_mscale"] != rope.get("short_mscale"):
-                raise ModelError(f"{field!r}: 'long_mscale' must be 'short_mscale'")
-            config = {**config, field: {**rope, "attention_factor": rope["long_mscale"]}}
+    config = {**config, "rope_scaling": phi_longrope(config)}
     window = 0 if config.get("sliding_window") is None else integer(config, "sliding_window")
     mixer = attention(config, qkv_bias=bias, o_bias=bias, window=window)
     mlp = experts({"num_experts_per_tok": 2, **config}, count=("num_local_experts",), size="intermediate_size")

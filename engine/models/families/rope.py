@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
@@ -41,6 +42,20 @@ def read_rope(
     if scaling == "proportional":
         rope = replace(rope, rotary_dim=head_dim, rotating_dim=rotary_dim)
     return SCALINGS[scaling](rope, fields, config)
+
+
+def phi_longrope(config: Config) -> Any:
+    """Return Phi's `rope_scaling` under today's names. Raises `ModelError` if cos and sin have two factors."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return rope
+    if (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
+        rope = {**rope, "rope_type": "longrope"}
+    if rope.get("long_mscale") is None:
+        return rope
+    if rope["long_mscale"] != rope.get("short_mscale"):
+        raise ModelError("'rope_scaling': 'long_mscale' must be 'short_mscale'")
+    return {**rope, "attention_factor": rope["long_mscale"]}
 
 
 def _default(rope: RopeSpec, fields: Config, config: Config) -> RopeSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.kv.cache_groups import CacheGroup
-from engine.models.attention import AttentionMetadata
+from engine.models.attention import AttentionMetadata, block_sparse
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.options import RunnerOptions
 
@@ -103,7 +103,7 @@ class GroupAttention:
         def allocate(num_seqs: int) -> kernels.DecodePlan:
             new = partial(kernels.DecodePlan.allocate, num_seqs, *heads, options.device.torch_device)
             new = partial(new, kv_dtype=options.kv_dtype, window=0 if mixer.sparse else group.window)
-            return new(sparse=mixer.sparse, queries=most if num_seqs <= kernels.FEW_SEQS[1] else 1)
+            return new(sparse=block_sparse(mixer), queries=most if num_seqs <= kernels.FEW_SEQS[1] else 1)
 
         # Block-sparse, each query head has tiles of its own.
         num_kv_heads = mixer.num_heads if mixer.sparse else mixer.num_kv_heads

@@ -19,6 +19,8 @@ struct Attention {
     int32_t is_bf16;  // queries and outputs; else float32
     int32_t is_fp8;   // keys and values: e4m3; else as queries
     int32_t is_causal;  // else queries see later keys too
+    // Block-sparse attention: `BlockSparse.constants`. Blocks are tiles of keys or several of them; 0: queries see all keys.
+    int32_t sparse_block, sparse_local, sparse_stride, sparse_step, sparse_first;
 };
 
 namespace {
@@ -61,6 +63,7 @@ struct Buffers {
     std::vector<float> query, out, keys, scores;  // [rows, D], [rows, D], [D, KEYS], [rows, KEYS]
     std::vector<float> most, total;               // of each row, so far
     std::vector<int> tokens, positions;           // of each query
+    std::vector<std::pair<int, int>> seeing;      // first and past row of those that see a tile of keys
 };
 
 struct Sharing {
@@ -74,7 +77,7 @@ struct Sharing {
 // Sequences of one query that begin with the same blocks for at least `SHARED` keys, in groups of at most `most`.
 Sharing find_shared(const Attention& a, int most) {
     Sharing found;
-    if (a.window || !a.is_causal || a.seqs < 2 || most < 2) return found;
+    if (a.window || a.sparse_block || !a.is_causal || a.seqs < 2 || most < 2) return found;
     std::vector<int64_t> long_ones;  // the first block of each, and its number
     for (int seq = 0; seq < a.seqs; ++seq)
         if (a.lens[seq] > SHARED && (!a.starts || a.starts[seq + 1] - a.starts[seq] == 1))
@@ -117,6 +120,10 @@ template <class T, class C> struct Worker {
     std::vector<float>&query = buffers.query, &out = buffers.out, &keys = buffers.keys, &scores = buffers.scores;
     std::vector<float>&most = buffers.most, &total = buffers.total;
 
+    // A query's rows are neighbours, but a head's are if heads see different blocks.
+    int query_of(int r) const { return a.sparse_block ? r % (int)buffers.positions.size() : r / (a.heads / a.kv_heads); }
+    int head_of(int r) const { return a.sparse_block ? r / (int)buffers.positions.size() : r % (a.heads / a.kv_heads); }
+
     void run(const Tile& tile) {
         const int group = a.heads / a.kv_heads, queries = tile.members * tile.count, rows = queries * group, d = a.head_dim;
         std::vector<int>&tokens = buffers.tokens, &positions = buffers.positions;  // of each query
@@ -131,8 +138,8 @@ template <class T, class C> struct Worker {
         const float key_scale = a.kv_scale ? a.kv_scale[tile.kv_head] : 1;
         const float value_scale = a.kv_scale ? a.kv_scale[a.kv_heads + tile.kv_head] : 1;
         for (int r = 0; r < rows; ++r) {
-            const int head = tile.kv_head * group + r % group;
-            const T* q = (const T*)a.query + tokens[r / group] * a.query_stride + head * d;
+            const int head = tile.kv_head * group + head_of(r);
+            const T* q = (const T*)a.query + tokens[query_of(r)] * a.query_stride + head * d;
             for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * (a.scale * key_scale));
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
         }
@@ -146,7 +153,7 @@ template <class T, class C> struct Worker {
             read(tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past, 0, rows);
         }
         for (int r = 0; r < rows; ++r) {
-            T* to = (T*)a.out + tokens[r / group] * a.out_stride + (tile.kv_head * group + r % group) * d;
+            T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + (tile.kv_head * group + head_of(r)) * d;
             for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r] * value_scale);
         }
     }
@@ -156,7 +163,11 @@ template <class T, class C> struct Worker {
     void read(int seq, int kv_head, int first, int past, int top, int bottom) {
         const int group = a.heads / a.kv_heads;
         const int32_t* table = a.tables + a.rows[seq] * a.table_stride;
+        auto& seeing = buffers.seeing;
+        seeing.assign(1, {top, bottom});
         for (int key = first / KEYS * KEYS; key < past; key += KEYS) {
+            if (a.sparse_block) find_seeing(kv_head * group, key / a.sparse_block);
+            if (seeing.empty()) continue;
             const int from = key < first ? first - key : 0;
             const int count = past - key < KEYS ? past - key : KEYS;
             int64_t at[KEYS];
@@ -164,16 +175,34 @@ template <class T, class C> struct Worker {
                 for (; within < a.block_size && j < count; ++within, ++j)
                     at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
             read_keys(at, from, count);
-            by_rows<TALL>(top, bottom, [&](auto m, int r) { score<m>(r, count); });
+            for (const auto& [begin, end] : seeing) by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
             const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window;
-            for (int r = top; r < bottom; ++r) {
-                const int own = buffers.positions[r / group];
-                if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
-                else soften<false>(r, kv_head * group + r % group, own, key, count);
-            }
+            for (const auto& [begin, end] : seeing)
+                for (int r = begin; r < end; ++r) {
+                    const int own = buffers.positions[query_of(r)];
+                    if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
+                    else soften<false>(r, kv_head * group + head_of(r), own, key, count);
+                }
             const int some = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
             for (int i = 0; i < a.head_dim; i += some)
-                by_rows<TALL>(top, bottom, [&](auto m, int r) { add_values<m>(r, i, std::min(i + some, a.head_dim), at, from, count); });
+                for (const auto& [begin, end] : seeing)
+                    by_rows<TALL>(begin, end, [&](auto m, int r) { add_values<m>(r, i, std::min(i + some, a.head_dim), at, from, count); });
+        }
+    }
+
+    // The rows that see a block: of a head all, or those whose queries it is local to, which are the first ones.
+    void find_seeing(int first_head, int block) {
+        auto& seeing = buffers.seeing;
+        const auto& positions = buffers.positions;
+        seeing.clear();
+        const int queries = positions.size();
+        for (int head = 0; head < a.heads / a.kv_heads; ++head) {
+            int count = queries;
+            if ((block + (a.sparse_first + first_head + head) * a.sparse_step + 1) % a.sparse_stride)
+                while (count && positions[count - 1] / a.sparse_block - block >= a.sparse_local) --count;
+            const int begin = head * queries;
+            if (count && !seeing.empty() && seeing.back().second == begin) seeing.back().second = begin + count;
+            else if (count) seeing.push_back({begin, begin + count});
         }
     }
 
