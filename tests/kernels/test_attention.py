@@ -258,11 +258,11 @@ def test_blocks_that_no_head_of_a_group_sees_are_not_read(backend: str) -> None:
             heads = 3 * kv_head + torch.arange(3)
             vertical = ((blocks + heads[:, None] + 1) % 6 == 0).any(0)
             unseen = blocks[((n - count) // 64 - blocks >= 2) & ~vertical]
+            assert len(unseen)
             pages = paged.block_tables[row, (unseen[:, None] * 4 + torch.arange(4)).flatten()]
             paged.caches[:, pages.long(), kv_head] = NAN
     got = attend(query, *paged.caches, *lengths, scale=0.3, sparse=sparse)
     assert got.equal(want)
-    assert paged.caches.isnan().sum() > 2 * 2 * 64 * 64 * 2, "some are never seen"
     last = (query[starts[1:] - 1], *paged.caches, paged.block_tables, paged.rows, paged.context_lens)
     assert spread(native.paged_attention_decode)(*last, scale=0.3, sparse=sparse).equal(want[starts[1:] - 1])
 

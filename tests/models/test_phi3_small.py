@@ -62,7 +62,9 @@ def make(folder: Path, **changes: Any) -> dict[str, Any]:
         for name, shape in shapes.items():
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape) * 2 / math.sqrt(shape[1])
             tensors[f"model.layers.{layer}.{name}.bias"] = torch.randn(shape[0]) / 2
-    norms = [f"layers.{i}.{n}_layernorm" for i in range(config["num_hidden_layers"]) for n in ("input", "post_attention")]
+    norms = [
+        f"layers.{i}.{n}_layernorm" for i in range(config["num_hidden_layers"]) for n in ("input", "post_attention")
+    ]
     for name in (*norms, "final_layernorm"):
         tensors[f"model.{name}.weight"] = torch.rand(hidden) + 0.5
         tensors[f"model.{name}.bias"] = torch.randn(hidden) / 5
@@ -73,9 +75,7 @@ def make(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def sees(config: dict[str, Any], n: int) -> Tensor:
     """Return which keys the heads' queries see in a sparse layer: [H, n, n]."""
-    block, local, stride = (
-        config[f"blocksparse_{name}"] for name in ("block_size", "num_local_blocks", "vert_stride")
-    )
+    block, local, stride = (config[f"blocksparse_{name}"] for name in ("block_size", "num_local_blocks", "vert_stride"))
     count = -(-n // block)
     found = torch.zeros(HEADS, count, count, dtype=torch.bool)
     for head in range(HEADS):
@@ -99,7 +99,7 @@ def turned(x: Tensor, theta: float, scaling: dict[str, Any] | None, length: int)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def twin(folder: Path, ids: list[int]) -> Tensor:
+def plain_decoder(folder: Path, ids: list[int]) -> Tensor:
     """Compute the logits [n, vocab] of a text as the published code says, in float64."""
     config = json.loads((folder / "config.json").read_text())
     w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -157,7 +157,7 @@ def test_logits_and_tokens_are_those_of_the_plain_decoder(changes: Any, tmp_path
     prompts = [torch.randint(VOCAB, (n,)).tolist() for n in (400, 3, 150)]
     for chunk in (10**9, 90):
         for prompt, got in zip(prompts, decode(model, prompts, 20, chunk=chunk), strict=True):
-            want = twin(tmp_path, prompt + got.token_ids[:-1])
+            want = plain_decoder(tmp_path, prompt + got.token_ids[:-1])
             assert (got.logits - want).abs().max() <= 1e-4 * want.abs().max()
             assert got.token_ids == want[len(prompt) - 1 :].argmax(-1).tolist()
 

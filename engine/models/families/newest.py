@@ -18,8 +18,8 @@ from engine.models.families.common import (
 from engine.models.families.experts import MIXTRAL, deepseek_mlps, experts
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import llama
-from engine.models.families.rope import phi_longrope
 from engine.models.families.renamed import minicpm
+from engine.models.families.rope import phi_longrope
 from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec
 
 KINDS = ("full_attention", "sliding_attention")

@@ -37,6 +37,7 @@ struct Tile {
     int seq, first, count, kv_head;  // queries of a sequence; or
     int members = 1, shared = 0;     // of several sequences of one query, whose first keys are the same
     const int* seqs = nullptr;       // these sequences
+    int head = -1;                   // the only one of the KV head's query heads; -1: all of them
 };
 
 // Vectors become columns of `out`.
@@ -120,12 +121,16 @@ template <class T, class C> struct Worker {
     std::vector<float>&query = buffers.query, &out = buffers.out, &keys = buffers.keys, &scores = buffers.scores;
     std::vector<float>&most = buffers.most, &total = buffers.total;
 
+    int group = 0, first_head = 0;  // the tile's heads
+
     // A query's rows are neighbours, but a head's are if heads see different blocks.
-    int query_of(int r) const { return a.sparse_block ? r % (int)buffers.positions.size() : r / (a.heads / a.kv_heads); }
-    int head_of(int r) const { return a.sparse_block ? r / (int)buffers.positions.size() : r % (a.heads / a.kv_heads); }
+    int query_of(int r) const { return a.sparse_block ? r % (int)buffers.positions.size() : r / group; }
+    int head_of(int r) const { return first_head + (a.sparse_block ? r / (int)buffers.positions.size() : r % group); }
 
     void run(const Tile& tile) {
-        const int group = a.heads / a.kv_heads, queries = tile.members * tile.count, rows = queries * group, d = a.head_dim;
+        group = tile.head < 0 ? a.heads / a.kv_heads : 1;
+        first_head = tile.kv_head * (a.heads / a.kv_heads) + (tile.head < 0 ? 0 : tile.head);
+        const int queries = tile.members * tile.count, rows = queries * group, d = a.head_dim;
         std::vector<int>&tokens = buffers.tokens, &positions = buffers.positions;  // of each query
         tokens.resize(queries), positions.resize(queries);
         for (int n = 0; n < queries; ++n) {
@@ -138,7 +143,7 @@ template <class T, class C> struct Worker {
         const float key_scale = a.kv_scale ? a.kv_scale[tile.kv_head] : 1;
         const float value_scale = a.kv_scale ? a.kv_scale[a.kv_heads + tile.kv_head] : 1;
         for (int r = 0; r < rows; ++r) {
-            const int head = tile.kv_head * group + head_of(r);
+            const int head = head_of(r);
             const T* q = (const T*)a.query + tokens[query_of(r)] * a.query_stride + head * d;
             for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * (a.scale * key_scale));
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
@@ -153,7 +158,7 @@ template <class T, class C> struct Worker {
             read(tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past, 0, rows);
         }
         for (int r = 0; r < rows; ++r) {
-            T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + (tile.kv_head * group + head_of(r)) * d;
+            T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + head_of(r) * d;
             for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r] * value_scale);
         }
     }
@@ -161,12 +166,11 @@ template <class T, class C> struct Worker {
     // Rows from `top` to `bottom` attend to the keys from `first` to `past` of a sequence. Tiles begin at multiples of KEYS, so
     // that a row's sums are the same in whatever tile of queries it is; keys before `first` are not read.
     void read(int seq, int kv_head, int first, int past, int top, int bottom) {
-        const int group = a.heads / a.kv_heads;
         const int32_t* table = a.tables + a.rows[seq] * a.table_stride;
         auto& seeing = buffers.seeing;
         seeing.assign(1, {top, bottom});
         for (int key = first / KEYS * KEYS; key < past; key += KEYS) {
-            if (a.sparse_block) find_seeing(kv_head * group, key / a.sparse_block);
+            if (a.sparse_block) find_seeing(key / a.sparse_block);
             if (seeing.empty()) continue;
             const int from = key < first ? first - key : 0;
             const int count = past - key < KEYS ? past - key : KEYS;
@@ -181,7 +185,7 @@ template <class T, class C> struct Worker {
                 for (int r = begin; r < end; ++r) {
                     const int own = buffers.positions[query_of(r)];
                     if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
-                    else soften<false>(r, kv_head * group + head_of(r), own, key, count);
+                    else soften<false>(r, head_of(r), own, key, count);
                 }
             const int some = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
             for (int i = 0; i < a.head_dim; i += some)
@@ -191,12 +195,12 @@ template <class T, class C> struct Worker {
     }
 
     // The rows that see a block: of a head all, or those whose queries it is local to, which are the first ones.
-    void find_seeing(int first_head, int block) {
+    void find_seeing(int block) {
         auto& seeing = buffers.seeing;
         const auto& positions = buffers.positions;
         seeing.clear();
         const int queries = positions.size();
-        for (int head = 0; head < a.heads / a.kv_heads; ++head) {
+        for (int head = 0; head < group; ++head) {
             int count = queries;
             if ((block + (a.sparse_first + first_head + head) * a.sparse_step + 1) % a.sparse_stride)
                 while (count && positions[count - 1] / a.sparse_block - block >= a.sparse_local) --count;
@@ -319,9 +323,13 @@ template <class T, class C> void attend(const Attention& a) {
             for (int t = start; t < start + count; ++t) std::memset((T*)a.out + t * a.out_stride, 0, a.heads * a.head_dim * sizeof(T));
             continue;
         }
-        for (int first = (count - 1) / most * most; first >= 0 && count; first -= most)
+        // Heads that see different blocks share no tile of keys: each has queries enough for tiles of its own.
+        const bool by_head = a.sparse_block && a.sparse_step && count > most;
+        const int step = by_head ? ROWS : most;
+        for (int first = (count - 1) / step * step; first >= 0 && count; first -= step)
             for (int head = 0; head < a.kv_heads; ++head)
-                tiles.push_back({seq, first, count - first < most ? count - first : most, head});
+                for (int one = by_head ? 0 : -1; one < (by_head ? group : 0); ++one)
+                    tiles.push_back({seq, first, std::min(count - first, step), head, 1, 0, nullptr, one});
     }
     pool.run(tiles.size(), [&](int64_t i) {
         thread_local Buffers buffers;
