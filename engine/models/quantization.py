@@ -36,7 +36,7 @@ class Scheme:
     """Storage of a quantised matrix [N, K] in a checkpoint."""
 
     layout: Literal[
-        "plain", "packed", "gptq", "awq", "fp4", "blocks", "gguf", "online"
+        "plain", "packed", "gptq", "awq", "gemv", "fp4", "blocks", "gguf", "torchao", "torchao-int4", "online"
     ]  # the stored tensors, see the classes in `formats`
     kind: Literal["e4m3", "int8", "int4", "e2m1"]  # the values of codes, see `kernels.QuantizedWeight`
     group: int = 0  # number of channels that share a scale; 0: all
@@ -49,6 +49,7 @@ class Scheme:
     divided: bool = False  # scales are divided by the global scale instead of multiplied
     block: str = ""  # the type of GGUF's blocks
     minima: bool = False  # groups have minima
+    bits: int = 0  # of stored codes; 0: those of `kind`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,18 +211,20 @@ def _fbgemm(config: Mapping[str, Any]) -> Quantization:
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:
-    """int4 in groups of channels, with zero points."""
+    """int4 in groups of channels, with zero points; in the layouts gemm and gemv."""
     _choice(config, "bits", (4,), default=4)
-    _choice(config, "version", ("gemm", "GEMM"), default="gemm")
+    version = _choice(config, "version", ("gemm", "GEMM", "gemv", "GEMV"), default="gemm").lower()
     symmetric = not _choice(config, "zero_point", (True, False), default=True)
     group = _group(config, "group_size", 128)
-    scheme = Scheme(layout="awq", kind="int4", group=group, symmetric=symmetric)
+    if version == "gemv" and (symmetric or group < 32):
+        raise _unsupported("version", "gemv", (), "with 'zero_point' false or groups of no such size; supported: gemm")
+    scheme = Scheme(layout="gemv" if version == "gemv" else "awq", kind="int4", group=group, symmetric=symmetric)
     ignored = _names(config, "modules_to_not_convert")
     return Quantization(method="awq", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
-    """int4 or int8 in groups of channels, with and without desc_act; `dynamic` may choose others for some modules."""
+    """3, 4 or 8 bits in groups of channels, with and without desc_act; `dynamic` may choose others for some modules."""
     dynamic = _objects(config, "dynamic")  # regular expression of names → settings; with "-:": stays floats
     ignored = [
         *_names(config, "modules_to_not_convert"),
@@ -243,11 +246,12 @@ GPTQ_KEYS = frozenset({"bits", "group_size", "desc_act", "sym"})
 
 
 def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
-    bits = _choice(config, "bits", (4, 8), default=4)
+    bits = _choice(config, "bits", (3, 4, 8), default=4)
     file_format = _choice(config, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     return Scheme(
         layout="gptq",
-        kind="int4" if bits == 4 else "int8",
+        kind="int8" if bits == 8 else "int4",
+        bits=3 if bits == 3 else 0,
         group=_group(config, "group_size", 128),
         symmetric=False,  # zero points are always stored
         reordered=_choice(config, "desc_act", (True, False), default=False),
@@ -290,6 +294,53 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
 
 def _bitsandbytes(config: Mapping[str, Any]) -> None:
     """nf4, fp4 and int8 of bitsandbytes: become floats; --quantization int4 or int8 quantises them once more."""
+
+
+def _torchao(config: Mapping[str, Any]) -> Quantization:
+    """torchao's int8, float8 and plain int4, in safetensors."""
+    types = config.get("quant_type")
+    default = types.get("default") if isinstance(types, dict) else None
+    if not isinstance(default, dict) or not isinstance(types, dict) or types.keys() != {"default"}:
+        raise _unsupported("quant_type", types, (), "supported: an object whose 'default' is one of torchao's classes")
+    name, path = _choice(default, "_type", tuple(TORCHAO), path="quant_type.default."), "quant_type.default._data."
+    data = default.get("_data")
+    if not isinstance(data, dict):
+        raise ModelError(f"'{WHERE}': '{path[:-1]}' must be an object, got {data!r}")
+    if config.get("include_input_output_embeddings"):
+        raise _unsupported("include_input_output_embeddings", True, (False,))
+    scheme = TORCHAO[name]
+    if scheme.kind == "int4":
+        packing = data.get("int4_packing_format", "plain")
+        packing = packing.get("_data") if isinstance(packing, dict) else packing
+        _choice({"int4_packing_format": str(packing).lower()}, "int4_packing_format", ("plain",), path=path)
+        scheme = replace(scheme, group=_group(data, "group_size", 128, path))
+    else:
+        scheme = _of_granularity(scheme, data.get("granularity"), path + "granularity")
+    ignored = _names(config, "modules_to_not_convert")
+    return Quantization(method="torchao", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
+
+
+TORCHAO = {  # `rows`: of the default granularity
+    "Int8WeightOnlyConfig": Scheme(layout="torchao", kind="int8"),
+    "Int8DynamicActivationInt8WeightConfig": Scheme(layout="torchao", kind="int8", activations=True),
+    "Float8WeightOnlyConfig": Scheme(layout="torchao", kind="e4m3"),
+    "Float8DynamicActivationFloat8WeightConfig": Scheme(layout="torchao", kind="e4m3", rows=0, activations=True),
+    "Int4WeightOnlyConfig": Scheme(layout="torchao-int4", kind="int4"),
+}
+
+
+def _of_granularity(scheme: Scheme, granularity: Any, path: str) -> Scheme:
+    """Return the scheme with torchao's granularity of weights, the second of two."""
+    found = granularity[-1] if isinstance(granularity, list) and granularity else granularity
+    if found is None:
+        return scheme
+    kind = found.get("_type") if isinstance(found, dict) else found
+    data = found.get("_data") if isinstance(found, dict) else None
+    if kind == "PerGroup" and isinstance(data, dict):
+        return replace(scheme, rows=1, group=_group(data, "group_size", 128, f"{path}.PerGroup."))
+    if kind not in ("PerRow", "PerTensor"):
+        raise _unsupported(path, kind, ("PerRow", "PerTensor", "PerGroup"))
+    return replace(scheme, rows=1 if kind == "PerRow" else 0)
 
 
 def _auto_round(config: Mapping[str, Any]) -> Quantization:
@@ -446,5 +497,6 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
     "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
+    "torchao": _torchao,
     "gguf": _gguf,
 }

@@ -7,7 +7,7 @@ import pytest
 
 from engine.models.errors import ModelError
 from engine.models.quantization import choose_quantization, read_quantization
-from tests.oracles.quantised import compressed
+from tests.oracles.quantised import compressed, of_torchao
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
@@ -117,13 +117,27 @@ AT = "'config_groups.group_0.weights."
         ),
         ({"quant_method": "hqq"}, "'quant_method' 'hqq' is not supported; supported: fp8"),
         ({"quant_method": "awq", "bits": 3}, "'bits' 3 is not supported; supported: 4"),
-        ({"quant_method": "awq", "version": "gemv"}, "'version' 'gemv' is not supported; supported: gemm"),
-        ({"quant_method": "gptq", "bits": 2}, "'bits' 2 is not supported; supported: 4, 8"),
+        ({"quant_method": "awq", "version": "marlin"}, "'version' 'marlin' is not supported; supported: gemm"),
+        ({"quant_method": "gptq", "bits": 2}, "'bits' 2 is not supported; supported: 3, 4, 8"),
         ({"quant_method": "gptq", "group_size": 48}, "'group_size' 48 is not supported; supported: -1, 32, 64, 128"),
+        (
+            {"quant_method": "awq", "version": "gemv", "zero_point": False},
+            "'version' 'gemv' is not supported; with 'zero_point' false or groups of no such size; supported: gemm",
+        ),
+        ({"quant_method": "torchao", "quant_type": "int4wo"}, "'quant_type' 'int4wo' is not supported; supported: an"),
+        (
+            of_torchao("Int4WeightOnly", int4_packing_format="tile_packed_to_4d"),
+            "int4_packing_format' 'tile_packed_to_4d' is not supported; supported: plain",
+        ),
+        (
+            of_torchao("Int8WeightOnly", granularity={"_type": "PerBlock"}),
+            "granularity' 'PerBlock' is not supported; supported: PerRow, PerTensor, PerGroup",
+        ),
+        (of_torchao("MXFP8"), "quant_type.default._type' 'MXFP8Config' is not supported; supported: Int8WeightOnly"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'checkpoint_format' 'marlin' is not supported"),
         (
-            {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 3}}},
-            "'bits' 3 is not supported; supported: 4, 8",
+            {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 2}}},
+            "'bits' 2 is not supported; supported: 3, 4, 8",
         ),
         (
             {"quant_method": "gptq", "dynamic": {".*": {"damp": 8}}},

@@ -69,10 +69,19 @@ def _values(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor:
 
 def _words(codes: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
     """Codes of each row → int32 words; the code at order[i] of a word's codes lies at its i-th bits."""
+    if bits == 3:
+        return _stream(codes)
     per_word = 32 // bits
     words = torch.zeros(len(codes), codes.shape[1] // per_word, dtype=torch.int64)
     for i, at in enumerate(order or range(per_word)):
         words |= codes[:, at::per_word].long() << bits * i
+    return (words - (words >= 2**31).long() * 2**32).int()
+
+
+def _stream(codes: Tensor) -> Tensor:
+    """Codes of three bits of each row → int32 words: a stream of bits, the lowest first."""
+    bits = (codes.unsqueeze(2) >> torch.arange(3) & 1).flatten(1).unflatten(1, (-1, 32)).long()
+    words = (bits << torch.arange(32)).sum(2)
     return (words - (words >= 2**31).long() * 2**32).int()
 
 
@@ -123,6 +132,41 @@ def awq(group: int) -> Writer:
             "qzeros": _words(zero.T, 4, order),
             "scales": scale.T,
         }, _values(codes, scale, zero, group)
+
+    return write
+
+
+def gemv(group: int) -> Writer:
+    """AWQ's gemv: channels in order, zero points and scales padded to a multiple of 8 · 128 / group groups."""
+
+    def write(weight: Tensor) -> Written:
+        codes, scale, zero = _integers(weight, group, 4, symmetric=False)
+        unused = -scale.shape[1] % (8 * 128 // group)
+        wide = torch.nn.functional.pad(scale, (0, unused))
+        zeros = _words(torch.nn.functional.pad(zero, (0, unused)), 4)
+        return {"qweight": _words(codes, 4), "qzeros": zeros, "scales": wide}, _values(codes, scale, zero, group)
+
+    return write
+
+
+def torchao(kind: str, *, rows: int = 1, group: int = 0) -> Writer:
+    """torchao's Int8Tensor, Float8Tensor, and Int4Tensor."""
+
+    def write(weight: Tensor) -> Written:
+        if kind != "int4":
+            stored, values = plain(rows, group, kind)(weight)
+            scale = stored["weight_scale"].reshape(1, 1) if not rows else stored["weight_scale"]
+            found = {"_weight_qdata": stored["weight"], "_weight_scale": scale}
+            return found | ({"_weight_zero_point": torch.zeros_like(scale).char()} if kind == "int8" else {}), values
+        grouped = groups(weight, group)
+        low, high = grouped.amin(2), grouped.amax(2)
+        scale = ((high - low) / 15).bfloat16()
+        zero = (low + scale.float() * 8).bfloat16()
+        codes = ((grouped - zero.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
+        pairs = codes.int() & 15
+        packed = (pairs[:, ::2] | pairs[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+        values = codes.double() * each(scale, 1, group, codes.shape) + each(zero, 1, group, codes.shape)
+        return {"_weight_qdata": packed, "_weight_scale": scale.T, "_weight_zero_point": zero.T}, values
 
     return write
 
@@ -186,6 +230,16 @@ STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+
+
+def of_torchao(kind: str, **data: Any) -> dict[str, Any]:
+    """The configuration of one of torchao's classes."""
+    default = {"_type": f"{kind}Config", "_version": 2, "_data": {"set_inductor_config": True, **data}}
+    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": None}
+
+
+PER_TENSOR = {"_type": "PerTensor", "_version": 1, "_data": {}}
+PER_GROUP = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 64}}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 # name → (quantization_config, its writer)
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
@@ -214,7 +268,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq-desc-act": (GPTQ | {"desc_act": True}, gptq(64, True, reordered=True)),
     "gptq-channel": (GPTQ | {"group_size": -1}, gptq(0, True)),
     "gptq-int8": (GPTQ | {"bits": 8}, gptq(64, False, bits=8)),
+    "gptq-int3": (GPTQ | {"bits": 3}, gptq(64, False, bits=3)),
     "awq": (AWQ | {"modules_to_not_convert": [EXCLUDED]}, awq(64)),
+    "awq-gemv": (AWQ | {"version": "gemv"}, gemv(64)),
+    "torchao-int8": (of_torchao("Int8WeightOnly", granularity=None), torchao("int8")),
+    "torchao-int8-groups": (of_torchao("Int8WeightOnly", granularity=PER_GROUP), torchao("int8", group=64)),
+    "torchao-fp8": (of_torchao("Float8WeightOnly"), torchao("e4m3")),
+    "torchao-fp8-tensor": (
+        of_torchao("Float8DynamicActivationFloat8Weight", granularity=[PER_TENSOR, PER_TENSOR]),
+        torchao("e4m3", rows=0),
+    ),
+    "torchao-int4": (
+        of_torchao(
+            "Int4WeightOnly", group_size=64, int4_packing_format={"_type": "Int4PackingFormat", "_data": "PLAIN"}
+        ),
+        torchao("int4", group=64),
+    ),
     "nvfp4": (compressed("nvfp4-pack-quantized", NVFP4), fp4(16, "weight_global_scale")),
     "modelopt-nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},

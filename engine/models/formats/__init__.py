@@ -10,7 +10,18 @@ from engine.models.formats.compressed import COMPRESSED_EXPERTS
 from engine.models.formats.compressed import log_compression as log_compression
 from engine.models.formats.floats import FLOATS, FloatFormat
 from engine.models.formats.gguf import GGUFBlocks, MixedBlocks
-from engine.models.formats.layouts import AWQ, FP4, GPTQ, Blocks, Online, Packed, Plain, Shared
+from engine.models.formats.layouts import (
+    AWQ,
+    FP4,
+    GEMV,
+    GPTQ,
+    Blocks,
+    Online,
+    Packed,
+    Plain,
+    Shared,
+)
+from engine.models.formats.torchao import TorchAO, TorchAOInt4
 from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
 
@@ -19,6 +30,9 @@ LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "packed": Packed,
     "gptq": GPTQ,
     "awq": AWQ,
+    "gemv": GEMV,
+    "torchao": TorchAO,
+    "torchao-int4": TorchAOInt4,
     "fp4": FP4,
     "blocks": Blocks,
     "gguf": GGUFBlocks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -35,8 +36,8 @@ class Plain(QuantizedFormat):
 
     def stored(self) -> Iterator[Stored]:
         scheme = self.scheme
-        yield Stored("weight", *DTYPES[scheme.kind], 1, 1)
-        aliases = ("weight_scale_inv",)  # despite its name, also the scale
+        yield Stored("weight", *DTYPES[scheme.kind], 1, 1, aliases=("_weight_qdata",))  # torchao's name
+        aliases = ("weight_scale_inv", "_weight_scale")  # despite its name, the first is also the scale
         yield Stored("weight_scale", torch.float32, FLOAT_DTYPES, scheme.rows, scheme.group, aliases=aliases)
         if not scheme.symmetric:
             yield Stored("weight_zero_point", torch.int8, I8, scheme.rows, scheme.group)
@@ -60,19 +61,26 @@ def _two_dimensional(scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 class IntegerFormat(QuantizedFormat):
-    """4-bit or 8-bit integers packed in int32 words."""
+    """3-bit, 4-bit or 8-bit integers packed in int32 words: 3-bit ones, which become int4, in three words at a time."""
 
     @property
     def bits(self) -> int:
-        return 4 if self.scheme.kind == "int4" else 8
+        return self.scheme.bits or (4 if self.scheme.kind == "int4" else 8)
+
+    @property
+    def words(self) -> int:
+        return 3 if self.bits == 3 else 1
 
     @property
     def per_word(self) -> int:
-        return 32 // self.bits
+        """Codes in `words` words."""
+        return 32 * self.words // self.bits
 
     def codes(self, unsigned: Tensor) -> Tensor:
         """Convert to the codes of `QuantizedWeight`: int4 from 0 to 15, int8 signed."""
-        return unsigned if self.bits == 4 else (unsigned - 128).to(torch.int8)
+        if self.scheme.kind == "int4":
+            return unsigned + 8 - (1 << self.bits - 1)
+        return (unsigned - 128).to(torch.int8)
 
     def zero(self, unsigned: Tensor) -> Tensor:
         """Convert zero points [n, G] from unsigned codes to values."""
@@ -84,16 +92,24 @@ class IntegerFormat(QuantizedFormat):
             case "qweight" | "weight_packed":
                 return torch.randint(-(2**31), 2**31, shape, generator=generator, device=generator.device)
             case "scales" | "weight_scale":
-                return torch.full(shape, STD / STD_OF_CODES[self.scheme.kind])
+                return torch.full(shape, STD / math.sqrt((4**self.bits - 1) / 12))  # of uniformly random codes
             case "g_idx" | "weight_g_idx":
                 return torch.arange(shape[0]) // (self.scheme.group or shape[0])
         middle = (1 << self.bits - 1) - self.scheme.zero_offset
-        word = sum(middle << self.bits * i for i in range(self.per_word))
-        return torch.full(shape, word - (1 << 32) if word >= 1 << 31 else word)
+        joined = sum(middle << self.bits * i for i in range(self.per_word))
+        words = [joined >> 32 * i & 0xFFFFFFFF for i in range(self.words)]
+        signed = torch.tensor([word - (1 << 32) if word >= 1 << 31 else word for word in words])
+        return signed.repeat(shape[-1] // self.words).expand(shape)
 
 
 def _codes_of_words(words: Tensor, bits: int, dim: int, order: Callable[[int], int] = int) -> Tensor:
     """Unpack int32 words into unsigned codes along `dim`, lowest bits first, or in `order`."""
+    if bits == 3:
+        words = words.unflatten(dim, (-1, 3)).long() & 0xFFFFFFFF
+        low, middle, high = words.unbind(dim + 1)
+        pairs = low | middle << 32, middle | high << 32, high
+        codes = torch.stack([pairs[3 * i // 32] >> 3 * i % 32 & 7 for i in range(32)], dim + 1).to(torch.int16)
+        return codes.flatten(dim, dim + 1)
     per_word = 32 // bits
     shifts = [bits * order(i) for i in range(per_word)]
     codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim + 1).to(torch.int16)
@@ -135,16 +151,19 @@ class Packed(IntegerFormat):
 
 
 class GPTQ(IntegerFormat):
-    """`qweight` [K / 8, N], `qzeros` [G, N / 8], `scales` [G, N], and `g_idx` [K] with desc_act."""
+    """`qweight` [K / 8, N], `qzeros` [G, N / 8], `scales` [G, N], and `g_idx` [K] with desc_act.
+
+    Of three bits, `qweight` [3K / 32, N] and `qzeros` [G, 3N / 32].
+    """
 
     @property
     def ignored(self) -> tuple[str, ...]:  # type: ignore[override]
         return () if self.scheme.reordered else ("g_idx",)
 
     def stored(self) -> Iterator[Stored]:
-        group = self.scheme.group
-        yield Stored("qweight", torch.int32, I32, 1, self.per_word, transposed=True)
-        yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True)
+        group, words = self.scheme.group, self.words
+        yield Stored("qweight", torch.int32, I32, 1, self.per_word, transposed=True, column_words=words)
+        yield Stored("qzeros", torch.int32, I32, self.per_word, group, transposed=True, row_words=words)
         yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, group, transposed=True)
         if self.scheme.reordered:
             yield Stored("g_idx", torch.int32, I32, 0, 1)
@@ -179,6 +198,32 @@ class AWQ(IntegerFormat):
     @staticmethod
     def _bits_of(row: int) -> int:
         return row // 2 + row % 2 * 4
+
+
+class GEMV(AWQ):
+    """AWQ's gemv: `qweight` [N, K / 8], `qzeros` [N, G / 8] and `scales` [N, G], these two with unused columns to a
+    multiple of 8 groups, of 16 for groups of 64, of 32 for groups of 32. A word holds channels in order.
+    """
+
+    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> None:
+        if len(matrix.columns) != matrix.columns.total:
+            raise ModelError(
+                f"{matrix.parts[0].name}: AWQ's gemv layout cannot be divided by input channels among ranks"
+            )
+        super().create(matrix, dtype, device)
+
+    def stored(self) -> Iterator[Stored]:
+        padded = 8 * self.scheme.group * max(128 // self.scheme.group, 1)  # channels of the groups of a unit
+        words = max(128 // self.scheme.group, 1)
+        yield Stored("qweight", torch.int32, I32, 1, self.per_word)
+        yield Stored("qzeros", torch.int32, I32, 1, padded, column_words=words)
+        yield Stored("scales", torch.float32, FLOAT_DTYPES, 1, padded, column_words=8 * words)
+
+    def unpack(self, tensors: Tensors) -> UnpackedRows:
+        codes = _codes_of_words(tensors["qweight"], 4, 1)
+        count = codes.shape[1] // self.scheme.group
+        zero = self.zero(_codes_of_words(tensors["qzeros"], 4, 1)[:, :count])
+        return UnpackedRows(codes, tensors["scales"][:, :count], zero)
 
 
 class FP4(QuantizedFormat):

@@ -32,15 +32,24 @@ class Stored:
     transposed: bool = False  # the columns come first
     aliases: tuple[str, ...] = ()  # other names
     inner: int = 0  # size of an additional last dimension; 0: none
+    row_words: int = 1  # rows of this tensor for `rows`
+    column_words: int = 1  # columns of this tensor for `columns`
 
     def spans(self, rows: Span, columns: Span, names: str) -> tuple[Span, ...]:
         """Return this rank's part. Raises `ModelError`, which calls it `names`, if ranks would split a group."""
-        spans = [_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES)] if self.rows else []
+        spans = []
+        if self.rows:
+            spans.append(_wide(_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES), self.row_words))
         if self.columns:
-            spans.append(_coarse(columns, self.columns, names))
+            spans.append(_wide(_coarse(columns, self.columns, names), self.column_words))
         if self.inner:
             spans.append(Span.whole(self.inner))
         return tuple(reversed(spans)) if self.transposed else tuple(spans)
+
+
+def _wide(span: Span, size: int) -> Span:
+    """Convert a span of units to one of their `size` parts each."""
+    return span if size == 1 else Span(span.total * size, span.start * size, span.stop * size)
 
 
 def _coarse(span: Span, size: int, names: str, *, cut: bool = False) -> Span:
