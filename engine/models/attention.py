@@ -16,6 +16,7 @@ from engine.models.expansion import LatentExpansion
 from engine.models.layers import Linear, RowsLinear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
+from engine.models.relative import RelativeBias
 from engine.models.residual import ImageSpan, ResidualEpilogue, ResidualStream, SublayerInput, TokenContext
 from engine.models.shard import Span
 from engine.models.spec import AttentionSpec
@@ -119,6 +120,7 @@ class Attention(CheckpointModule):
         self._rule["sparse"] = block_sparse(self.spec)
         for name in spec.learnt:
             setattr(self, name, empty(self.spec.num_heads, dtype=torch.float32, device=scope.device))
+        self.relative: RelativeBias | None = None  # the decoder's
         ones = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.v_norm else None
         self.register_buffer("v_norm", ones, persistent=False)  # [D]
         unit = torch.ones(spec.head_dim, dtype=scope.dtype, device=scope.device) if spec.rotates_first else None
@@ -206,6 +208,8 @@ class Attention(CheckpointModule):
     def _args(self, kv_scale: Tensor | None) -> kernels.AttentionArgs:
         """Return the kernels' arguments; kv_scale: None, or the layer's if its cache is e4m3."""
         learnt = {name: getattr(self, name) for name in self.spec.learnt}
+        if self.relative is not None:
+            learnt["distance_bias"] = self.relative()
         return kernels.AttentionArgs(**self._rule, **learnt, alibi_slopes=self.alibi_slopes, kv_scale=kv_scale)
 
     def _scale(self, query: Tensor, context: TokenContext) -> None:

@@ -26,10 +26,11 @@ from engine.models.moe import DenseAndExperts, MoE
 from engine.models.norms import LayerNorm, MakeNorm, NoNorm, Norm, PlainLayerNorm, RMSNorm
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.pooling_head import PoolingHead
+from engine.models.relative import RelativeBias
 from engine.models.residual import ImageSpan, InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
-from engine.models.spec import LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 from engine.models.vision.kinds import make_encoder
 from engine.models.vision.layers import VisionEncoder
 
@@ -78,6 +79,7 @@ class Decoder(nn.Module):
             for i, layer in enumerate(spec.layers)
         )
         self._share_scales(spec)
+        self._share_biases(spec, body)
         body, scope = body.only_if(is_last), scope.only_if(is_last)
         self.norm = (make_norm if spec.final_norm else no_norm)(body / "norm", spec.hidden_size)
         self.head = PoolingHead(spec.head, spec.hidden_size, spec.norm_eps, scope) if spec.head else None
@@ -132,6 +134,17 @@ class Decoder(nn.Module):
                 assert isinstance(reader, Attention)
                 assert isinstance(owner, Attention)
                 reader.kv_scale = owner.kv_scale
+
+    def _share_biases(self, spec: ModelSpec, body: Scope) -> None:
+        """Let all layers read the model's biases of scores by distance, if it has such."""
+        self.relative_bias: RelativeBias | None = None
+        for layer in self.layers:
+            attention = cast(DecoderLayer, layer).attention
+            if isinstance(attention, Attention) and attention.spec.relative:
+                if self.relative_bias is None:
+                    mixer = cast(AttentionSpec, spec.layers[0].mixer)
+                    self.relative_bias = RelativeBias(mixer.num_heads, body / "relative_attention_bias")
+                attention.relative = self.relative_bias
 
     def pack_weights(self) -> None:
         """Repack all weights for the GEMMs of their device. They cannot be filled afterwards."""

@@ -69,6 +69,7 @@ class AttentionSpec:
     alibi: tuple[float, ...] = ()  # ALiBi slope of each head; (): no ALiBi
     # Fields of `kernels.AttentionArgs` that are learnt numbers per head, in the checkpoint under these names.
     learnt: tuple[str, ...] = ()
+    relative: bool = False  # the model's learnt biases of scores by the distance of query and key, see `RelativeBias`
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head

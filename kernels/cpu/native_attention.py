@@ -12,7 +12,7 @@ from kernels.cpu.library import library
 from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.quantized_rows import QuantizedRows
 
-KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal")
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_scale", "causal", "distance_bias")
 TILE_KEYS = 64  # `KEYS` in attention.cpp
 
 
@@ -21,7 +21,7 @@ class _Struct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "tables", "rows", "starts", "lens")),
-        *((name, ctypes.c_void_p) for name in ("slopes", "sinks", "kv_scale")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "sinks", "kv_scale", "distance_bias")),
         *(
             (name, ctypes.c_int64)
             for name in ("query_stride", "out_stride", "table_stride", "block_stride", "head_stride")
@@ -33,6 +33,7 @@ class _Struct(ctypes.Structure):
         ("is_fp8", ctypes.c_int32),
         ("is_causal", ctypes.c_int32),
         *((f"sparse_{name}", ctypes.c_int32) for name in ("block", "local", "stride", "step", "first")),
+        ("reach", ctypes.c_int32),
     )
 
 
@@ -84,8 +85,12 @@ def is_native(query: Tensor, context: PagedContext, args: AttentionArgs, num_tok
         and query.stride()[1:] == (head_dim, 1)
         and (native := library()) is not None
         and head_dim % native.layout.lanes == 0
-        # PyTorch computes the blocks that a head does not see as well.
-        and (sparse is not None or not native.choices.takes_pytorch("attention", query.dtype, num_tokens))
+        # PyTorch computes the blocks that a head does not see as well, and no biases.
+        and (
+            sparse is not None
+            or args.distance_bias is not None
+            or not native.choices.takes_pytorch("attention", query.dtype, num_tokens)
+        )
     )
 
 
@@ -119,12 +124,14 @@ def _arguments(
     assert out.stride()[1:] == query.stride()[1:]
     slopes, sinks = (None if x is None else x.float().contiguous() for x in (args.alibi_slopes, args.sinks))
     kv_scale = None if args.kv_scale is None else args.kv_scale.float().contiguous()
-    pointers = (query, keys, context.value_cache, out, tables, rows, query_start, lens, slopes, sinks, kv_scale)
+    bias = None if args.distance_bias is None else args.distance_bias.float().contiguous()
+    pointers = (query, keys, context.value_cache, out, tables, rows, query_start, lens, slopes, sinks, kv_scale, bias)
     struct = _Struct(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         query.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1), rows.shape[0], query.shape[1],
         keys.shape[1], query.shape[2], keys.shape[2], args.window, args.scale, args.soft_cap,
         query.dtype == torch.bfloat16, keys.dtype == torch.float8_e4m3fn, args.causal,
         *((0,) * 5 if args.sparse is None else args.sparse.constants),
+        0 if bias is None else bias.shape[1] // 2,
     )  # fmt: skip
     return struct, pointers

@@ -26,6 +26,8 @@ class AttentionArgs:
     sparse: BlockSparse | None = None  # the blocks of keys that are attended to; None: all
     kv_scale: Tensor | None = None  # [2, Hkv] float32: factors of cached keys and values; for e4m3 caches
     causal: bool = True  # False: queries see later keys too, and their whole sequence is one step's; not with `sparse`
+    # [H, 2 R + 1] float32: added to scores, by the key's position less the query's from -R to R; beyond, as at the ends
+    distance_bias: Tensor | None = None
 
 
 class KnownArgs:

@@ -82,6 +82,10 @@ def _attend(query: Tensor, context: PagedContext, table: Tensor, length: int, ar
     positions = torch.arange(oldest, length)
     distance = torch.arange(first, length).unsqueeze(1) - positions  # [n, N]
     seen = distance >= 0 if args.causal else torch.ones_like(distance, dtype=torch.bool)
+    bias = None
+    if args.distance_bias is not None:
+        reach = args.distance_bias.shape[1] // 2
+        bias = args.distance_bias.to(dtype)[:, (-distance).clamp(-reach, reach) + reach]  # [H, n, N]
     distance = distance.abs()
     if args.window:
         seen = seen & (distance < args.window)
@@ -97,6 +101,8 @@ def _attend(query: Tensor, context: PagedContext, table: Tensor, length: int, ar
         scores = args.soft_cap * (scores / args.soft_cap).tanh()
     if args.alibi_slopes is not None:
         scores = scores - args.alibi_slopes.to(dtype).view(-1, 1, 1) * distance
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~seen, -math.inf)
     if args.sinks is not None:
         sink = args.sinks.to(dtype).view(-1, 1, 1).expand(-1, len(query), 1)

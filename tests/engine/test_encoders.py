@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Roberta": {"max_position_embeddings": 258, "type_vocab_size": 1},
     "XLMRoberta": {"max_position_embeddings": 258},
     "DistilBert": DISTILBERT,
+    "MPNet": {"max_position_embeddings": 258},
     "NomicBert": {},
     "ModernBert": {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": None, "sep_token_id": None},
     "EuroBert": {"mask_token_id": 2},
@@ -88,7 +89,7 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "num_labels"), [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3)]
+    ("family", "num_labels"), [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3), ("MPNet", 2)]
 )
 def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
     labels = {"id2label": {i: f"label {i}" for i in range(num_labels)}}

@@ -105,6 +105,7 @@ FEATURES = [
     {"window": 9, "soft_cap": 2.0, "alibi_slopes": torch.rand(6) + 0.1, "sinks": torch.randn(6)},
     {"alibi_slopes": torch.rand(6) + 0.1, "sparse": BlockSparse(block=8, local=1, stride=2, head_step=0)},
 ]
+BIASED = {"distance_bias": torch.randn(6, 2 * 70 + 1), "window": 100}
 WHOLE_TILES = [  # of the CPU's own kernel
     {"sparse": BlockSparse(block=64, local=2, stride=4, head_step=1)},
     {"sparse": BlockSparse(block=64, local=1, stride=3, head_step=0)},
@@ -214,7 +215,7 @@ def test_attention_in_every_dtype(module: Any, dtype: torch.dtype, options: Any)
         torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", FEATURES + WHOLE_TILES, ids=feature_names)
+@pytest.mark.parametrize("options", [*FEATURES, *WHOLE_TILES, BIASED], ids=feature_names)
 @pytest.mark.parametrize(("head_dim", "block_size", "dtype"), [(16, 4, torch.float32), (80, 16, torch.bfloat16)])
 def test_native_attention_is_the_reference_implementations(
     backend: str, options: dict[str, Any], head_dim: int, block_size: int, dtype: torch.dtype
@@ -372,7 +373,14 @@ def test_blocks_before_the_window_are_not_read(module: Any) -> None:
     assert got.equal(wanted)
 
 
-SEES_LATER = [{}, {"window": 9}, {"window": 1}, {"soft_cap": 2.0}, {"alibi_slopes": torch.rand(6) + 0.1, "window": 30}]
+SEES_LATER = [
+    {},
+    {"window": 9},
+    {"window": 1},
+    {"soft_cap": 2.0},
+    {"alibi_slopes": torch.rand(6) + 0.1, "window": 30},
+    {"distance_bias": torch.randn(6, 2 * 40 + 1)},
+]
 
 
 @pytest.mark.parametrize("options", SEES_LATER, ids=feature_names)
@@ -392,6 +400,9 @@ def test_tokens_of_an_encoder_see_later_ones(module: Any, options: Any) -> None:
         scores = query[starts[i] : starts[i + 1]].double().transpose(0, 1) @ key.mT * 0.3
         if cap := options.get("soft_cap"):
             scores = cap * (scores / cap).tanh()
+        if (bias := options.get("distance_bias")) is not None:
+            reach = bias.shape[1] // 2
+            scores += torch.stack([bias[:, (torch.arange(n) - at).clamp(-reach, reach) + reach] for at in range(n)], 1)
         distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
         if (slopes := options.get("alibi_slopes")) is not None:
             scores -= slopes[:, None, None] * distance

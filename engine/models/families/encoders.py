@@ -74,6 +74,16 @@ DISTILBERT = (
     (".output_layer_norm.", ".output.LayerNorm."),
     *BERT,
 )
+MPNET = (
+    ("^mpnet.", ""),
+    ("^encoder.relative_attention_bias.", "model.relative_attention_bias."),
+    (".attention.attn.q.", ".attention.self.query."),
+    (".attention.attn.k.", ".attention.self.key."),
+    (".attention.attn.v.", ".attention.self.value."),
+    (".attention.attn.o.", ".attention.output.dense."),
+    (".attention.LayerNorm.", ".attention.output.LayerNorm."),
+    *BERT,
+)
 MODERN = (
     ("^model.", ""),
     ("^embeddings.tok_embeddings.", "model.embed_tokens."),
@@ -104,7 +114,7 @@ def roberta(config: Config) -> ModelSpec:
         last="classifier.out_proj",
         first_position=integer(config, "pad_token_id", 1, minimum=0) + 1,
     )
-    return _fused(spec) if is_flash else spec
+    return _with_mixers(spec, fused=True) if is_flash else spec
 
 
 def distilbert(config: Config) -> ModelSpec:
@@ -119,6 +129,20 @@ def distilbert(config: Config) -> ModelSpec:
         lambda size: (HeadLayerSpec(name="pre_classifier", num_outputs=size, activation="relu"),),
     )
     return replace(spec, unused=(*spec.unused, "vocab_"))
+
+
+def mpnet(config: Config) -> ModelSpec:
+    """MPNet (all-mpnet-base, multi-qa-mpnet): RoBERTa with learnt biases of scores by distance; on CPUs."""
+    if integer(config, "relative_attention_num_buckets", 32) != 32:
+        raise ModelError("'relative_attention_num_buckets' must be 32")
+    spec = _bert(
+        {**config, "type_vocab_size": 0},
+        MPNET,
+        lambda size: (HeadLayerSpec(name="classifier.dense", num_outputs=size, activation="tanh"),),
+        last="classifier.out_proj",
+        first_position=2,
+    )
+    return _with_mixers(spec, relative=True)
 
 
 def nomic_bert(config: Config) -> ModelSpec:
@@ -221,12 +245,12 @@ def _both_ways(spec: ModelSpec, window_of: Callable[[int], int] = lambda window:
     return replace(spec, layers=tuple(layers))
 
 
-def _fused(spec: ModelSpec) -> ModelSpec:
-    """Let the checkpoint have query, key and value in one tensor."""
+def _with_mixers(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """Change fields of each layer's attention."""
     layers = []
     for layer in spec.layers:
         assert isinstance(layer.mixer, AttentionSpec)
-        layers.append(replace(layer, mixer=replace(layer.mixer, fused=True)))
+        layers.append(replace(layer, mixer=replace(layer.mixer, **changes)))
     return replace(spec, layers=tuple(layers))
 
 
@@ -315,6 +339,7 @@ _BODIES = {
     "Camembert": roberta,
     "DistilBert": distilbert,
     "ModernBert": modern_bert,
+    "MPNet": mpnet,
 }
 _HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)
 ENCODERS: dict[str, Callable[[Config], ModelSpec]] = {

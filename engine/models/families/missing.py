@@ -40,7 +40,6 @@ _NAMES = {
     "Rwkv": "recurrent layers, which keep a state instead of a KV cache",
     "Albert": "layers that share weights",
     "Deberta": "attention by relative positions",
-    "MPNet": "attention by relative positions",
     "Electra": "embeddings of another size",
     "Bert": "an encoder of another form than BERT's",
     "T5": _FIELDS["is_encoder_decoder"],

@@ -13,6 +13,7 @@ struct Attention {
     const int32_t *tables, *rows, *starts, *lens;  // starts: of each sequence and the end of the last; null: one token each
     const float *slopes, *sinks;        // [heads], or null
     const float* kv_scale;              // [2, kv_heads]: factors of keys and values; or null
+    const float* distance_bias;         // [heads, 2 reach + 1]: added to scores by the distance from the query; or null
     int64_t query_stride, out_stride, table_stride, block_stride, head_stride;  // in elements
     int32_t seqs, heads, kv_heads, head_dim, block_size, window;
     float scale, soft_cap;
@@ -21,6 +22,7 @@ struct Attention {
     int32_t is_causal;  // else queries see later keys too
     // Block-sparse attention: `BlockSparse.constants`. Blocks are tiles of keys or several of them; 0: queries see all keys.
     int32_t sparse_block, sparse_local, sparse_stride, sparse_step, sparse_first;
+    int32_t reach;
 };
 
 namespace {
@@ -180,7 +182,7 @@ template <class T, class C> struct Worker {
                     at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
             read_keys(at, from, count);
             for (const auto& [begin, end] : seeing) by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
-            const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window;
+            const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window && !a.distance_bias;
             for (const auto& [begin, end] : seeing)
                 for (int r = begin; r < end; ++r) {
                     const int own = buffers.positions[query_of(r)];
@@ -248,6 +250,15 @@ template <class T, class C> struct Worker {
         }
     }
 
+    // Biases of keys at a distance from the query, and of those after them.
+    Floats bias(int head, int distance) {
+        const float* of_head = a.distance_bias + head * (2 * a.reach + 1) + a.reach;
+        if (distance >= -a.reach && distance + LANES - 1 <= a.reach) return load<Floats>(of_head + distance);
+        Floats found;
+        for (int i = 0; i < LANES; ++i) found[i] = of_head[std::max(-a.reach, std::min(a.reach, distance + i))];
+        return found;
+    }
+
     // Scores to weights; what came before shrinks where a larger score comes. PLAIN: every key is seen, and nothing else changes.
     template <bool PLAIN> void soften(int r, int head, int position, int key, int count) {
         Floats s[VECTORS], top = all(-INFINITY);
@@ -261,6 +272,7 @@ template <class T, class C> struct Worker {
                 Ints distance = position - key - n * LANES - lane;
                 if (!a.is_causal) distance = distance < 0 ? -distance : distance;
                 if (a.slopes) s[n] -= __builtin_convertvector(distance, Floats) * a.slopes[head];
+                if (a.distance_bias) s[n] += bias(head, key + n * LANES - position);
                 Ints seen = (distance >= 0) & (lane < count - n * LANES);
                 if (a.window) seen &= distance < a.window;
                 s[n] = seen ? s[n] : all(-INFINITY);
