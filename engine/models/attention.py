@@ -297,9 +297,9 @@ class Attention(CheckpointModule):
 def block_sparse(spec: AttentionSpec) -> kernels.BlockSparse | None:
     """Return the blocks that the heads see; None: all."""
     sparse = spec.sparse
-    return sparse and kernels.BlockSparse(
-        sparse.block, sparse.local, sparse.stride, sparse.head_step, sparse.first_head
-    )
+    if sparse is None:
+        return None
+    return kernels.BlockSparse(sparse.block, sparse.local, sparse.stride, sparse.head_step, sparse.first_head)
 
 
 def _gated_parts(spec: AttentionSpec, scope: Scope) -> tuple[list[Part], list[Part]]:

@@ -30,7 +30,7 @@ from engine.models.relative import RelativeBias
 from engine.models.residual import ImageSpan, InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
-from engine.models.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 from engine.models.vision.kinds import make_encoder
 from engine.models.vision.layers import VisionEncoder
 
@@ -289,6 +289,10 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(layer.mlp, hidden_size, scope)
         else:
             self.mlp = MLP(layer.mlp, hidden_size, scope / "mlp")
+        self.further = nn.ModuleList(
+            FurtherMLP(mlp, hidden_size, make_norm, multiplier, scope / "further" / i)
+            for i, mlp in enumerate(layer.further)
+        )
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
         self.attention_norm.read_by(self._next_norm)
@@ -303,7 +307,7 @@ class DecoderLayer(nn.Module):
 
     def precede(self, following: DecoderLayer) -> None:
         """Let this layer's last kernel compute the norm with which the layer `following` begins, where it is faster."""
-        if self.output_scale is None:
+        if self.output_scale is None and not self.further:
             last = self.attention_sum if self.mlp is None else self.mlp_sum
             (last if self.per_layer is None else self.per_layer.after).precede(following.attention_norm)
 
@@ -342,11 +346,26 @@ class DecoderLayer(nn.Module):
             stream = replace(stream, normed=x.value)
         if self.mlp_sum_norm is not None:
             stream = replace(stream, hidden=self.mlp_sum_norm(stream.hidden), normed=None)
+        for mlp in self.further:
+            stream = mlp(stream)
         if self.per_layer is not None:
             stream = self.per_layer(stream)
         if self.output_scale is not None:
             stream = replace(stream, hidden=self.output_scale(stream.hidden), normed=None)
         return stream
+
+
+class FurtherMLP(nn.Module):
+    """An MLP after a layer's own, with a norm of its own."""
+
+    def __init__(self, spec: DenseSpec, hidden_size: int, make_norm: MakeNorm, multiplier: float, scope: Scope) -> None:
+        super().__init__()
+        self.norm = InputNorm(make_norm(scope / "norm", hidden_size))
+        self.sum, self.mlp = OutputSum(None, multiplier), MLP(spec, hidden_size, scope / "mlp")
+
+    def forward(self, stream: ResidualStream) -> ResidualStream:
+        """Add the MLP of the stream [T, hidden] to it in place."""
+        return self.mlp(self.norm(stream), self.sum.into(stream))  # type: ignore[no-any-return]
 
 
 def _form(value: Any) -> object:

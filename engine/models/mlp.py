@@ -54,6 +54,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up.run(x).unflatten(1, (-1, 2)).unbind(2)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return kernels.sigmoid(1.702 * gate).mul_(gate).mul_(up + 1)
+        assert self.spec.activation != "clamped_swiglu"
         return kernels.activation(self.gate_up.run(x), self.spec.activation)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:

@@ -271,13 +271,20 @@ class LayerSpec:
     mlp: DenseSpec | MoESpec | None  # None: there is none
     norms: Norms = Norms()
     parallel: bool = False  # mixer and MLP read the stream before either adds to it, through one norm or two
+    further: tuple[DenseSpec, ...] = ()  # MLPs after the first, each with a norm before it
     lends_input: bool = False  # the next layer's mixer reads this one's normalised input; there is no MLP
     residual_multiplier: float = 1.0  # of the outputs added to the residual stream
     mlp_multiplier: float | None = None  # of the MLP's output; None: residual_multiplier
     output_scale: bool = False  # the layer's output is multiplied by a learnt number
 
     def for_rank(self, shard: Shard) -> LayerSpec:
-        return replace(self, mixer=self.mixer.for_rank(shard), mlp=self.mlp and self.mlp.for_rank(shard))
+        further = tuple(mlp.for_rank(shard) for mlp in self.further)
+        mlp = self.mlp and self.mlp.for_rank(shard)
+        return replace(self, mixer=self.mixer.for_rank(shard), mlp=mlp, further=further)
+
+    @property
+    def mlps(self) -> tuple[DenseSpec | MoESpec, ...]:
+        return ((self.mlp,) if self.mlp is not None else ()) + self.further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,7 +223,7 @@ class Plan:
         """Return the fraction of all experts that `num_tokens` tokens use, assuming even routing."""
         of_all = [
             1 - (1 - mlp.router.num_chosen / mlp.num_experts) ** num_tokens
-            for mlp in (layer.mlp for layer in self.spec.layers)
+            for mlp in (mlp for layer in self.spec.layers for mlp in layer.mlps)
             if isinstance(mlp, MoESpec)
         ]
         return sum(of_all) / max(len(of_all), 1)
@@ -364,7 +364,7 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
             heads = 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
         if isinstance(mixer, LatentSpec) and can_expand(mixer):
             heads = max(heads, MOST_POSITIONS * expanded_width(mixer))
-        widest = max(widest, heads + scratch, _mlp_width(layer.mlp, spec.hidden_size))
+        widest = max(widest, heads + scratch, *(_mlp_width(mlp, spec.hidden_size) for mlp in layer.mlps))
     hidden = options.max_num_batched_tokens * size * (2 * spec.hidden_size + widest)
     logits = options.max_num_seqs * spec.vocab_size * (size + 4)
     return max(hidden, logits)

@@ -18,7 +18,6 @@ from engine.models.families import read_spec
         ("Lfm3ForCausalLM", {"conv_L_cache": 7}, "convolution layers"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
         ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
-        ("DeciLMForCausalLM", {"block_configs": [{}], "auto_map": {"A": "x"}}, "layers that lack attention or an MLP"),
         ("ApertusForCausalLM", {}, "an activation with learnt parameters"),
         ("DebertaV2ForMaskedLM", {}, "attention by relative positions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),

@@ -22,9 +22,8 @@ from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm
 from engine.models.residual import SublayerInput
 from engine.models.shard import Shard, Span, Stage
-from engine.models.spec import AttentionSpec
+from engine.models.spec import AttentionSpec, SparseSpec
 from engine.models.weights import checkpoint_tensors
-from kernels import BlockSparse
 from tests.oracles.families import CASES, make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
 from tests.support.loaded import load as load_model
@@ -246,7 +245,7 @@ def test_spans() -> None:
 def test_which_blocks_a_ranks_heads_see(tmp_path: Path) -> None:
     """Block-sparse attention counts heads over all ranks."""
     make_checkpoint("qwen2", tmp_path)
-    sparse, prompts, spec = BlockSparse(block=8, local=2, stride=3, head_step=1), make_prompts(), read_spec(tmp_path)
+    sparse, prompts, spec = SparseSpec(block=8, local=2, stride=3, head_step=1), make_prompts(), read_spec(tmp_path)
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, AttentionSpec)
     layers = tuple(replace(layer, mixer=replace(mixer, sparse=sparse)) for layer in spec.layers)

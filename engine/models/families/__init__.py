@@ -12,6 +12,7 @@ from engine.models import classifier
 from engine.models.errors import ModelError
 from engine.models.families import (
     classic,
+    deci,
     encoders,
     experts,
     gemma4,
@@ -172,6 +173,7 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "HunYuanMoEV1ForCausalLM": recent.hunyuan_moe,
     "Ernie4_5_MoeForCausalLM": recent.ernie_moe,
     "ArceeForCausalLM": llama_like.arcee,
+    "DeciLMForCausalLM": deci.deci,
     "StableLmForCausalLM": other_norms.stablelm,
     "OlmoForCausalLM": other_norms.olmo,
     "GPT2LMHeadModel": classic.gpt2,

@@ -19,7 +19,6 @@ _FIELDS = {
     "linear_attn_config": "linear attention, which keeps a state instead of a KV cache",
     "index_topk": "sparse attention",
     "sparse_attention_config": "sparse attention",
-    "block_configs": "layers that lack attention or an MLP",
     "altup_num_inputs": "several residual streams (AltUp)",
     "hc_mult": "several residual streams (hyper-connections)",
     "num_attention_heads_per_layer": "layers with different numbers of heads, whose outputs are gated",
