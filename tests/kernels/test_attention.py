@@ -402,7 +402,8 @@ def test_tokens_of_an_encoder_see_later_ones(module: Any, options: Any) -> None:
             scores = cap * (scores / cap).tanh()
         if (bias := options.get("distance_bias")) is not None:
             reach = bias.shape[1] // 2
-            scores += torch.stack([bias[:, (torch.arange(n) - at).clamp(-reach, reach) + reach] for at in range(n)], 1)
+            later = torch.arange(n) - torch.arange(n)[:, None]
+            scores += bias[:, later.clamp(-reach, reach) + reach]
         distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
         if (slopes := options.get("alibi_slopes")) is not None:
             scores -= slopes[:, None, None] * distance
