@@ -36,7 +36,18 @@ class Scheme:
     """Storage of a quantised matrix [N, K] in a checkpoint."""
 
     layout: Literal[
-        "plain", "packed", "gptq", "awq", "gemv", "fp4", "blocks", "gguf", "torchao", "torchao-int4", "online"
+        "plain",
+        "packed",
+        "gptq",
+        "awq",
+        "gemv",
+        "fp4",
+        "blocks",
+        "gguf",
+        "torchao",
+        "torchao-int4",
+        "torchao-tiles",
+        "online",
     ]  # the stored tensors, see the classes in `formats`
     kind: Literal["e4m3", "int8", "int4", "e2m1"]  # the values of codes, see `kernels.QuantizedWeight`
     group: int = 0  # number of channels that share a scale; 0: all
@@ -297,7 +308,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> None:
 
 
 def _torchao(config: Mapping[str, Any]) -> Quantization:
-    """torchao's int8, float8 and plain int4, in safetensors."""
+    """torchao's int8, float8 and int4 (plain or in tiles), in safetensors."""
     types = config.get("quant_type")
     default = types.get("default") if isinstance(types, dict) else None
     if not isinstance(default, dict) or not isinstance(types, dict) or types.keys() != {"default"}:
@@ -312,8 +323,13 @@ def _torchao(config: Mapping[str, Any]) -> Quantization:
     if scheme.kind == "int4":
         packing = data.get("int4_packing_format", "plain")
         packing = packing.get("_data") if isinstance(packing, dict) else packing
-        _choice({"int4_packing_format": str(packing).lower()}, "int4_packing_format", ("plain",), path=path)
+        packings = {"plain": scheme, "tile_packed_to_4d": replace(scheme, layout="torchao-tiles")}
+        found = {"int4_packing_format": str(packing).lower()}
+        scheme = packings[_choice(found, "int4_packing_format", tuple(packings), path=path)]
+        _choice(data, "int4_tile_packed_ntile", (8,), default=8, path=path)
         scheme = replace(scheme, group=_group(data, "group_size", 128, path))
+        if not 32 <= scheme.group <= 1024:
+            raise _unsupported(f"{path}group_size", scheme.group, (32, 64, 128, 256))
     else:
         scheme = _of_granularity(scheme, data.get("granularity"), path + "granularity")
     ignored = _names(config, "modules_to_not_convert")

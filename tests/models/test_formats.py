@@ -117,6 +117,7 @@ def test_ranks_equal_one_rank(tmp_path: Path, name: str, size: int) -> None:
     ("name", "size", "message"),
     [
         ("int4", 2, r"mlp.down_proj: ranks cannot divide its 192 channels, which are stored 64 together"),
+        ("torchao-int4-tiles", 2, r"o_proj: ranks cannot divide its 128 channels, which are stored 1024 together"),
         ("awq-gemv", 2, r"o_proj: AWQ's gemv layout cannot be divided by input channels among ranks"),
         ("fp8-deepseek", 2, r"o_proj: ranks cannot divide its 128 channels, which are stored 128 together"),
         ("gptq-desc-act", 2, r"'g_idx' must give every group as many channels; with tensor parallelism it cannot"),

@@ -126,8 +126,8 @@ AT = "'config_groups.group_0.weights."
         ),
         ({"quant_method": "torchao", "quant_type": "int4wo"}, "'quant_type' 'int4wo' is not supported; supported: an"),
         (
-            of_torchao("Int4WeightOnly", int4_packing_format="tile_packed_to_4d"),
-            "int4_packing_format' 'tile_packed_to_4d' is not supported; supported: plain",
+            of_torchao("Int4WeightOnly", int4_packing_format="preshuffled"),
+            "int4_packing_format' 'preshuffled' is not supported; supported: plain, tile_packed_to_4d",
         ),
         (
             of_torchao("Int8WeightOnly", granularity={"_type": "PerBlock"}),

@@ -149,7 +149,22 @@ def gemv(group: int) -> Writer:
     return write
 
 
-def torchao(kind: str, *, rows: int = 1, group: int = 0) -> Writer:
+def _tiles(codes: Tensor) -> Tensor:
+    """Codes [N, K] as PyTorch's kernel for GPUs packs them, word by word."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 1024)).long()
+    n, k = codes.shape
+    words = torch.zeros(n // 8, k // 128, 32, 4, dtype=torch.int64)
+    shifts = (0, 16, 4, 20, 8, 24, 12, 28)
+    for lane in range(32):
+        for word in range(4):
+            first = word * 32 + lane % 4 * 2
+            channels = (first, first + 1, first + 8, first + 9, first + 16, first + 17, first + 24, first + 25)
+            for channel, shift in zip(channels, shifts, strict=True):
+                words[:, :, lane, word] |= codes[lane // 4 :: 8, channel::128] << shift
+    return (words - (words >= 2**31).long() * 2**32).int()
+
+
+def torchao(kind: str, *, rows: int = 1, group: int = 0, tiles: bool = False) -> Writer:
     """torchao's Int8Tensor, Float8Tensor, and Int4Tensor."""
 
     def write(weight: Tensor) -> Written:
@@ -163,6 +178,11 @@ def torchao(kind: str, *, rows: int = 1, group: int = 0) -> Writer:
         scale = ((high - low) / 15).bfloat16()
         zero = (low + scale.float() * 8).bfloat16()
         codes = ((grouped - zero.float()[..., None]) / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
+        if tiles:
+            values = codes.double() * each(scale, 1, group, codes.shape) + each(zero, 1, group, codes.shape)
+            unused = -codes.shape[1] % 1024 // group
+            both = torch.nn.functional.pad(torch.stack([scale, zero], 2), (0, 0, 0, unused))
+            return {"_weight_qdata": _tiles(codes.int() + 8), "_weight_scale_and_zero": both.transpose(0, 1)}, values
         pairs = codes.int() & 15
         packed = (pairs[:, ::2] | pairs[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
         values = codes.double() * each(scale, 1, group, codes.shape) + each(zero, 1, group, codes.shape)
@@ -283,6 +303,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
             "Int4WeightOnly", group_size=64, int4_packing_format={"_type": "Int4PackingFormat", "_data": "PLAIN"}
         ),
         torchao("int4", group=64),
+    ),
+    "torchao-int4-tiles": (
+        of_torchao("Int4WeightOnly", group_size=64, int4_packing_format="tile_packed_to_4d"),
+        torchao("int4", group=64, tiles=True),
     ),
     "nvfp4": (compressed("nvfp4-pack-quantized", NVFP4), fp4(16, "weight_global_scale")),
     "modelopt-nvfp4": (

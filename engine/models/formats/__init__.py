@@ -21,7 +21,7 @@ from engine.models.formats.layouts import (
     Plain,
     Shared,
 )
-from engine.models.formats.torchao import TorchAO, TorchAOInt4
+from engine.models.formats.torchao import TorchAO, TorchAOInt4, TorchAOTiles
 from engine.models.matrix import WeightFormat, WeightFormats
 from engine.models.quantization import Quantization, Scheme
 
@@ -33,6 +33,7 @@ LAYOUTS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "gemv": GEMV,
     "torchao": TorchAO,
     "torchao-int4": TorchAOInt4,
+    "torchao-tiles": TorchAOTiles,
     "fp4": FP4,
     "blocks": Blocks,
     "gguf": GGUFBlocks,

@@ -46,7 +46,7 @@ class GGUFBlocks(QuantizedFormat):
 
     def stored(self) -> Iterator[Stored]:
         of = TYPES[self.scheme.block]
-        yield Stored("blocks", torch.uint8, U8, 1, of.values, inner=of.num_bytes)
+        yield Stored("blocks", torch.uint8, U8, 1, of.values, inner=(of.num_bytes,))
 
     def unpack(self, tensors: Tensors) -> UnpackedRows:
         blocks = tensors["blocks"]

@@ -274,7 +274,7 @@ class Blocks(FP4):
     """gpt-oss's mxfp4: `blocks` [N, K / 32, 16] of 32 channels each, and `scales` [N, K / 32]."""
 
     def stored(self) -> Iterator[Stored]:
-        yield Stored("blocks", torch.uint8, U8, 1, 32, inner=16)
+        yield Stored("blocks", torch.uint8, U8, 1, 32, inner=(16,))
         yield Stored("scales", torch.uint8, U8, 1, 32)
 
     def unpack(self, tensors: Tensors) -> UnpackedRows:

@@ -31,7 +31,7 @@ class Stored:
     columns: int  # matrix columns per column of this tensor; 0: no such dimension
     transposed: bool = False  # the columns come first
     aliases: tuple[str, ...] = ()  # other names
-    inner: int = 0  # size of an additional last dimension; 0: none
+    inner: tuple[int, ...] = ()  # sizes of additional last dimensions
     row_words: int = 1  # rows of this tensor for `rows`
     column_words: int = 1  # columns of this tensor for `columns`
 
@@ -42,9 +42,9 @@ class Stored:
             spans.append(_wide(_coarse(rows, self.rows, names, cut=self.dtypes == FLOAT_DTYPES), self.row_words))
         if self.columns:
             spans.append(_wide(_coarse(columns, self.columns, names), self.column_words))
-        if self.inner:
-            spans.append(Span.whole(self.inner))
-        return tuple(reversed(spans)) if self.transposed else tuple(spans)
+        if self.transposed:
+            spans.reverse()
+        return (*spans, *map(Span.whole, self.inner))
 
 
 def _wide(span: Span, size: int) -> Span:
