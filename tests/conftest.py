@@ -41,7 +41,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Make a test's random numbers and log levels independent of the tests before it."""
     for package in ("engine", "kernels", "server", "uvicorn"):
-        logging.getLogger(package).setLevel(logging.NOTSET)  # commands have set it
+        logger = logging.getLogger(package)
+        if logger.level != logging.NOTSET:  # a command has set it; to set it again empties the caches of all loggers
+            logger.setLevel(logging.NOTSET)
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
