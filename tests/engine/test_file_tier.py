@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.stepping import prefix_cache_store
 from engine.worker.block_store.cache_file import CacheFile
 from tests.engine.stepping.test_prefix_cache_store import store_of
-from tests.support.answers import greedy_answers
+from tests.support.answers import greedy_answers, two_turns
 
 PROMPTS = [[(7 * i * i + n) % 250 for i in range(60 + n)] for n in range(5)]
 LENGTH = 12
@@ -56,23 +56,13 @@ def start(tiny_model: Path, path: Path) -> Iterator[Start]:
         engine.close()
 
 
-def turns(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Two turns of each conversation, one after the other; the prompt of the second holds the first one's answer."""
-    found = []
-    for _ in range(2):
-        answers = [greedy_answers(engine, [prompt], LENGTH)[0] for prompt in prompts]
-        found += answers
-        prompts = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)]
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
     config = EngineConfig(
         model=str(tiny_model), device="cpu", skip_tokenizer_init=True, max_model_len=128, dtype="float32"
     )
     engine = Engine(config)
-    found = turns(engine, PROMPTS)
+    found = two_turns(engine, PROMPTS, LENGTH)
     engine.close()
     return found
 
@@ -91,27 +81,27 @@ def written(engine: Engine) -> None:
 )
 def test_what_was_evicted_is_found(start: Start, expected: list[list[int]], settings: dict[str, Any]) -> None:
     engine = start(**settings)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     written(engine)
     hits = engine.stats().external_hits
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     stats = engine.stats()
     assert stats.external_hits - hits >= 2 * sum(len(prompt) // 8 * 8 for prompt in PROMPTS) - 8 * len(PROMPTS)
     assert stats.num_damaged_blocks == 0
     assert stats.num_file_blocks > 40
     assert engine.reset_prefix_cache()
     assert engine.stats().num_file_blocks == 0
-    assert turns(engine, PROMPTS[:1])[0] == expected[0]
+    assert two_turns(engine, PROMPTS[:1], LENGTH)[0] == expected[0]
 
 
 def test_a_restart_finds_what_the_cache_has_no_room_for(start: Start, expected: list[list[int]]) -> None:
     engine = start()
-    turns(engine, PROMPTS)
+    two_turns(engine, PROMPTS, LENGTH)
     written(engine)
     engine.close()
     engine._store = None
     again = start()
-    assert turns(again, PROMPTS) == expected
+    assert two_turns(again, PROMPTS, LENGTH) == expected
     assert again.stats().external_hits > 300
 
 
@@ -120,7 +110,7 @@ def test_requests_run_while_a_slow_disk_reads(
 ) -> None:
     """Several requests at once; one of them is aborted while its blocks are on their way."""
     engine = start(num_gpu_blocks_override=40)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     written(engine)
     read = CacheFile.read
 
@@ -148,19 +138,19 @@ def test_damaged_blocks_are_computed_again(
     start: Start, expected: list[list[int]], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start()
-    turns(engine, PROMPTS)
+    two_turns(engine, PROMPTS, LENGTH)
     written(engine)
     slot_bytes, num_slots = store_of(engine)._file._file.slot_bytes, engine.stats().num_file_blocks
     with path.open("r+b") as file:
         for slot in range(num_slots):
             file.seek(4096 + slot * slot_bytes + 300)
             file.write(b"x" * 40)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     damaged = engine.stats().num_damaged_blocks
     assert 0 < damaged <= num_slots
     assert all("damaged blocks are dropped" in record.getMessage() for record in caplog.records)
     written(engine)
-    assert turns(engine, PROMPTS) == expected, "what was computed again is there"
+    assert two_turns(engine, PROMPTS, LENGTH) == expected, "what was computed again is there"
 
 
 def test_a_full_disk_is_tried_again(
@@ -172,12 +162,12 @@ def test_a_full_disk_is_tried_again(
     engine = start()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
-        assert turns(engine, PROMPTS) == expected
+        assert two_turns(engine, PROMPTS, LENGTH) == expected
         written(engine)
     assert engine.stats().num_file_blocks == 0
     assert len(caplog.records) == 1
     monkeypatch.setattr(prefix_cache_store, "RETRY_SECONDS", 0.0)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     written(engine)
     assert engine.stats().num_file_blocks > 20
 

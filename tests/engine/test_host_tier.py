@@ -19,7 +19,7 @@ from engine.worker.block_store import host_blocks
 from engine.worker.block_store.host_blocks import HostBlocks
 from tests.oracles.hybrids import fill_unwritten, make_hybrid
 from tests.oracles.windowed import make_windowed
-from tests.support.answers import greedy_answers
+from tests.support.answers import greedy_answers, two_turns
 
 MIB = 1 / 1024
 PROMPTS = [[(7 * i * i + n) % 250 for i in range(60 + n)] for n in range(5)]
@@ -68,20 +68,10 @@ def start(folder: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, **settings))
 
 
-def turns(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Two turns of each conversation, one after the other; the prompt of the second holds the first one's answer."""
-    found = []
-    for _ in range(2):
-        answers = [greedy_answers(engine, [prompt], LENGTH)[0] for prompt in prompts]
-        found += answers
-        prompts = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)]
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
     engine = start(tiny_model)
-    found = turns(engine, PROMPTS)
+    found = two_turns(engine, PROMPTS, LENGTH)
     engine.close()
     return found
 
@@ -96,13 +86,13 @@ PARALLEL = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 )
 def test_what_was_evicted_is_found(tiny_model: Path, expected: list[list[int]], settings: dict[str, Any]) -> None:
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=8 * MIB, **settings)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     stats = engine.stats()
     assert stats.external_hits >= sum(len(prompt) // 8 * 8 for prompt in PROMPTS), "with the answers"
     assert 0 < stats.num_used_host_blocks <= stats.num_host_blocks
     assert engine.reset_prefix_cache()
     assert engine.stats().num_used_host_blocks == 0
-    assert turns(engine, PROMPTS[:1])[0] == expected[0]
+    assert two_turns(engine, PROMPTS[:1], LENGTH)[0] == expected[0]
     assert engine.stats().external_hits == stats.external_hits, "nothing of before is found"
     engine.close()
 
@@ -206,11 +196,11 @@ def test_a_full_cache_waits_for_room_instead_of_computing(tiny_model: Path) -> N
 def test_sleep_empties_it(tiny_model: Path, expected: list[list[int]]) -> None:
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=8 * MIB)
     for level in (1, 2):
-        assert turns(engine, PROMPTS[:3]) == [*expected[:3], *expected[5:8]]
+        assert two_turns(engine, PROMPTS[:3], LENGTH) == [*expected[:3], *expected[5:8]]
         engine.sleep(level)
         engine.wake_up()
         assert engine.stats().num_used_host_blocks == 0
-    assert turns(engine, PROMPTS[:3]) == [*expected[:3], *expected[5:8]]
+    assert two_turns(engine, PROMPTS[:3], LENGTH) == [*expected[:3], *expected[5:8]]
     engine.close()
 
 
@@ -225,7 +215,7 @@ def test_a_cpu_has_none_by_default(tiny_model: Path) -> None:
 def test_little_host_memory(tiny_model: Path, expected: list[list[int]]) -> None:
     """Room for ten blocks: some are found."""
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=0.1 * MIB)
-    assert turns(engine, PROMPTS) == expected
+    assert two_turns(engine, PROMPTS, LENGTH) == expected
     assert 0 < engine.stats().num_host_blocks < 30
     engine.close()
 
@@ -235,7 +225,7 @@ def test_a_draft_model_finds_its_keys_and_values_again(tiny_model: Path) -> None
     drafts = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 3}
     drafts |= {"enable_adaptive_verification": False}
     engine = start(tiny_model, num_gpu_blocks_override=20, kv_offloading_size=8 * MIB, speculative_config=drafts)
-    assert turns(engine, PROMPTS) == turns(engine, PROMPTS)
+    assert two_turns(engine, PROMPTS, LENGTH) == two_turns(engine, PROMPTS, LENGTH)
     stats = engine.stats()
     assert stats.external_hits > 300
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 50

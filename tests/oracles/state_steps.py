@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from engine.core.kv.cache_groups import kept_blocks
-from kernels import StateContext
+from kernels import DeltaStates, StateContext
+from tests.oracles.recurrent import Heads
+
+# Block size, whether all steps decode, heads and dtype of a layer; names of these.
+CASES = [
+    (16, False, (2, 4, 16, 16), torch.float32),
+    (16, True, (1, 3, 32, 48), torch.float32),
+    (4, False, (2, 2, 24, 16), torch.float32),
+    (32, False, (1, 2, 16, 32), torch.bfloat16),
+    (128, False, (1, 1, 16, 16), torch.float32),
+]
+CASE_NAMES = ["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16", "blocks of 128"]
 
 
 class StateSteps:
@@ -71,6 +83,44 @@ class StateSteps:
         [length] = self.lengths
         self._hold(0, 0, length)
         return [(torch.arange(length), self._context(self.row_of, [0, length], [length], "cpu", 0))]
+
+    def states(
+        self,
+        heads: Heads,
+        dtype: torch.dtype = torch.float32,
+        *,
+        before: torch.dtype = torch.float32,
+        of_channels: bool = False,
+    ) -> DeltaStates:
+        """Return unwritten states, with decays of heads or of channels."""
+        num_keys, num_values, key_dim, value_dim = heads
+
+        def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((self.num_blocks, *shape), torch.nan, dtype=dtype)
+
+        decays = (num_values, key_dim) if of_channels else (num_values,)
+        return DeltaStates(
+            unwritten(num_values, key_dim, value_dim, dtype=before),
+            unwritten(self.block_size, num_keys, key_dim, dtype=dtype),
+            unwritten(self.block_size, num_values, value_dim),
+            unwritten(self.block_size, *decays),
+        )
+
+    def compare(
+        self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], expected: Tensor, tolerance: float
+    ) -> float:
+        """Compare each step's compute(*inputs, context) with what is expected of all tokens. Returns the largest
+        difference.
+        """
+        largest = 0.0
+        for indices, context in self.steps():
+            real = indices >= 0
+            out = compute(*(torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in inputs), context)
+            assert out.isfinite().all()
+            got, want = out[real].double(), expected[indices[real]]
+            torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+            largest = max(largest, float((got - want).abs().max()))
+        return largest
 
     def _context(
         self, rows: list[int], starts: list[int], lens: list[int], device: str, num_decodes: int

@@ -17,3 +17,13 @@ def greedy_answers(engine: Engine, prompts: Sequence[list[int]], length: int) ->
         for output in engine.step():
             found[output.request_id] += output.new_token_ids
     return list(found.values())
+
+
+def two_turns(engine: Engine, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Greedy tokens of two turns of each conversation, in turn. The second prompt holds the first answer."""
+    found = []
+    for _ in range(2):
+        answers = [greedy_answers(engine, [prompt], length)[0] for prompt in prompts]
+        found += answers
+        prompts = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(prompts, answers, strict=True)]
+    return found

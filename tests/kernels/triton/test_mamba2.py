@@ -11,9 +11,9 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu import gates
 from kernels.cpu import mamba2 as cpu
-from kernels.data.state import DeltaStates
+from kernels.data.state import StateContext
 from tests.oracles.recurrent import Heads, whole_mamba2
-from tests.oracles.state_steps import StateSteps
+from tests.oracles.state_steps import CASE_NAMES, CASES, StateSteps
 
 scans: Any = pytest.importorskip("kernels.triton.scans")
 grouped_norm: Any = pytest.importorskip("kernels.triton.grouped_norm")
@@ -21,17 +21,7 @@ LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
 @pytest.mark.parametrize("module", [reference, cpu, scans], ids=["reference", "cpu", "triton"])
-@pytest.mark.parametrize(
-    ("block_size", "only_decodes", "heads", "dtype"),
-    [
-        (16, False, (2, 4, 16, 16), torch.float32),
-        (16, True, (1, 3, 32, 48), torch.float32),
-        (4, False, (2, 2, 24, 16), torch.float32),
-        (32, False, (1, 2, 16, 32), torch.bfloat16),
-        (128, False, (1, 1, 16, 16), torch.float32),
-    ],
-    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16", "blocks of 128"],
-)
+@pytest.mark.parametrize(("block_size", "only_decodes", "heads", "dtype"), CASES, ids=CASE_NAMES)
 def test_chunks_give_what_tokens_give_one_by_one(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
 ) -> None:
@@ -44,23 +34,12 @@ def test_chunks_give_what_tokens_give_one_by_one(
     of_heads = torch.rand(num_heads) / 2, torch.randn(num_heads), torch.randn(num_heads)
     limits = (0.1, 1.5)
     expected = whole_mamba2(xbc, given, of_heads, limits, lengths, heads)
+    states = steps.states(heads, dtype)
 
-    def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((steps.num_blocks, *shape), torch.nan, dtype=dtype)
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        return module.mamba2(part, own, *of_heads, limits, states, context)  # type: ignore[no-any-return]
 
-    states = DeltaStates(
-        unwritten(num_heads, state_dim, head_dim),
-        unwritten(block_size, num_groups, state_dim, dtype=dtype),
-        unwritten(block_size, num_heads, head_dim),
-        unwritten(block_size, num_heads),
-    )
-    tolerance = 5e-5 if dtype == torch.float32 else 0.05
-    for indices, context in steps.steps():
-        real = indices >= 0
-        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (xbc, given))
-        out = module.mamba2(part, own, *of_heads, limits, states, context)
-        assert out.isfinite().all()
-        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
+    steps.compare(compute, (xbc, given), expected, 5e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("module", [gates, grouped_norm], ids=["cpu", "triton"])

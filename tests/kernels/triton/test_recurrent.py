@@ -14,7 +14,7 @@ from kernels.cpu import kda as cpu_kda
 from kernels.cpu import recurrent as cpu
 from kernels.data.state import DeltaStates, StateContext
 from tests.oracles.recurrent import Heads, whole_conv, whole_delta_rule, whole_kda
-from tests.oracles.state_steps import StateSteps
+from tests.oracles.state_steps import CASE_NAMES, CASES, StateSteps
 
 delta: Any = pytest.importorskip("kernels.triton.delta_rule")
 recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
@@ -88,17 +88,7 @@ def test_convolutions_of_bfloat16_on_a_cpu_are_those_of_pytorch(gated: bool, mon
 
 
 @pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
-@pytest.mark.parametrize(
-    ("block_size", "only_decodes", "heads", "dtype"),
-    [
-        (16, False, (2, 4, 16, 16), torch.float32),
-        (16, True, (1, 3, 32, 48), torch.float32),
-        (4, False, (2, 2, 24, 16), torch.float32),
-        (32, False, (1, 2, 16, 32), torch.bfloat16),
-        (128, False, (1, 1, 16, 16), torch.float32),
-    ],
-    ids=["plain", "decodes, three heads", "small blocks, odd heads", "large blocks, bfloat16", "blocks of 128"],
-)
+@pytest.mark.parametrize(("block_size", "only_decodes", "heads", "dtype"), CASES, ids=CASE_NAMES)
 def test_delta_rule_in_chunks_is_that_token_by_token(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
 ) -> None:
@@ -111,23 +101,12 @@ def test_delta_rule_in_chunks_is_that_token_by_token(
     gates = torch.randn(sum(lengths), 2 * num_values).to(dtype)
     rate, bias = torch.rand(num_values) * 2, torch.randn(num_values)
     expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
+    states = steps.states(heads, dtype)
 
-    def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((steps.num_blocks, *shape), torch.nan, dtype=dtype)
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        return module.delta_rule(part, own, rate, bias, states, context)  # type: ignore[no-any-return]
 
-    states = DeltaStates(
-        unwritten(num_values, key_dim, value_dim),
-        unwritten(block_size, num_keys, key_dim, dtype=dtype),
-        unwritten(block_size, num_values, value_dim),
-        unwritten(block_size, num_values),
-    )
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for indices, context in steps.steps():
-        real = indices >= 0
-        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, gates))
-        out = module.delta_rule(part, own, rate, bias, states, context)
-        assert out.isfinite().all()
-        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=tolerance, rtol=tolerance)
+    steps.compare(compute, (qkv, gates), expected, 1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
@@ -139,17 +118,12 @@ def test_states_of_16_bits_are_rounded_and_no_more(module: Any, only_decodes: bo
     qkv, gates = torch.randn(sum(lengths), 64), torch.randn(sum(lengths), 4)
     rate, bias = torch.rand(2) / 4, torch.randn(2)
     expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
-    states = DeltaStates(
-        torch.full((steps.num_blocks, 2, 16, 16), torch.nan, dtype=torch.float16),
-        *(torch.full((steps.num_blocks, 16, *shape), torch.nan) for shape in ((1, 16), (2, 16), (2,))),
-    )
-    errors = []
-    for indices, context in steps.steps():
-        real = indices >= 0
-        part, own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, gates))
-        out = module.delta_rule(part, own, rate, bias, states, context)
-        errors.append((out[real].double() - expected[indices[real]]).abs().max().item())
-    assert 1e-6 < max(errors) < 3e-3
+    states = steps.states(heads, before=torch.float16)
+
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        return module.delta_rule(part, own, rate, bias, states, context)  # type: ignore[no-any-return]
+
+    assert steps.compare(compute, (qkv, gates), expected, 3e-3) > 1e-6
 
 
 def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
@@ -175,25 +149,19 @@ def test_kimi_delta_attention_in_chunks_is_that_token_by_token(
     module: Any, block_size: int, only_decodes: bool
 ) -> None:
     torch.manual_seed(block_size)
-    num_heads, size = 2, 24
+    heads = num_heads, _, size, _ = 2, 2, 24, 24
     lengths = [3, 17, 20] if only_decodes else LENGTHS
     steps = StateSteps(block_size, lengths, block_size, only_decodes=only_decodes)
     qkv, beta = torch.randn(sum(lengths), 3 * num_heads * size), torch.randn(sum(lengths), num_heads)
     forget, rate = torch.randn(sum(lengths), num_heads * size), torch.rand(num_heads) / 2
     bias = torch.randn(num_heads * size)
-    expected = whole_kda(qkv, beta, forget, (rate, bias), lengths, (num_heads, num_heads, size, size))
-    states = DeltaStates(
-        *(
-            torch.full((steps.num_blocks, *shape), torch.nan)
-            for shape in ((num_heads, size, size), *[(block_size, num_heads, size)] * 3)
-        )
-    )
-    for indices, context in steps.steps():
-        real = indices >= 0
-        own = (torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in (qkv, beta, forget))
-        out = module.kda(*own, rate, bias, states, context)
-        assert out.isfinite().all()
-        torch.testing.assert_close(out[real].double(), expected[indices[real]], atol=2e-5, rtol=2e-5)
+    expected = whole_kda(qkv, beta, forget, (rate, bias), lengths, heads)
+    states = steps.states(heads, of_channels=True)
+
+    def compute(part: Tensor, own: Tensor, forgets: Tensor, context: StateContext) -> Tensor:
+        return module.kda(part, own, forgets, rate, bias, states, context)  # type: ignore[no-any-return]
+
+    steps.compare(compute, (qkv, beta, forget), expected, 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
