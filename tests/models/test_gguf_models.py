@@ -116,9 +116,10 @@ def test_equals_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: 
     assert (logits(ours, tokens) - torch.cat([each.logits for each in expected])).abs().max().item() <= MAX_ERROR
 
 
-def test_a_tied_head_stays_quantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_a_tied_head_stays_quantised(tmp_path: Path, family: str) -> None:
     """Each step reads it; the embedding, of which a step reads a few rows, becomes floats."""
-    model = make_checkpoint("qwen3", tmp_path / "hf", {"tie_word_embeddings": True})
+    model = make_checkpoint(family, tmp_path / "hf", {"tie_word_embeddings": True})
     folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", lambda name: "Q8_0")))
     ours = load(folder, read_spec(folder), max_model_len=256)
     heads = [module for name, module in ours.named_modules() if "lm_head" in name and isinstance(module, Matrix)]

@@ -335,7 +335,6 @@ def _lfm2(settings: Settings) -> Config:
         "conv_bias": settings.has("shortconv.in_proj.bias"),
         "block_ff_dim": settings.integer("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
-        "tie_embedding": "output.weight" not in settings.shapes,
         "full_attn_idxs": [i for i, count in enumerate(counts) if count] if isinstance(counts, list) else None,
     }
 

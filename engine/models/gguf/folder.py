@@ -37,7 +37,7 @@ from engine.models.gguf.vocabulary import chat_templates, end_token_ids, special
 from engine.models.quantization import GGUF_SCHEMES
 from engine.utils.folder_files import open_file
 
-VERSION = 4  # of the folder's content
+VERSION = 5  # of the folder's content
 TENSORS = "gguf.json"  # files and tensors, see `derived_tensors`
 NO_TOKENIZER = "tokenizer.missing"  # why there is no tokenizer.json
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
