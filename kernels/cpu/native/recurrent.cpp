@@ -12,7 +12,7 @@ struct Convolution {
 
 namespace {
 
-constexpr int64_t PIECE = 64, MOST = 128;  // channels of a piece of work; inputs that a block holds, at most
+constexpr int64_t PIECE = 256, MOST = 128;  // channels of a piece of work; inputs that a block holds, at most
 
 template <class T> inline Floats rounded_to(Floats v) {
     T narrow[LANES];
@@ -46,14 +46,17 @@ template <class T> void convolve(const Convolution& a, int64_t seq, int64_t firs
         const int64_t p = begin + t - start;
         const T* x = (const T*)a.x + t * a.stride + first;
         T* out = (T*)a.out + t * a.channels + first;
+        const int64_t lags = p + 1 < a.length ? p + 1 : a.length;  // inputs that there are
+        float* lagging[MOST];
+        for (int64_t lag = 0; lag < lags; ++lag) lagging[lag] = past[(p - lag) % a.ring];
         for (int64_t c = 0; c < count; c += LANES) {
             const int n = int(count - c < LANES ? count - c : LANES);
             Floats value = load_up_to(x + c, n);
             if (a.gated) value = rounded_to<T>(value * load_up_to(x + 2 * a.channels + c, n));
-            store_lanes(&past[p % a.ring][c], value);
+            store_lanes(lagging[0] + c, value);
             Floats sum = value * load_lanes(&taps[a.length - 1][c]);
-            for (int64_t lag = 1; lag < a.length && lag <= p; ++lag)
-                sum += load_lanes(&past[(p - lag) % a.ring][c]) * load_lanes(&taps[a.length - 1 - lag][c]);
+            for (int64_t lag = 1; lag < lags; ++lag)
+                sum += load_lanes(lagging[lag] + c) * load_lanes(&taps[a.length - 1 - lag][c]);
             sum = rounded_to<T>(sum + load_lanes(&offset[c]));
             sum = a.gated ? sum * load_up_to(x + a.channels + c, n) : sum / (1.0f + exp(-sum));
             store_up_to(out + c, sum, n);

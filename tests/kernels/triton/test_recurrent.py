@@ -68,7 +68,7 @@ def test_causal_conv_in_chunks_is_that_of_whole_sequences(module: Any) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_convolutions_of_bfloat16_on_a_cpu_are_those_of_pytorch(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    channels = 100  # more than a piece of work
+    channels = 300  # more than a piece of work
     x, weight = torch.randn(sum(LENGTHS), 3 * channels).bfloat16(), torch.randn(channels, 4).bfloat16()
     bias, found = torch.randn(channels).bfloat16(), []
     for native in (True, False):
