@@ -196,6 +196,8 @@ class Attention(CheckpointModule):
         wide_pages = None if wide is None else wide.pages
         attend(query, kv, metadata, self._args(kv_scale), stores=spec.kv_of is None, wide=wide_pages, out=out)
         for span in x.context.image_spans:
+            if span.only_windows and not spec.window:
+                continue
             assert isinstance(out, Tensor)
             see_both_ways(query, kv, metadata, self._args(kv_scale), span, out)
         if self.gate is not None:

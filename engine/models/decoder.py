@@ -180,7 +180,7 @@ class Decoder(nn.Module):
                 hidden = self.positions(hidden, positions)
             if self.embedding_norm is not None:
                 hidden = self.embedding_norm(hidden)
-        vectors = [None] * len(self._here) if self.per_layer is None else self.per_layer(input_ids, hidden).unbind(1)
+        vectors = [None] * len(self._here) if self.per_layer is None else self._vectors(input_ids, hidden, images)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]
         scaling = self.spec.query_scaling
@@ -200,6 +200,17 @@ class Decoder(nn.Module):
             if (tap := self.taps.get(index)) is not None:
                 tap[: len(stream.hidden)].copy_(stream.hidden)
         return stream.hidden
+
+    def _vectors(self, input_ids: Tensor, hidden: Tensor, images: ImageTokens | None) -> Sequence[Tensor]:
+        """Return the vectors [T, P] of each layer's own. Tokens of images get those of the padding token."""
+        assert self.per_layer is not None
+        if images is not None and images.indices is not None:
+            assert self.spec.vision is not None
+            assert self.spec.vision.pad_id is not None
+            input_ids = input_ids.index_fill(0, images.indices, self.spec.vision.pad_id)
+            hidden = hidden.index_copy(0, images.indices, self.embed_tokens(input_ids[images.indices]))
+        found: Tensor = self.per_layer(input_ids, hidden)
+        return found.unbind(1)
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

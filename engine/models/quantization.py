@@ -111,7 +111,16 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 # Matrices that stay floats: latent attention reads the first as floats, and the others, of a delta net's few gates, are
 # too small to gain.
 # Encoders of images do, too: their sizes often are no multiples of a group, and their weights are few.
-FLOATS = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "visual", "vision_tower", "multi_modal_projector")
+FLOATS = (
+    "kv_b_proj",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+    "visual",
+    "vision_tower",
+    "multi_modal_projector",
+    "embed_vision",
+)
 
 
 def choose_quantization(

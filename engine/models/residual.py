@@ -25,6 +25,7 @@ class ImageSpan(NamedTuple):
     first: int  # index of the first token in the step
     start: int  # index of the first token in its sequence, and of the end
     stop: int
+    only_windows: bool = False  # in layers with a sliding window only
 
 
 class TokenContext(NamedTuple):

@@ -335,7 +335,7 @@ Grid = tuple[int, int]  # rows and columns of patches
 class VisionSpec:
     """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
-    kind: Literal["qwen", "pixtral", "siglip"] = "qwen"  # a module of `engine.models.vision`
+    kind: Literal["qwen", "pixtral", "siglip", "intern", "glm", "gemma4"] = "qwen"  # a module of `engine.models.vision`
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -343,9 +343,15 @@ class VisionSpec:
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block
     num_positions: int = 0  # learnt vectors of a square of positions; 0: none
-    tile: Grid | None = None  # the only grid that the encoder reads; None: it reads any
+    tile: Grid | None = None  # the only grid that the encoder reads, an image may have several; None: it reads any
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
     eps: float = 1e-6  # of norms
+    norm: Literal["rms", "layer"] = "layer"  # of InternVL
+    qkv_bias: bool = True  # of InternVL and GLM
+    qk_norm: bool = False  # of InternVL: RMSNorms over all heads
+    head_size: int = 0  # 0: `hidden_size` / `num_heads`
+    clips: bool = False  # of Gemma 4: inputs and outputs of matrices are limited
+    is_standardised: bool = False  # of Gemma 4: tokens are shifted and scaled before the projection
     theta: float = 10_000.0  # of the encoder's RoPE
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
     is_older: bool = False  # Qwen2.5-VL's parts: RMSNorm, gated MLPs, and no bias of patches
@@ -354,6 +360,7 @@ class VisionSpec:
     # From the encoder to the text model: of the projector's MLP, and the eps of its norm.
     projector_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu"
     projector_bias: bool = True
+    projector_size: int = 0  # inner size of GLM's
     projector_eps: float = 1e-6
 
     # In the prompt.
@@ -363,7 +370,10 @@ class VisionSpec:
     before: tuple[int, ...] = ()  # tokens that are written before each image, and behind it
     behind: tuple[int, ...] = ()
     margin: str = ""  # text that is written before these and behind them
-    sees_both_ways: bool = False  # the text model lets each token of an image see the others
+    # Layers of the text model that let each token of an image see the others: all, or those with a sliding window.
+    sees_both_ways: Literal["", "all", "windows"] = ""
+    max_tokens: int = 0  # of an image, where the checkpoint limits them
+    pad_id: int | None = None  # token whose vectors for each layer the tokens of an image get
     row_ends: tuple[int, int] | None = None  # tokens behind each row of an image, and behind its last one
     # Pairs of the text model's RoPE that turn by time, row and column; None: images have positions as texts have.
     rope_sections: tuple[int, int, int] | None = None
@@ -378,14 +388,12 @@ class VisionSpec:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def num_whole(self) -> int:
         """The tokens of an image that one step must compute together; 0: any part of an image is computed alone."""
-        if not self.sees_both_ways or self.tile is None:
-            return 0
-        return self.tile[0] * self.tile[1] // self.merge_size**2
+        return self.max_tokens if self.sees_both_ways else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

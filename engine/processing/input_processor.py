@@ -32,7 +32,12 @@ from engine.vision.sources import Media
 ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 PREDICTED_CHARACTERS = 16  # of a predicted answer, for each token of the context
 MAX_BAD_TOKENS = 4096
-ROW_ENDS = "[IMG_BREAK]", "[IMG_END]"  # behind each row of an image, and behind its last one
+# Tokens around images whose ids config.json does not have: (kind of encoder, field of its spec).
+NAMED_TOKENS = {
+    ("pixtral", "row_ends"): ("[IMG_BREAK]", "[IMG_END]"),
+    ("intern", "before"): ("<img>",),
+    ("intern", "behind"): ("</img>",),
+}
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
 
 
@@ -289,13 +294,17 @@ def _image_loader(
         return "".join((tokenizer.id_to_token(i) or "") for i in ids) if tokenizer is not None else ""
 
     media = Media(tuple(config.allowed_media_domains), None if local is None else Path(local).expanduser())
-    row_ends = vision.row_ends
-    if tokenizer is not None and row_ends is not None:
-        named = tuple(tokenizer.token_to_id(token) for token in ROW_ENDS)
-        row_ends = named[0] or row_ends[0], named[1] or row_ends[1]
+
+    def ids_of(field: str) -> Any:
+        """Return ids as the tokenizer names them, or those of published ones."""
+        named = NAMED_TOKENS.get((vision.kind, field), ()) if tokenizer is not None else ()
+        found = tuple(tokenizer.token_to_id(token) for token in named) if tokenizer is not None else ()
+        return found if found and None not in found else getattr(vision, field)
+
     layout = ImageLayout(
-        vision.image_token_id, vision.marker_id, vision.before, vision.behind, row_ends, vision.merge_size,
-        text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, vision.sees_both_ways,
+        vision.image_token_id, vision.marker_id, ids_of("before"), ids_of("behind"), ids_of("row_ends"),
+        vision.merge_size,
+        text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, bool(vision.sees_both_ways),
     )  # fmt: skip
     processor, text = read_processor(folder, vision), text_of(vision.placeholder)
     return ImageLoader(processor, media, vision.image_token_id, text, config.max_images, layout)

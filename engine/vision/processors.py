@@ -16,10 +16,12 @@ from engine.utils.folder_files import read_file
 from engine.vision.decode import check_size
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_FILE_BYTES = 16 << 20
+MAX_TILES = 64  # of an image, without the whole one
 BILINEAR, BICUBIC, RESAMPLING = 2, 3, range(6)  # Pillow's numbers
 
 
@@ -44,13 +46,14 @@ class Processor(Protocol):
         """Raises `ImageError` for an image that is too narrow."""
 
 
-def cut(image: Image.Image, patch_size: int, merge_size: int) -> tuple[tuple[int, int], bytes]:
+def cut(image: Image.Image | np.ndarray, patch_size: int, merge_size: int) -> tuple[tuple[int, int], bytes]:
     """Return the grid and the patches of an image, whose sides are multiples of a block's."""
     import numpy as np
 
-    rows, columns = image.height // patch_size, image.width // patch_size
+    pixels = np.asarray(image)
+    rows, columns = pixels.shape[0] // patch_size, pixels.shape[1] // patch_size
     shape = rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size, 3
-    return (rows, columns), np.asarray(image).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
+    return (rows, columns), pixels.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
 
 
 def digest_of(grid: tuple[int, int], patches: bytes) -> str:
@@ -60,13 +63,15 @@ def digest_of(grid: tuple[int, int], patches: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """Makes patches of images of nearly any size, for the encoders of Qwen."""
+    """Makes patches of images of nearly any size, for the encoders of Qwen and GLM."""
 
     patch_size: int  # pixels of a side
     merge_size: int  # patches of a side of a block that becomes a token
     min_pixels: int
     max_pixels: int
     resampling: int = BICUBIC
+    frames: int = 1  # how often each pixel counts
+    grows: bool = False  # sides below a block's become as long first
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
@@ -82,14 +87,17 @@ class ImageProcessor:
         """Return the height and width to which an image is resized: multiples of a block's side, of about the same
         shape, with at least `min_pixels` and at most `max_pixels` together, where that is possible.
         """
-        block = self.patch_size * self.merge_size
+        block, frames = self.patch_size * self.merge_size, self.frames
+        if self.grows and min(height, width) < block:
+            scale = max(block / height, block / width)
+            height, width = int(height * scale), int(width * scale)
         rows, columns = round(height / block), round(width / block)
-        if rows * columns * block**2 > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
+        if frames * rows * columns * block**2 > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
             rows = max(1, math.floor(height / shrink / block))
             columns = max(1, math.floor(width / shrink / block))
-        elif rows * columns * block**2 < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
+        elif frames * rows * columns * block**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
             rows, columns = math.ceil(height * grow / block), math.ceil(width * grow / block)
         return rows * block, columns * block
 
@@ -145,10 +153,83 @@ class SquareProcessor:
         return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
 
 
+@dataclass(frozen=True, slots=True)
+class TileProcessor:
+    """Makes patches of images that are cut into squares of one size, and of the whole image as a further one."""
+
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block that becomes a token
+    edge: int  # pixels of a side of a tile
+    min_tiles: int
+    max_tiles: int  # without the whole image
+    resampling: int = BICUBIC
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        import numpy as np
+        from PIL import Image
+
+        check_size(*image.size)
+        columns, rows = self.tiles_of(*image.size)
+        sizes = [(columns * self.edge, rows * self.edge), *[(self.edge, self.edge)][: rows * columns > 1]]
+        whole = [np.asarray(image.resize(size, Image.Resampling(self.resampling))) for size in sizes]
+        tiles = whole[0].reshape(rows, self.edge, columns, self.edge, 3).swapaxes(1, 2)
+        stacked = np.concatenate([tiles.reshape(-1, self.edge, 3), *whole[1:]])  # one below the other
+        grid, patches = cut(stacked, self.patch_size, self.merge_size)
+        return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
+
+    def tiles_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows of tiles: those whose shape is nearest to the image's. Of equal ones the last
+        counts that the image fills to more than a half.
+        """
+        sizes = range(1, self.max_tiles + 1)
+        shapes = [(x, y) for x in sizes for y in sizes if self.min_tiles <= x * y <= self.max_tiles]
+        best, least = (1, 1), math.inf
+        for columns, rows in sorted(shapes, key=math.prod):
+            distance = abs(width / height - columns / rows)
+            is_filled = width * height > 0.5 * self.edge**2 * columns * rows
+            if distance < least or (distance == least and is_filled):
+                best, least = (columns, rows), distance
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetProcessor:
+    """Makes patches of images that all become about as large: as many tokens as the limit allows, in their shape."""
+
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block that becomes a token
+    max_tokens: int
+    resampling: int = BICUBIC
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        from PIL import Image
+
+        check_size(*image.size)
+        height, width = self.size_of(image.height, image.width)
+        if (width, height) != image.size:
+            image = image.resize((width, height), Image.Resampling(self.resampling))
+        grid, patches = cut(image, self.patch_size, self.merge_size)
+        return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which an image is resized: multiples of a block's side."""
+        block = self.patch_size * self.merge_size
+        scale = math.sqrt(self.max_tokens * block**2 / (height * width))
+        rows, columns = math.floor(scale * height / block), math.floor(scale * width / block)
+        if not rows:
+            rows, columns = 1, min(width // height, self.max_tokens)
+        elif not columns:
+            rows, columns = min(height // width, self.max_tokens), 1
+        return rows * block, columns * block
+
+
 def read_processor(folder: Path, vision: VisionSpec) -> Processor:
     """Return the processor of the model in `folder`, from its preprocessor_config.json. Raises `ModelError`."""
     file = ProcessorFile(folder, *_config(folder), vision)
-    file.check_colours()
+    if vision.kind != "gemma4":  # whose encoder takes care of colours
+        file.check_colours()
     return PROCESSORS[vision.kind](file)
 
 
@@ -190,7 +271,11 @@ def _qwen(file: ProcessorFile) -> ImageProcessor:
     high = config.get("max_pixels", sizes.get("longest_edge", vision.max_pixels))
     if type(low) is not int or type(high) is not int or not 0 < low <= high:
         raise file.wrong("size", "an object with 'shortest_edge' and 'longest_edge', numbers of pixels")
-    return ImageProcessor(vision.patch_size, vision.merge_size, low, high, file.resampling())
+    is_glm = vision.kind == "glm"
+    frames = 2 if is_glm else 1
+    return ImageProcessor(
+        vision.patch_size, vision.merge_size, low, high, file.resampling(), frames=frames, grows=is_glm
+    )
 
 
 def _pixtral(file: ProcessorFile) -> PixtralProcessor:
@@ -213,7 +298,33 @@ def _square(file: ProcessorFile) -> SquareProcessor:
     return SquareProcessor(vision.patch_size, vision.merge_size, edge, file.resampling(BILINEAR))
 
 
-PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _square}
+def _budget(file: ProcessorFile) -> BudgetProcessor:
+    vision = file.vision
+    for field, value in (("patch_size", vision.patch_size), ("pooling_kernel_size", vision.merge_size)):
+        if file.config.get(field, value) != value:
+            raise file.wrong(field, f"{value}, as in config.json")
+    most = file.config.get("max_soft_tokens", vision.max_tokens)
+    if type(most) is not int or not 0 < most <= vision.max_tokens:
+        raise file.wrong("max_soft_tokens", f"a number up to {vision.max_tokens}, as config.json says")
+    return BudgetProcessor(vision.patch_size, vision.merge_size, most, file.resampling())
+
+
+def _tiles(file: ProcessorFile) -> TileProcessor:
+    square = _square(file)
+    low, high = (file.config.get(name, default) for name, default in (("min_patches", 1), ("max_patches", 12)))
+    if type(low) is not int or type(high) is not int or not 0 < low <= high <= MAX_TILES:
+        raise file.wrong("max_patches", f"a number of tiles up to {MAX_TILES}, at least 'min_patches'")
+    return TileProcessor(square.patch_size, square.merge_size, square.edge, low, high, file.resampling())
+
+
+PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {
+    "qwen": _qwen,
+    "pixtral": _pixtral,
+    "siglip": _square,
+    "intern": _tiles,
+    "glm": _qwen,
+    "gemma4": _budget,
+}
 
 
 def _are_close(given: Sequence[Any], values: Sequence[float]) -> bool:

@@ -65,6 +65,7 @@ class ImageReader:
         positions: list[np.ndarray] = []
         positioned: list[np.ndarray] = []
         spans: list[ImageSpan] = []
+        only_windows = self._spec.sees_both_ways == "windows"
         shown: list[tuple[ImageInput, slice, int]] = []  # image, those of its tokens, place of the first in the step
         for i, row in enumerate(members.rows):
             stop, first = int(packed.context_lens[i]), int(start_of[i])
@@ -80,7 +81,7 @@ class ImageReader:
                     shown.append((image, slice(low - image.start, high - image.start), first + low - start))
                     if image.sees_both_ways and high - low > 1:
                         assert high == image.stop, "no step ends within an image whose tokens see each other"
-                        spans.append(ImageSpan(i, first + low - start, low, high))
+                        spans.append(ImageSpan(i, first + low - start, low, high, only_windows))
         tokens = self._tokens(shown, spans) if shown and self._model.stage.is_first else None
         if tokens is None and spans:
             tokens = ImageTokens(spans=spans)

@@ -25,7 +25,10 @@ WITH_IMAGES: dict[str, Any] = {
     "gemma3": ("Gemma3", {"vision_config": TOWER | {"image_size": 32, "patch_size": 8}, "mm_tokens_per_image": 4}),
     "gemma4_moe": (
         "Gemma4",
-        {"vision_config": TOWER | {"head_dim": 16, "position_embedding_size": 16}, "audio_config": AUDIO},
+        {
+            "vision_config": TOWER | {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
+            "audio_config": AUDIO,
+        },
     ),
     "gemma4_small": ("Gemma4", {}),
 }

@@ -72,6 +72,32 @@ GEMMA3 = {key: value for key, value in TEXT.items() if key != "rope_parameters"}
     "sliding_window": 7,
     "query_pre_attn_scalar": 16,
 }
+INTERN = PIXTRAL | {
+    "model_type": "internvl_vision", "image_size": [24, 24], "patch_size": [SIDE, SIDE], "attention_bias": True,
+    "use_qk_norm": True, "hidden_act": "gelu",
+}  # fmt: skip
+GLM_VISION = VISION | {
+    "hidden_act": "silu", "image_size": 20, "out_hidden_size": 64, "intermediate_size": 40, "attention_bias": False,
+}  # fmt: skip
+GLM_ROPE = {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5,
+}  # fmt: skip
+GLM = TEXT | {"rope_parameters": GLM_ROPE}
+GLM_MOE = TEXT | {
+    "rope_parameters": GLM_ROPE,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+GEMMA4_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": SIDE, "pooling_kernel_size": MERGE,
+    "position_embedding_size": 20, "use_clipped_linears": True, "standardize": True,
+}  # fmt: skip
+GEMMA4 = GEMMA3 | {
+    "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "global_head_dim": 16, "pad_token_id": 0,
+    "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 300,
+}  # fmt: skip
+GEMMA4["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 MISTRAL = {key: value for key, value in TEXT.items() if key != "rope_parameters"} | {"model_type": "mistral"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": (TEXT | {"rope_parameters": SECTIONS}, VISION | WINDOWS),
@@ -79,9 +105,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3_5": (TEXT | STATES, VISION),
     "Mistral3": (MISTRAL, PIXTRAL),
     "Gemma3": (GEMMA3, SIGLIP),
+    "Gemma4": (GEMMA4, GEMMA4_VISION),
+    "InternVL": (MISTRAL | {"model_type": "qwen3"}, INTERN),
+    "Glm4v": (GLM, GLM_VISION),
+    "Glm4vMoe": (GLM_MOE, GLM_VISION),
 }
-
-GRIDS = {"Gemma3": (6, 6)}  # of all images
 
 
 class Case(NamedTuple):
@@ -109,6 +137,8 @@ def tokens_of(family: str, grid: tuple[int, int]) -> tuple[list[int], list[int],
         return [], [*(([IMAGE] * columns + [ROW_END]) * rows)[:-1], END], []
     if family == "Gemma3":  # its text between line breaks
         return [NEWLINES, START], [IMAGE] * (rows * columns), [END, NEWLINES]
+    if family == "InternVL":
+        return [IMAGE - 2], [IMAGE] * (rows * columns), [IMAGE - 1]
     return [START], [IMAGE] * (rows * columns), [END]
 
 
@@ -120,8 +150,15 @@ def config_of(family: str) -> Any:
     ids: dict[str, Any] = {
         "image_token_id": IMAGE, "video_token_id": 291, "vision_start_token_id": START, "vision_end_token_id": END,
     }  # fmt: skip
+    if family.startswith("Glm"):
+        ids = {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": END}
+    if family == "InternVL":
+        ids = {"image_token_id": IMAGE}
     if family == "Mistral3":
         ids = {"image_token_index": IMAGE, "spatial_merge_size": MERGE}
+    if family == "Gemma4":
+        ids = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END, "audio_config": None}
+        ids |= {"vision_soft_tokens_per_image": 15}
     if family == "Gemma3":
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 9}
     kind = getattr(transformers, f"{family}Config")
@@ -138,22 +175,30 @@ def make_case(family: str, folder: Path) -> Case:
         if parameter.ndim > 1 or "bias" in name:
             is_vision = any(part in name for part in ("visual", "vision_tower", "multi_modal"))
             torch.nn.init.normal_(parameter, 0, 0.5 if "visual" in name else 0.3 if is_vision else 0.2)
+    with torch.no_grad():
+        model.lm_head.weight[[IMAGE, 291]] = 0  # answers have no placeholders, which transformers reads as images
+    for name, buffer in model.named_buffers():  # limits and standards of Gemma 4
+        if name.endswith(("_min", "_max")):
+            buffer.fill_(-3.0 if name.endswith("_min") else 3.0)
+        if name.endswith(("std_bias", "std_scale")):
+            torch.nn.init.normal_(buffer, 0.5, 0.2)
     model.save_pretrained(folder)
     limits: Any = {"size": {"shortest_edge": 64, "longest_edge": 64 if family == "Mistral3" else 4096}}
-    if family == "Gemma3":
+    if family in ("Gemma3", "Gemma4", "InternVL"):
         limits = {}
     (folder / "preprocessor_config.json").write_text(json.dumps(limits))
     rng = np.random.default_rng(5)
     prompt: list[int] = []
     shown: list[tuple[np.ndarray, tuple[int, int]]] = []
-    images = []
+    images: list[ImageInput] = []
     for num_text, grid in ((7, (6, 10)), (1, (8, 4)), (5, (2, 2)), (19, None)):
         prompt += rng.integers(1, 280, num_text).tolist()
         if grid is not None:
-            grid = GRIDS.get(family, grid)
+            grid = (6, 6) if family == "Gemma3" else grid
+            grid = (6 * len(images) + 6, 6) if family == "InternVL" else grid
             pixels = rng.integers(0, 256, (grid[0] * grid[1], 3, SIDE, SIDE), dtype=np.uint8)
             before, run, behind = tokens_of(family, grid)
-            both_ways = family == "Gemma3"
+            both_ways = family.startswith("Gemma")
             images.append(image(pixels, len(prompt) + len(before), grid, len(run), sees_both_ways=both_ways))
             shown.append((pixels, grid))
             prompt += [*before, *run, *behind]
@@ -162,8 +207,11 @@ def make_case(family: str, folder: Path) -> Case:
 
 def normalised(model: Any, pixels: np.ndarray) -> np.ndarray:
     """Return what a model's processor makes of uint8 patches [N, 3, P, P]: float64."""
-    has_clip = type(model).__name__.startswith(("Qwen2_5_VL", "Mistral3"))
-    mean, std = (CLIP_MEAN, CLIP_STD) if has_clip else ([0.5] * 3, [0.5] * 3)
+    mean, std = [0.5] * 3, [0.5] * 3
+    if type(model).__name__.startswith(("Qwen2_5_VL", "Mistral3", "Glm")):
+        mean, std = CLIP_MEAN, CLIP_STD
+    if type(model).__name__.startswith("InternVL"):
+        mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     shape = (3, 1, 1)
     return (pixels / 255 - np.reshape(mean, shape)) / np.reshape(std, shape)
 
@@ -177,6 +225,19 @@ def whole_image(patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
 
 def inputs_of(model: Any, shown: list[tuple[np.ndarray, tuple[int, int]]]) -> dict[str, Any]:
     """Return images as a model takes them. shown: patches uint8 [N, 3, P, P] and grid of each image."""
+    if type(model).__name__.startswith("Gemma4"):
+        most = max(len(pixels) for pixels, _ in shown)
+        values_of_all = torch.zeros(len(shown), most, 3 * SIDE**2, dtype=torch.float64)
+        positions = torch.full((len(shown), most, 2), -1)
+        for i, (pixels, (rows, columns)) in enumerate(shown):
+            whole = whole_image(pixels / 255, (rows, columns)).reshape(3, rows, SIDE, columns, SIDE)
+            values_of_all[i, : len(pixels)] = torch.tensor(whole.transpose(1, 3, 2, 4, 0).reshape(len(pixels), -1))
+            positions[i, : len(pixels)] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        return {"pixel_values": values_of_all, "image_position_ids": positions}
+    if type(model).__name__.startswith("InternVL"):
+        stacked = np.concatenate([whole_image(normalised(model, pixels), grid) for pixels, grid in shown], 1)
+        tiles = stacked.reshape(3, -1, 6 * SIDE, 6 * SIDE).swapaxes(0, 1)
+        return {"pixel_values": torch.tensor(tiles)}
     if type(model).__name__.startswith(("Mistral3", "Gemma3")):
         pictures = [torch.tensor(whole_image(normalised(model, pixels), grid)) for pixels, grid in shown]
         sizes = torch.tensor([each.shape[1:] for each in pictures])
@@ -209,7 +270,7 @@ def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple
     ids = torch.tensor([prompt])
     more: dict[str, Any] = inputs_of(model, shown)
     more["pixel_values"] = more["pixel_values"].float()
-    if "image_grid_thw" in more:
+    if "image_grid_thw" in more or "image_position_ids" in more:
         more["mm_token_type_ids"] = (ids == IMAGE).int()
     if type(model).__name__.startswith("Gemma3"):
         more["token_type_ids"] = (ids == IMAGE).int()

@@ -54,7 +54,9 @@ def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(architecture: str, config: dict[str, Any], **vision: Any) -> VisionSpec:
-    return VISION[architecture](config | {"vision_config": vision}, {})
+    spec = VISION[architecture](config | {"vision_config": vision}, {})
+    assert spec is not None
+    return spec
 
 
 def pixels_of(patches: bytes, grid: tuple[int, int], side: int, merge: int) -> np.ndarray:
@@ -160,3 +162,79 @@ def test_texts_around_images_of_gemma3(tmp_path: Path) -> None:
     )  # fmt: skip
     assert prompt.token_ids == tokenizer.encode(text.replace("<start_of_image>", whole), False)
     assert [prompt.token_ids[each.start : each.stop] for each in prompt.images] == [[soft] * 4] * 2
+
+
+@pytest.mark.parametrize(("edge", "most"), [(448, 12), (56, 3)])
+def test_internvl(edge: int, most: int, tmp_path: Path) -> None:
+    vision = spec_of("InternVLForConditionalGeneration", {}, image_size=[edge, edge], patch_size=[14, 14])
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_patches": most, "crop_to_patches": False}))
+    processor = read_processor(tmp_path, vision)
+    oracle = processing("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil")(
+        size={"height": edge, "width": edge}, crop_to_patches=True, max_patches=most,
+        image_mean=list(vision.mean), image_std=list(vision.std),
+    )  # fmt: skip
+    expand = processing("internvl.processing_internvl", "InternVLProcessor").replace_image_token
+    length = (edge // 28) ** 2
+    names = SimpleNamespace(
+        start_image_token="151665,", end_image_token="151666,", image_token="151667,", image_seq_length=length
+    )
+    for data, image in files():
+        own, theirs = processor(decode(data)), oracle(image)
+        tiles = np.asarray(theirs["pixel_values"])
+        assert own.grid == (len(tiles) * edge // 14, edge // 14), image.size
+        wanted = tiles * np.reshape(vision.std, (3, 1, 1)) + np.reshape(vision.mean, (3, 1, 1))
+        found = pixels_of(own.patches, own.grid, 14, 2).reshape(3, -1, edge, edge).swapaxes(0, 1)
+        assert np.abs(found - wanted).max() <= 1 / 255, image.size
+        tokens = [int(each) for each in expand(names, theirs, 0).split(",")[:-1]]
+        assert placed(vision, processor, own) == [7, *tokens, 8], image.size
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_patches": 0}))
+    with pytest.raises(ModelError, match="max_patches"):
+        read_processor(tmp_path, vision)
+    with pytest.raises(ModelError, match="must divide"):
+        spec_of("InternVLForConditionalGeneration", {"downsample_ratio": 0.3})
+    with pytest.raises(ModelError, match="without a norm"):
+        spec_of("InternVLForConditionalGeneration", {}, use_mean_pooling=False)
+
+
+@pytest.mark.parametrize(("low", "high"), [(112 * 112, 28 * 28 * 15000), (5000, 90_000)])
+@pytest.mark.parametrize("architecture", ["Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"])
+def test_glm(architecture: str, low: int, high: int, tmp_path: Path) -> None:
+    vision = spec_of(architecture, {})
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"shortest_edge": low, "longest_edge": high}, "patch_size": 14, "merge_size": 2})
+    )
+    processor = read_processor(tmp_path, vision)
+    family = architecture.removesuffix("ForConditionalGeneration")
+    oracle = processing(
+        f"{family.lower()}.image_processing_pil_{family.lower()}", f"{family}ImageProcessorPil"
+    )(size={"shortest_edge": low, "longest_edge": high})  # fmt: skip
+    for data, image in files():
+        own, theirs = processor(decode(data)), oracle(image)
+        rows, columns = theirs["image_grid_thw"][0][1:]
+        assert own.grid == (rows, columns), image.size
+        wanted = np.asarray(theirs["pixel_values"]).reshape(-1, 3, 2, 14, 14)[:, :, 0]
+        wanted = wanted * np.reshape(vision.std, (3, 1, 1)) + np.reshape(vision.mean, (3, 1, 1))
+        found = np.frombuffer(own.patches, np.uint8).reshape(wanted.shape) / 255
+        assert np.abs(found - wanted).max() <= 1 / 255, image.size
+        assert placed(vision, processor, own) == [7, *[151343] * (rows * columns // 4), 8]
+
+
+@pytest.mark.parametrize("most", [280, 70])
+def test_gemma4(most: int, tmp_path: Path) -> None:
+    vision = spec_of("Gemma4ForConditionalGeneration", {})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": most, "image_mean": [0.0] * 3}))
+    processor = read_processor(tmp_path, vision)
+    oracle = processing("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil")(max_soft_tokens=most)
+    for data, image in files():
+        own, theirs = processor(decode(data)), oracle(image)
+        [count], [positions] = theirs["num_soft_tokens_per_image"], theirs["image_position_ids"]
+        columns, rows = positions.max(0) + 1
+        assert own.grid == (rows, columns), image.size
+        assert own.num_tokens == count
+        wanted = np.asarray(theirs["pixel_values"][0])[: rows * columns].reshape(rows, columns, 16, 16, 3)
+        wanted = wanted.transpose(4, 0, 2, 1, 3).reshape(3, rows * 16, columns * 16)
+        assert np.abs(pixels_of(own.patches, own.grid, 16, 3) - wanted).max() <= 1 / 255, image.size
+        assert placed(vision, processor, own) == [7, 255999, *[258880] * count, 258882, 8]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 281}))
+    with pytest.raises(ModelError, match="max_soft_tokens"):
+        read_processor(tmp_path, vision)

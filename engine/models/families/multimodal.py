@@ -28,6 +28,7 @@ NAMES = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("^vision_tower.", "model.vision_tower."),
     ("^multi_modal_projector.", "model.multi_modal_projector."),
+    ("^embed_vision.", "model.embed_vision."),
 )
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),

@@ -19,7 +19,14 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 PIXTRAL_ROW_ENDS = 12, 13  # [IMG_BREAK] and [IMG_END] of all published tokenizers
 # First parts of the names of a kind's tensors, without "model.".
 TOWER = "vision_tower.", "multi_modal_projector."
-PARTS = {"qwen": ("visual.",), "pixtral": TOWER, "siglip": TOWER}
+PARTS = {
+    "qwen": ("visual.",),
+    "glm": ("visual.",),
+    "pixtral": TOWER,
+    "siglip": TOWER,
+    "intern": TOWER,
+    "gemma4": ("vision_tower.", "embed_vision."),
+}
 
 
 def qwen3_vl(config: Config, text: Config) -> VisionSpec:
@@ -133,16 +140,136 @@ def siglip(config: Config, text: Config) -> VisionSpec:
         before=(begin,),
         behind=(end,),
         margin="\n\n",
-        sees_both_ways=True,
+        sees_both_ways="all",
+        max_tokens=tokens,
     )
     if edge % patch or merge * math.isqrt(tokens) != side or math.isqrt(tokens) ** 2 != tokens:
         raise ModelError("'vision_config': a square of 'mm_tokens_per_image' tokens must divide the patches")
     return spec
 
 
-def _theta(fields: Config) -> float:
+def intern(config: Config, text: Config) -> VisionSpec:
+    """InternVL 3 and 3.5 in transformers' form: an image has up to 13 tiles."""
+    fields = _vision_config(config)
+    patch, edge = (_square(fields, name, default) for name, default in (("patch_size", 14), ("image_size", 448)))
+    side, ratio, image = (
+        edge // patch,
+        number(config, "downsample_ratio", 0.5),
+        integer(config, "image_token_id", 151667),
+    )
+    spec = VisionSpec(
+        kind="intern",
+        hidden_size=integer(fields, "hidden_size", 1024),
+        intermediate_size=integer(fields, "intermediate_size", 4096),
+        num_layers=integer(fields, "num_hidden_layers", 24),
+        num_heads=integer(fields, "num_attention_heads", 16),
+        patch_size=patch,
+        merge_size=round(1 / ratio),
+        num_positions=side**2,
+        tile=(side, side),
+        activation=_activation(fields, "gelu"),
+        eps=number(fields, "layer_norm_eps", 1e-6),
+        norm="rms" if fields.get("norm_type") == "rms_norm" else "layer",
+        qkv_bias=flag(fields, "attention_bias", False),
+        qk_norm=flag(fields, "use_qk_norm", False),
+        projector_activation=_activation(config, "gelu", "projector_hidden_act"),
+        projector_eps=1e-5,
+        image_token_id=image,
+        placeholder=(image,),
+        before=(image - 2,),  # <img> and </img> of all published tokenizers
+        behind=(image - 1,),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+    if edge % patch or side % spec.merge_size or spec.merge_size * ratio != 1:
+        raise ModelError("'vision_config': blocks of 1 / 'downsample_ratio' patches must divide 'image_size'")
+    if not flag(fields, "use_mean_pooling", True) or config.get("vision_feature_layer", -1) != -1:
+        raise ModelError("'vision_config': only the last layer, without a norm, is supported")
+    return spec
+
+
+def glm(config: Config, text: Config) -> VisionSpec:
+    """GLM-4.1V, 4.5V and 4.6V."""
+    fields = _fields(config)
+    patch, out = integer(fields, "patch_size", 14), integer(fields, "out_hidden_size", 4096)
+    image = integer(config, "image_token_id", 151343)
+    begin, end = integer(config, "image_start_token_id", 151339), integer(config, "image_end_token_id", 151340)
+    spec = VisionSpec(
+        kind="glm",
+        hidden_size=integer(fields, "hidden_size", 1536),
+        intermediate_size=out,
+        num_layers=integer(fields, "depth", 24),
+        num_heads=integer(fields, "num_heads", 12),
+        patch_size=patch,
+        merge_size=integer(fields, "spatial_merge_size", 2),
+        num_positions=(_square(fields, "image_size", 336) // patch) ** 2,
+        activation=_activation(fields, "silu"),
+        eps=number(fields, "rms_norm_eps", 1e-5),
+        qkv_bias=flag(fields, "attention_bias", False),
+        theta=_theta(fields),
+        projector_eps=1e-5,
+        projector_size=integer(fields, "intermediate_size", 13696),
+        image_token_id=image,
+        placeholder=(begin, image, end),
+        rope_sections=_sections(text, (8, 12, 12)),
+        rope_interleaved=False,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+        min_pixels=112 * 112,
+        max_pixels=28 * 28 * 15000,
+    )
+    _check_heads(spec)
+    if out != integer(text, "hidden_size", 4096):
+        raise ModelError("'vision_config': 'out_hidden_size' must be the text model's 'hidden_size'")
+    return spec
+
+
+def gemma4(config: Config, text: Config) -> VisionSpec | None:
+    """Gemma 4: up to 280 tokens of an image; in the larger models they see each other in layers with a window."""
+    if config.get("vision_config") is None:
+        return None
+    fields = _vision_config(config)
+    heads, head_dim = integer(fields, "num_attention_heads", 12), integer(fields, "head_dim", 64)
+    image = integer(config, "image_token_id", 258880)
+    begin, end = integer(config, "boi_token_id", 255999), integer(config, "eoi_token_id", 258882)
+    if integer(fields, "num_key_value_heads", heads) != heads or head_dim % 4 or flag(fields, "attention_bias", False):
+        raise ModelError("'vision_config': attention must have as many keys as queries, no bias, and 4 | 'head_dim'")
+    return VisionSpec(
+        kind="gemma4",
+        hidden_size=integer(fields, "hidden_size", 768),
+        intermediate_size=integer(fields, "intermediate_size", 3072),
+        num_layers=integer(fields, "num_hidden_layers", 16),
+        num_heads=heads,
+        head_size=head_dim,
+        patch_size=integer(fields, "patch_size", 16),
+        merge_size=integer(fields, "pooling_kernel_size", 3),
+        num_positions=integer(fields, "position_embedding_size", 10240),
+        activation=_activation(fields, "gelu_pytorch_tanh", "hidden_activation"),
+        eps=number(fields, "rms_norm_eps", 1e-6),
+        theta=_theta(fields, 100.0),
+        clips=flag(fields, "use_clipped_linears", False),
+        is_standardised=flag(fields, "standardize", False),
+        image_token_id=image,
+        placeholder=(image,),
+        before=(begin,),
+        behind=(end,),
+        sees_both_ways="windows" if text.get("use_bidirectional_attention") == "vision" else "",
+        max_tokens=integer(config, "vision_soft_tokens_per_image", 280),
+        pad_id=integer(text, "pad_token_id", 0, minimum=0),
+    )
+
+
+def _square(fields: Config, name: str, default: int) -> int:
+    """Return a number of pixels, of which config.json may have two that are equal."""
+    found = fields.get(name)
+    if isinstance(found, list) and len(found) == 2 and found[0] == found[1]:
+        return integer({name: found[0]}, name)
+    return integer(fields, name, default)
+
+
+def _theta(fields: Config, default: float = 10_000.0) -> float:
     rope = fields.get("rope_parameters")
-    return number(rope if isinstance(rope, dict) else fields, "rope_theta", 10_000.0)
+    return number(rope if isinstance(rope, dict) else fields, "rope_theta", default)
 
 
 def _vision_config(config: Config) -> Config:
@@ -202,7 +329,7 @@ def _layers(fields: Config, name: str, default: list[int], depth: int) -> tuple[
     return tuple(found)
 
 
-VISION: dict[str, Callable[[Config, Config], VisionSpec]] = {
+VISION: dict[str, Callable[[Config, Config], VisionSpec | None]] = {
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl,
@@ -210,4 +337,9 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_vl,
     "Mistral3ForConditionalGeneration": pixtral,
     "Gemma3ForConditionalGeneration": siglip,
+    "Gemma4ForConditionalGeneration": gemma4,
+    "InternVLForConditionalGeneration": intern,
+    "Glm4vForConditionalGeneration": glm,
+    "Glm4vMoeForConditionalGeneration": glm,
+    "Glm46VForConditionalGeneration": glm,
 }

@@ -8,6 +8,9 @@ from dataclasses import replace
 from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, SingleRank
 from engine.models.spec import VisionSpec
+from engine.models.vision.gemma4 import Gemma4Encoder
+from engine.models.vision.glm import GlmEncoder
+from engine.models.vision.intern import InternEncoder
 from engine.models.vision.layers import VisionEncoder
 from engine.models.vision.pixtral import PixtralEncoder
 from engine.models.vision.qwen import QwenEncoder
@@ -17,6 +20,9 @@ KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
     "qwen": QwenEncoder,
     "pixtral": PixtralEncoder,
     "siglip": SiglipEncoder,
+    "intern": InternEncoder,
+    "glm": GlmEncoder,
+    "gemma4": Gemma4Encoder,
 }
 
 

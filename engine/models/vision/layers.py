@@ -105,13 +105,7 @@ class EncoderLayer(nn.Module):
         found = self.proj.run(self._attention(self.qkv.run(self.norm1(x)), turns, lengths))
         x = x + self._scaled(found, 0)
         inner, kind = self.up.run(self.norm2(x)), self.spec.activation
-        if not self._is_gated:
-            inner = kernels.activation(inner, kind)
-        elif kind == "silu" or kind == "gelu_tanh":
-            inner = kernels.gate_and_mul(inner, kind)
-        else:
-            gate, up = inner.chunk(2, 1)
-            inner = kernels.activation(gate.contiguous(), kind) * up
+        inner = gated(inner, kind) if self._is_gated else kernels.activation(inner, kind)
         found = self.down.run(inner)
         return x + self._scaled(found, 1)
 
@@ -127,6 +121,14 @@ class EncoderLayer(nn.Module):
         if turns is not None:
             q, k = rotated(q, *turns), rotated(k, *turns)
         return mixed(q, k, v, lengths)
+
+
+def gated(x: Tensor, kind: kernels.Activation) -> Tensor:
+    """Return the activation of the first half of x [N, 2n] times the second: [N, n]."""
+    if kind == "silu" or kind == "gelu_tanh":
+        return kernels.gate_and_mul(x, kind)
+    gate, up = x.chunk(2, 1)
+    return kernels.activation(gate.contiguous(), kind) * up
 
 
 def mixed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
