@@ -16,14 +16,17 @@ from engine.config import EngineConfig
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.worker.images import token_positions
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import (
+    END,
     FAMILIES,
     IMAGE,
     MERGE,
     NUM_TOKENS,
     SIDE,
+    START,
     Case,
     encoded,
     generated,
@@ -180,6 +183,31 @@ def test_llm_reads_pictures(case: Case, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             llm.generate(wrong, sampling, use_tqdm=False)
     llm.close()
+
+
+def test_llm_writes_what_stands_around_images(case: Case) -> None:
+    if "Gemma3" not in case.folder.name:
+        pytest.skip("only Gemma 3 has texts around images")
+    names = {START: "<start_of_image>", IMAGE: "<soft>", END: "<end_of_image>"}
+    template = TEMPLATE.replace(PLACEHOLDER, "<start_of_image>")
+    tokenizer = make_tokenizer(template, [names.get(i, f"<{i}>") for i in range(259, END + 1)])
+    tokenizer._backend.save(str(case.folder / "tokenizer.json"))
+    (case.folder / "chat_template.jinja").write_text(template)
+    llm = LLM(str(case.folder), dtype="float32", device="cpu", max_model_len=128, num_gpu_blocks_override=64)
+    content = [{"type": "text", "text": "A"}, {"type": "image", "image": picture(9, 9)}, {"type": "text", "text": "B"}]
+    sampling = SamplingParams(temperature=0, max_tokens=2)
+    [answer] = llm.chat([{"role": "user", "content": content}], sampling, use_tqdm=False)
+    image = "\n\n<start_of_image>" + "<soft>" * 9 + "<end_of_image>\n\n"
+    text = f"<|im_start|>user\nA{image}B<|im_end|>\n<|im_start|>assistant\n"
+    assert answer.prompt_token_ids == tokenizer.encode(text)
+    llm.close()
+
+
+def test_a_step_has_room_for_an_image_whose_tokens_see_each_other(case: Case) -> None:
+    if "Gemma" not in case.folder.name:
+        pytest.skip("other models compute any part of an image")
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least"):
+        LLM(str(case.folder), device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=8)
 
 
 def test_only_the_text_model_is_loaded_where_that_is_asked_for(case: Case) -> None:

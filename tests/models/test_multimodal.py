@@ -36,6 +36,25 @@ def wrap(folder: Path, architecture: str, field: str, prefix: str) -> None:
     save_file(tensors | {"vision_model.a.weight": torch.zeros(1)}, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_methods_of_text_models_leave_encoders_floats(method: str, tmp_path: Path) -> None:
+    text = {
+        "model_type": "mistral", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64,
+        "intermediate_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    }  # fmt: skip
+    quantization = {"quant_method": method, "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "vision_config": {},
+        "quantization_config": quantization,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_spec(tmp_path).quantization
+    assert found is not None
+    assert found.scheme("model.layers.0.self_attn.q_proj") is not None
+    for name in ("vision_tower.transformer.layers.0.attention.q_proj", "multi_modal_projector.linear_1"):
+        assert found.scheme(f"model.{name}") is None
+
+
 @pytest.mark.parametrize(
     ("name", "architecture", "field", "prefix"),
     [

@@ -13,6 +13,7 @@ import pytest
 from engine.core.engine_request import EngineRequest
 from engine.vision import loader as loading
 from engine.vision.decode import decode
+from engine.vision.loader import ImageLayout
 from server.generation import images as serving
 from tests.support.fake_engine import FakeEngine, make_tokenizer
 from tests.support.images import TEMPLATE, data_url, in_base64, loader, picture, saved
@@ -165,6 +166,18 @@ def test_a_template_that_knows_no_images() -> None:
     with run_server(engine) as live:
         assert live.post(*BODIES["chat"][:1], **BODIES["chat"][1]).status_code == 200
         assert contains(asked(live).prompt_token_ids, expected("See ", FILES[0], " and ", FILES[1], "?"))
+
+
+def test_what_a_model_has_around_images() -> None:
+    """Texts beside them before tokenisation, and tokens."""
+    engine = FakeEngine(max_model_len=600)
+    engine.tokenizer = make_tokenizer(TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", ""), SPECIAL)
+    layout = ImageLayout(PAD, before=(START,), behind=(END,), marker="<|image_pad|>", margin="~~")
+    engine.images = loader(PAD, "<|image_pad|>", layout=layout)
+    with run_server(engine) as live:
+        assert live.post(*BODIES["chat"][:1], **BODIES["chat"][1]).status_code == 200
+        asked_for = expected("See ~~", FILES[0], "~~ and ~~", FILES[1], "~~?")
+        assert contains(asked(live).prompt_token_ids, asked_for)
 
 
 @pytest.mark.parametrize(

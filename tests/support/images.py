@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.vision.loader import ImageLoader
+from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import ImageProcessor
 from engine.vision.sources import Media
 
@@ -46,6 +46,8 @@ def data_url(data: bytes) -> str:
     return f"data:image/png;base64,{in_base64(data)}"
 
 
-def loader(token_id: int, text: str, *, max_images: int = 3, folder: Path | None = None) -> ImageLoader:
+def loader(
+    token_id: int, text: str, *, max_images: int = 3, folder: Path | None = None, layout: ImageLayout | None = None
+) -> ImageLoader:
     """A loader for patches of 4 x 4 pixels, 2 x 2 of which are a token."""
-    return ImageLoader(ImageProcessor(4, 2, 256, 1024), Media((), folder), token_id, text, max_images)
+    return ImageLoader(ImageProcessor(4, 2, 256, 1024), Media((), folder), token_id, text, max_images, layout)

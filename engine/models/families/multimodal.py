@@ -37,6 +37,7 @@ OTHER_INPUT = (
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
 )
 UNUSED = ("vision_tower.head.",)  # SigLIP's pooling
+DECODERS_ONLY = ("awq", "gptq")  # methods that leave encoders floats, also where config.json does not say so
 READS_IMAGES = "reads_images"  # field among hf_overrides; false: the encoder is not loaded
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # Architecture → description, and fields that published files leave out.
@@ -96,6 +97,10 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
         vision = VISION[architecture](config, text) if reads_images else None
         read_parts = () if vision is None else PARTS[vision.kind]
         other = tuple(name for name in OTHER_INPUT if name not in read_parts)
+        quantization = spec.quantization
+        if quantization is not None and quantization.method in DECODERS_ONLY:
+            floats = (name.removesuffix(".") for name in read_parts)
+            spec = replace(spec, quantization=replace(quantization, ignored=(*quantization.ignored, *floats)))
         return replace(with_names(spec, NAMES, unused=UNUSED), other_input=other, vision=vision)
 
     reads = "text and images" if architecture in VISION else "only the text model; images and sound are refused"
