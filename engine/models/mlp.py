@@ -24,13 +24,19 @@ class MLP(nn.Module):
         self._alternates = spec.activation == "clamped_swiglu"  # nor this one
         if spec.gated and not self._splits and not self._alternates:
             self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
-        parts = {"gate_proj": inner, "up_proj": inner} if spec.gated else {spec.up_name: inner}
+        gated = ("up_proj", "gate_proj") if spec.up_first else ("gate_proj", "up_proj")
+        parts = dict.fromkeys(gated, inner) if spec.gated else {spec.up_name: inner}
         if self._alternates:
             parts = {spec.up_name: 2 * inner}
         width = 2 if self._alternates else 1  # rows that a rank has together
         self.gate_up = Linear(scope, hidden_size, parts, bias=bias, shard="column", width=width, fused=spec.fused)
         self.down = Linear(
-            scope, inner, {spec.down_name: hidden_size}, bias=bias, shard="row", reduce_results=reduce_results
+            scope,
+            inner,
+            {spec.down_name: hidden_size},
+            bias=bias if spec.down_bias is None else spec.down_bias,
+            shard="row",
+            reduce_results=reduce_results,
         )
 
     def forward(self, x: SublayerInput, epilogue: ResidualEpilogue) -> ResidualStream:
@@ -48,6 +54,8 @@ class MLP(nn.Module):
             return self.gate_up.run(x, self._gate)
         if self._splits:
             gate, up = self.gate_up.run(x).chunk(2, 1)
+            if self.spec.up_first:
+                gate, up = up, gate
             return kernels.activation(gate, "gelu").mul_(up)
         if self._alternates:
             limit = self.spec.limit

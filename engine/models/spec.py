@@ -166,6 +166,8 @@ class DenseSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"] = "silu"
     limit: float = 0.0  # clamped_swiglu: the most of the gate and of |up|
     gated: bool = True
+    down_bias: bool | None = None  # None: `bias`
+    up_first: bool = False  # `fused` holds up, then gate; for "gelu" alone
     gate_multiplier: float = 1.0  # of the gate, before its activation
     fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors
     up_name: str = "up_proj"  # in the checkpoint

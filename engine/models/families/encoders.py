@@ -74,6 +74,14 @@ DISTILBERT = (
     (".output_layer_norm.", ".output.LayerNorm."),
     *BERT,
 )
+GTE = (
+    ("^new.", ""),
+    (".attention.qkv_proj.", ".self_attn.qkv_proj."),
+    (".attention.o_proj.", ".self_attn.o_proj."),
+    (".attn_ln.", ".attention_norm."),
+    (".mlp_ln.", ".output_norm."),
+    *BERT,
+)
 MPNET = (
     ("^mpnet.", ""),
     ("^encoder.relative_attention_bias.", "model.relative_attention_bias."),
@@ -143,6 +151,39 @@ def mpnet(config: Config) -> ModelSpec:
         first_position=2,
     )
     return _with_mixers(spec, relative=True)
+
+
+def gte(config: Config) -> ModelSpec:
+    """gte 1.5 and gte-multilingual (NewModel): BERT with RoPE and a gated MLP."""
+    for name, value in (("position_embedding_type", "rope"), ("layer_norm_type", "layer_norm"), ("hidden_act", "gelu")):
+        if config.get(name, value) != value:
+            raise ModelError(f"{name!r} must be {value}, got {config[name]!r}")
+    if flag(config, "logn_attention_scale") or not flag(config, "pack_qkv", True):
+        raise ModelError("'logn_attention_scale' must be false, 'pack_qkv' true")
+    rope, scaling = config.get("rope_scaling"), None
+    if isinstance(rope, dict) and rope.get("type") == "ntk":
+        if rope.get("mixed_b") is not None:
+            raise ModelError("'rope_scaling': 'mixed_b' is not supported")
+        factor, size = number(rope, "factor"), integer(config, "hidden_size") // integer(config, "num_attention_heads")
+        config = {**config, "rope_theta": number(config, "rope_theta", 10000.0) * factor}
+        scaling = {"rope_type": "linear", "factor": factor ** (2 / size)}
+    elif rope is not None:
+        raise ModelError(f"'rope_scaling' must be of type ntk, got {rope!r}")
+    config = {"layer_norm_eps": 1e-12, "type_vocab_size": 1, **config, "rope_scaling": scaling}
+    mlp = DenseSpec(
+        intermediate_size=integer(config, "intermediate_size"),
+        activation="gelu",
+        fused="up_gate_proj",
+        up_first=True,
+        down_bias=True,
+    )
+    mixer = replace(_attention(config, bias=True), fused=True)
+    is_sequence = str(config["architectures"][0]).endswith(CLASSIFIER)
+    unused = tuple(name for name in UNUSED if name != "pooler." or not is_sequence)
+    spec = with_names(decoder(config, mixer, mlp, norms=AFTER_SUMS, eps_name="layer_norm_eps"), GTE, unused=unused)
+    spec = replace(spec, context_length=integer(config, "max_position_embeddings"))
+    pooler = HeadLayerSpec(name="pooler.dense", num_outputs=spec.hidden_size, activation="tanh")
+    return _with_head(config, _with_embeddings(config, spec), (pooler,), "cls")
 
 
 def nomic_bert(config: Config) -> ModelSpec:
@@ -340,6 +381,7 @@ _BODIES = {
     "DistilBert": distilbert,
     "ModernBert": modern_bert,
     "MPNet": mpnet,
+    "New": gte,
 }
 _HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)
 ENCODERS: dict[str, Callable[[Config], ModelSpec]] = {
