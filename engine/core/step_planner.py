@@ -154,6 +154,7 @@ class StepPlanner:
             return False
         running = self._queues.running
         if not drafts.may_draft(len(running)):
+            self._num_undrafted = drafts.pause
             return True
         may_draft = [request for request in running if request.may_draft(one_ahead)]
         if not may_draft:  # a step gives each of them one token

@@ -155,6 +155,7 @@ class DraftPolicy:
         `finished`: called with each finished request and its answer.
         """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
+        self.has_drafter = num_by_model > 0  # a drafter on the device may propose
         self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
         self._costs, self._acceptance, self._ledger = StepCosts(device_seconds), Acceptance(), Ledger()
         self._finished = finished
@@ -166,9 +167,9 @@ class DraftPolicy:
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
 
     @property
-    def has_drafter(self) -> bool:
-        """Return whether a drafter on the device may propose."""
-        return self._num_by_model > 0
+    def pause(self) -> int:
+        """The number of coming steps for which there is nothing of drafts, since they did not pay."""
+        return self._ledger.pause
 
     def may_draft(self, num_running: int) -> bool:
         """Return whether a step of so many running requests may have drafts at all."""
@@ -265,11 +266,12 @@ class DraftPolicy:
         """Record that a step was read `now`, in monotonic seconds, after its drafts have been `verified`.
         `has_proposals`: the drafter ran after it.
         """
-        seconds, self._last_read = now - self._last_read, now
-        if self._is_plain and batch is self._measured and not has_proposals:
+        if batch is self._measured and self._is_plain and not has_proposals:
             self._num_unmeasured += 1
             if self._num_unmeasured < PLAIN_INTERVAL:
+                self._last_read = now
                 return
+        seconds, self._last_read = now - self._last_read, now
         self._record(batch, seconds, has_proposals)
 
     def _record(self, batch: ScheduledBatch, seconds: float, has_proposals: bool) -> None:
