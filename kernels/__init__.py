@@ -60,6 +60,7 @@ from kernels.data.sampling import NOT_FINITE as NOT_FINITE
 from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
 from kernels.data.sampling import Part as Part
 from kernels.data.sampling import SamplingRows as SamplingRows
+from kernels.data.split_weight import SplitWeight as SplitWeight
 from kernels.data.state import DeltaStates as DeltaStates
 from kernels.data.state import StateContext as StateContext
 from kernels.reference import pack_e2m1 as pack_e2m1
@@ -154,6 +155,7 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
             "sample",
             "token_logprobs",
         ),
+        "kernels.cpu.split_sums": ("add_pieces", "split_experts", "split_linear", "split_weight"),
         "kernels.cpu.token_by_token": ("delta_rule", "kda", "mamba2"),
     },
     "cuda": {
@@ -258,6 +260,10 @@ compress_experts = _dispatched(reference.compress_experts)
 experts = _dispatched(reference.experts)
 experts_add_norm = _dispatched(reference.experts_add_norm)
 adapted_experts = _dispatched(reference.adapted_experts)
+split_weight = _dispatched(reference.split_weight)
+split_linear = _dispatched(reference.split_linear)
+split_experts = _dispatched(reference.split_experts)
+add_pieces = _dispatched(reference.add_pieces)
 rope_and_store = _dispatched(reference.rope_and_store)
 store_kv = _dispatched(reference.store_kv)
 gather_blocks = _dispatched(reference.gather_blocks)

@@ -395,7 +395,7 @@ def _products(linear: Linear, x: Tensor) -> Tensor:
     if (weight := _plain(linear)) is not None:
         return nn.functional.linear(x, weight).float()
     if isinstance(linear.format, FloatFormat):
-        return kernels.linear(x.contiguous(), linear.weight).float()
+        return linear.product(x.contiguous()).float()
     found, at = torch.zeros(len(x), linear.num_rows, device=x.device), 0
     for rows in _columns_of(linear):
         found += x[:, at : at + len(rows)].float() @ rows.float()
@@ -420,7 +420,7 @@ def _columns_of(linear: Linear) -> Iterator[Tensor]:
         count = min(EYE_ROWS, channels - first)
         eye = torch.zeros(count, channels, dtype=linear.dtype, device=device)
         eye[:, first:].fill_diagonal_(1)
-        yield kernels.linear(eye, linear.weight)
+        yield linear.product(eye)
 
 
 def _device(linear: Linear) -> torch.device:

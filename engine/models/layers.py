@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import kernels
+from engine.models.errors import ModelError
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope
 from engine.models.norms import RMSNorm
 from engine.models.residual import (
@@ -21,7 +22,7 @@ from engine.models.residual import (
     SublayerInput,
     TokenContext,
 )
-from engine.models.shard import Span
+from engine.models.shard import EIGHTHS, Span
 from engine.models.spec import LearntPositions
 
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
@@ -37,6 +38,8 @@ class Linear(Matrix):
 
     weight: kernels.Weight
     adapters: kernels.LoraWeights | None = None  # of all slots; None: this layer has none
+    # With "row" in deterministic mode: the packed weight, instead of `weight`, which is its first piece.
+    split: kernels.SplitWeight | None = None
 
     def __init__(
         self,
@@ -72,8 +75,21 @@ class Linear(Matrix):
         bias_parts = own if bias else []
         if is_partial and scope.shard.rank:  # only rank 0 adds the bias
             bias_parts = [replace(part, rows=part.rows.nothing()) for part in bias_parts]
-        super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts)
+        eighths: tuple[slice, ...] = ()
+        if shard == "row" and kernels.FORMS.sums_in_eighths:
+            if in_features < EIGHTHS:
+                raise ModelError(f"{', '.join(parts)}: sums of {in_features} channels cannot be divided in eighths")
+            eighths = scope.shard.eighths(in_features)
+        super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts, eighths=eighths)
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial and reduce_results
+
+    def pack(self) -> None:
+        if not self.eighths:
+            super().pack()
+            return
+        self.format.pack(self)
+        self.split = kernels.split_weight(self.uncompressed, self.eighths, self.bias)
+        self.set_weight(self.split.pieces[0])
 
     @overload
     def run(self, x: Operand) -> Tensor: ...
@@ -105,6 +121,8 @@ class Linear(Matrix):
     def _add(self, x: Operand, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add x Wᵀ + b, of all ranks, to the residual stream in place."""
         context = epilogue.stream.context
+        if self.split is not None:
+            return epilogue.add(self.total(x, context))
         adapts = self._adapts(context)
         if adapts and not isinstance(x, SublayerInput):
             assert isinstance(x, Tensor), "activations are not quantised in steps with adapters"
@@ -130,6 +148,22 @@ class Linear(Matrix):
         if norm is None:
             return epilogue.done(kernels.linear_add(hidden, x, self.weight, self.bias))
         return epilogue.done(hidden, kernels.linear_add_norm(hidden, x, self.weight, self.bias, norm))
+
+    def total(self, x: Operand, context: TokenContext) -> Tensor:
+        """Compute x Wᵀ + b [T, out] of all ranks, whose sums have one order."""
+        value = x.value if isinstance(x, SublayerInput) else x
+        assert isinstance(value, Tensor), "see `quantized_input`"
+        assert self.split is not None
+        total = self.communicator.add_pieces(kernels.split_linear(value, self.split), value.dtype)
+        if self.adapters is None or context.adapters is None:
+            return total
+        return kernels.lora_add(total, value, self.adapters, context.adapters)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return x [T, in] Wᵀ [T, out] of this rank's channels, without the bias."""
+        if self.split is None:
+            return kernels.linear(x, self.weight)
+        return kernels.split_linear(x, replace(self.split, bias=None)).to(x.dtype)
 
     def _adapts(self, context: TokenContext) -> bool:
         """Return True if adapters change this layer's result in this step."""

@@ -203,9 +203,14 @@ class Matrix(CheckpointModule):
         num_rows: int = 0,
         bias_parts: Sequence[Part] = (),
         num_stacked: int = 0,
+        eighths: tuple[slice, ...] = (),
     ) -> None:
-        """num_rows: rows to allocate; 0: those of all parts. num_stacked: matrices in the stack; 0: no stack."""
+        """num_rows: rows to allocate; 0: those of all parts. num_stacked: matrices in the stack; 0: no stack.
+
+        eighths: columns whose sums are computed apart, see `Shard.eighths`; none: all together.
+        """
         super().__init__()
+        self.eighths = eighths
         self.parts, self.columns, self.bias_parts, self.num_stacked = parts, columns, bias_parts, num_stacked
         self.dtype = scope.dtype  # of activations
         self.is_here = scope.device.type != "meta"  # otherwise another stage has it

@@ -13,7 +13,14 @@ from engine.models.layers import Linear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Matrix, Part, Scope, empty
 from engine.models.mlp import MLP
 from engine.models.norms import MakeNorm, RMSNorm
-from engine.models.residual import InputNorm, OutputSum, ResidualEpilogue, ResidualStream, SublayerInput
+from engine.models.residual import (
+    InputNorm,
+    OutputSum,
+    ResidualEpilogue,
+    ResidualStream,
+    SublayerInput,
+    TokenContext,
+)
 from engine.models.shard import Span
 from engine.models.spec import MoESpec
 
@@ -28,6 +35,11 @@ class MoE(nn.Module):
         size = spec.latent or hidden_size
         gate_up, down = expert_parts(spec, size, experts, scope)
         self.first, bias = experts.start, spec.bias
+        # Expert ids of each eighth, in deterministic mode.
+        self.eighths: tuple[slice, ...] = ()
+        if kernels.FORMS.sums_in_eighths:
+            own = scope.shard.eighths(spec.num_experts)
+            self.eighths = tuple(slice(self.first + part.start, self.first + part.stop) for part in own)
         self.router = Router(spec, hidden_size, scope)
         self.gate_up = Matrix(
             scope, gate_up, Span.whole(size), bias_parts=gate_up if bias else (), num_stacked=len(experts)
@@ -59,6 +71,9 @@ class MoE(nn.Module):
         chosen = read, ids, weights, stack
         if self.spec.scales_input:
             chosen = read * weights.to(read.dtype), ids, torch.ones_like(weights), stack
+        if self.eighths:
+            inner = inner if inner is None or self.shared_gate is None else inner * self.shared_gate(normed)
+            return epilogue.add(self._total(chosen, inner, x.context))
         if in_place and self.shared is None and (norm := epilogue.next_norm()) is not None:
             hidden = epilogue.hidden
             return epilogue.done(hidden, kernels.experts_add_norm(hidden, norm, *chosen))
@@ -77,6 +92,24 @@ class MoE(nn.Module):
         else:
             stream = epilogue.done(total)
         return stream if in_place else epilogue.add_partial(self.communicator, stream.hidden)
+
+    def _total(
+        self,
+        chosen: tuple[Tensor, Tensor, Tensor, kernels.Experts],
+        inner: Tensor | None,
+        context: TokenContext,
+    ) -> Tensor:
+        """Compute the output [T, hidden] of all ranks' experts, whose sums have one order. inner: the shared one's."""
+        dtype, adapters = chosen[0].dtype, None if context.adapters is None else self.adapters
+        own = kernels.split_experts(*chosen, self.eighths, adapters, context.adapters)
+        if self.latent_out is not None:
+            total = self.communicator.add_pieces(own, dtype)
+            total = self.latent_out.run(SublayerInput(total, context=context))
+        else:
+            total = self.communicator.add_pieces(own, dtype if inner is None else torch.float32)
+        if inner is None or self.shared is None:
+            return total
+        return (total + self.shared.down.total(inner, context)).to(dtype)
 
     def pack(self) -> None:
         """Repack the router, the gate, and both stacks, already packed one by one, for `kernels.experts`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from engine.models.errors import ModelError
 
 if TYPE_CHECKING:  # specifications are also read without PyTorch
+    import torch
     from torch import Tensor
 
 
@@ -61,6 +63,17 @@ class Shard:
         return Span(total, start, min(start + num_rows, total)), num_rows
 
 
+    def eighths(self, total: int) -> tuple[slice, ...]:
+        """Return this rank's share of the eighths of `total` channels or experts: where these are in its own part.
+
+        Deterministic mode's sums have these borders whatever the number of ranks, 1, 2, 4 or 8. Some may be empty.
+        """
+        each, first = EIGHTHS // self.size, self.rank * total // self.size
+        borders = [total * i // EIGHTHS - first for i in range(self.rank * each, (self.rank + 1) * each + 1)]
+        return tuple(slice(start, stop) for start, stop in itertools.pairwise(borders))
+
+
+EIGHTHS = 8
 SINGLE = Shard()
 
 
@@ -107,6 +120,9 @@ class Communicator(Protocol):
     ) -> Tensor | None:
         """Add the sum of all ranks' gemm(rows), as `add_sum` does. May call gemm for chunks of residual's rows."""
 
+    def add_pieces(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum [T, n] `dtype` of each rank's own [T, n] float32 in one order, see `kernels.add_pieces`."""
+
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         """Gather the columns x [T, n] of all ranks in out [T, W], in the order of ranks: the first W of them."""
 
@@ -128,6 +144,11 @@ class SingleRank:
         self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
         return self.add_sum(residual, gemm(slice(None)), norm)
+
+    def add_pieces(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        import kernels  # specifications are also read without PyTorch
+
+        return kernels.add_pieces(own.unsqueeze(0), dtype)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(x[:, : out.shape[1]])

@@ -19,13 +19,27 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, d
         "images": spec.vision is not None
         and device.is_accelerator
         and "the encoder of images has no deterministic form on GPUs: leave it out by language_model_only",
-        f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1
-        and "sums over ranks have no fixed order yet: use data_parallel_size or pipeline_parallel_size",
+        f"tensor_parallel_size {config.tensor_parallel_size}": _of_ranks(config, spec),
         **(_of_gpus(config, spec) if device.is_accelerator else _of_cpus(dtype)),
     }
     for name, reason in reasons.items():
         if reason:
             raise ConfigError(f"deterministic cannot be used with {name}: {reason}")
+
+
+def _of_ranks(config: EngineConfig, spec: ModelSpec) -> str:
+    """Return why ranks would compute other bytes than one does; "": they do not."""
+    mixers = [layer.mixer for layer in spec.layers]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    reasons = {
+        "sums are divided in eighths: use 2, 4 or 8 ranks": config.tensor_parallel_size not in (1, 2, 4, 8),
+        "PyTorch computes the heads of recurrent layers together": spec.has_states,
+        "PyTorch computes adapters, in an order that depends on a rank's part": config.enable_lora,
+        "norms over the heads of all ranks have no fixed order": any(each.qk_norm_over_heads for each in attention),
+        "block-sparse attention has no form for some of the heads": any(each.sparse for each in attention),
+    }
+    wrong = [reason for reason, applies in reasons.items() if applies and config.tensor_parallel_size > 1]
+    return f"{wrong[0]} (data_parallel_size and pipeline_parallel_size have no such limit)" if wrong else ""
 
 
 def _of_cpus(dtype: torch.dtype) -> dict[str, str | bool]:

@@ -1,4 +1,4 @@
-"""Deterministic forms of operations that PyTorch computes: each token alone.
+"""Deterministic forms of operations that PyTorch computes: each token alone, and each head where ranks share heads.
 
 PyTorch's matrix products choose their order of sums by the number of rows, its sums split one long row among threads,
 and its functions round the last elements of a tensor otherwise than whole vectors. Alone, a token always has the same
@@ -7,10 +7,12 @@ shape, so the same bytes. The CPU's own kernels need no such form.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
@@ -28,8 +30,8 @@ from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.sampling import Part, SamplingRows
 from kernels.reference.precision import to_wide
 
-activation = by_row(reference.activation, 1)
-head_linear = by_row(reference.head_linear, 1)
+WHOLE = 64  # elements: whole vectors of every instruction set
+SPAN = 16384  # elements that PyTorch never divides among threads
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -58,6 +60,26 @@ def pack_router(weight: Tensor) -> Tensor:
     packed = pack_weight(to_wide(weight.detach()))
     assert isinstance(packed, Tensor)
     return packed
+
+
+def activation(x: Tensor, kind: Activation) -> Tensor:
+    """See `kernels.reference.activation`."""
+    width = x.shape[1]
+    whole = F.pad(x, (0, -width % WHOLE))  # a rank's part of a row may end within a vector
+    return alone(lambda row: _in_spans(row, kind), whole)[:, :width].contiguous()
+
+
+def _in_spans(row: Tensor, kind: Activation) -> Tensor:
+    spans = row.split(SPAN, 1)
+    return torch.cat([reference.activation(span.contiguous(), kind) for span in spans], 1)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See `kernels.reference.head_linear`."""
+    out = x.new_empty(*x.shape[:2], weight.shape[1])
+    for token, head in itertools.product(range(len(x)), range(len(weight))):
+        out[token, head] = weight[head].contiguous() @ x[token, head].clone()
+    return out
 
 
 def paged_attention_decode(
@@ -91,8 +113,24 @@ def paged_attention_prefill(
     out = torch.zeros_like(query) if out is None else out
     for token, row, length in _queries(query_start, context.rows, context.lens):
         own = replace(context, rows=row, lens=length)
-        out[token] = attention.paged_attention_decode(query[token].clone(), own, args)
+        if args.sparse is not None:
+            out[token] = attention.paged_attention_decode(query[token].clone(), own, args)
+            continue
+        for head, of_head, its in _heads(query.shape[1], own, args):
+            out[token, head] = attention.paged_attention_decode(query[token, head].clone(), of_head, its)
     return out
+
+
+def _heads(count: int, context: PagedContext, args: AttentionArgs) -> Iterator[tuple[slice, PagedContext, AttentionArgs]]:
+    """Yield each of `count` query heads, the cache of its key and value head, and its arguments."""
+    each = count // context.key_cache.shape[1]
+    for i in range(count):
+        head, kv = slice(i, i + 1), slice(i // each, i // each + 1)
+        key, value = context.key_cache[:, kv], context.value_cache[:, kv]
+        slopes, sinks = (None if x is None else x[head] for x in (args.alibi_slopes, args.sinks))
+        scale = None if args.kv_scale is None else args.kv_scale[:, kv]
+        of_head = replace(context, key_cache=key, value_cache=value)
+        yield head, of_head, replace(args, alibi_slopes=slopes, sinks=sinks, kv_scale=scale)
 
 
 def _queries(query_start: Tensor, rows: Tensor, lens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -139,10 +177,18 @@ def latent_attention_prefill(
     tiles: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.latent_attention_prefill`."""
-    start = torch.tensor([0, 1], dtype=torch.int32)
+    cache, size, num_heads = latents.cache, latents.cache.shape[2], query.shape[1]
     for token, row, length in _queries(query_start, latents.rows, latents.lens):
-        own = replace(latents, rows=row, lens=length)
-        reference.latent_attention_prefill(query[token].clone(), start, own, scale=scale, out=out[token])
+        count = int(length)
+        if not count:
+            out[token] = 0
+            continue
+        blocks = latents.block_tables[int(row), : -(-count // size)].long()
+        keys = to_wide(cache[blocks, 0].flatten(0, 1)[:count])
+        values = keys[:, : out.shape[2]].contiguous().T
+        for head in range(num_heads):
+            weights = (keys @ to_wide(query[token, head].clone())[0] * scale).softmax(-1)
+            out[token, head] = (values @ weights).to(out.dtype)
     return out
 
 

@@ -85,6 +85,13 @@ def scale(x: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
     return _run("quire_scale", x, x, factor, cap)
 
 
+def to_floats(x: Tensor) -> Tensor:
+    """Return x [T, n] in float32."""
+    if x.dtype != torch.bfloat16 or not _is_native(x):
+        return x.float()
+    return _run("quire_to_floats", x, x.new_empty(x.shape, dtype=torch.float32))
+
+
 def _is_native(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     return library() is not None and dtype in FLOATS and all(x.dtype == dtype and x.is_contiguous() for x in tensors)

@@ -82,9 +82,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     """silu(gate) * up [T, N]; gate and up are the halves of linear(x [T, K], weight [2N, K], bias [2N])."""
-    if weight.num_rows % (2 * layout().tile_rows) == 0:
+    if _fuses_swiglu(weight):
         return _product(x, weight, bias, x.new_empty(len(x), weight.num_rows // 2), then=SWIGLU)
     return gate_and_mul(linear(x, weight, bias), "silu")
+
+
+def _fuses_swiglu(weight: NativeWeight) -> bool:
+    """Return True if the activation is computed in the product, where the gate is not rounded before. A deterministic
+    form has one rounding for whatever part of the rows a rank holds.
+    """
+    return weight.num_rows % (2 * layout().tile_rows) == 0 and not FORMS.deterministic
 
 
 def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -134,7 +141,7 @@ def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
-    if gate == "silu" and isinstance(weight, NativeWeight) and weight.num_rows % (2 * layout().tile_rows) == 0:
+    if gate == "silu" and isinstance(weight, NativeWeight) and _fuses_swiglu(weight):
         out = x.new_empty(x.shape[0], weight.num_rows // 2)
         return _product(x, weight, bias, out, then=SWIGLU, norm=norm_weight, eps=eps)
     return gate_and_mul(norm_linear(x, norm_weight, eps, weight, bias), gate)

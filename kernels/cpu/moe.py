@@ -49,6 +49,14 @@ def norm_route(
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:
     """See `kernels.reference.experts`."""
+    result = _weighted_sum(routed_outputs(x, ids, stack), weights)
+    return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+
+
+def routed_outputs(x: Tensor, ids: Tensor, stack: Experts) -> Tensor:
+    """Return the output of each expert that a token has chosen, 0 for those of other ranks: [T, k, hidden], at least
+    float32.
+    """
     parts = to_wide(x).new_zeros(*ids.shape, x.shape[1])
     local, down = ids - stack.first, stack.down
     num_experts = len(down.stack) if isinstance(down, NativeWeight) else len(down)
@@ -58,11 +66,13 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
         token, choice = (local == expert).nonzero(as_tuple=True)
         inner = _gated(x[token], stack.gate_up, stack.gate_up_bias, expert, stack.activation)
         parts[token, choice] = to_wide(_linear(inner, stack.down, stack.down_bias, expert))
+    return parts
+
+
+def _weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
     if FORMS.deterministic:
-        result = (parts * weights.to(parts.dtype)[:, :, None]).cumsum(1)[:, -1]
-    else:
-        result = torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
-    return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+        return (parts * weights.to(parts.dtype)[:, :, None]).cumsum(1)[:, -1]
+    return torch.bmm(weights.to(parts.dtype)[:, None, :], parts)[:, 0]
 
 
 def adapted_experts(
@@ -75,6 +85,12 @@ def adapted_experts(
     add_to: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.adapted_experts`."""
+    result = _weighted_sum(adapted_outputs(x, ids, stack, lora, tokens), weights)
+    return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+
+
+def adapted_outputs(x: Tensor, ids: Tensor, stack: Experts, lora: ExpertLora, tokens: AdapterTokens) -> Tensor:
+    """Return `routed_outputs` with each token's adapter."""
     down = stack.down
     count = len(down.stack) if isinstance(down, NativeWeight) else len(down)
     routed, local = lora.routed(ids, stack.first, count, tokens), (ids - stack.first).flatten()
@@ -89,9 +105,7 @@ def adapted_experts(
     parts = x.new_zeros(len(x), lora.down.up.shape[1])
     for expert, at in rows:
         parts[at] = _linear(inner[at], down, stack.down_bias, expert)
-    wide = to_wide(lora_add(parts, inner, lora.down, routed)).unflatten(0, ids.shape)
-    result = torch.bmm(weights.to(wide.dtype)[:, None, :], wide)[:, 0]
-    return result.to(x.dtype) if add_to is None else add_to.copy_(result + add_to)
+    return to_wide(lora_add(parts, inner, lora.down, routed)).unflatten(0, ids.shape)
 
 
 def _gated(

@@ -43,6 +43,11 @@ class Forms:
         """Return True if steps may expand latents to keys and values: prefill then rounds otherwise than decode."""
         return not self.deterministic
 
+    @property
+    def sums_in_eighths(self) -> bool:
+        """Return True if sums that ranks share are added up in eighths, so that they do not depend on the ranks."""
+        return self.deterministic
+
     def hold(self, user: object) -> None:
         """Keep the forms until `release`, or until nothing refers to `user`."""
         self._holders.add(user)

@@ -73,6 +73,10 @@ from kernels.reference.sampling import (
     store_tokens,
     token_logprobs,
 )
+from kernels.reference.split_sums import add_pieces as add_pieces
+from kernels.reference.split_sums import split_experts as split_experts
+from kernels.reference.split_sums import split_linear as split_linear
+from kernels.reference.split_sums import split_weight as split_weight
 from kernels.reference.step import embedding, plan_decode, prepare_step
 
 __all__ = [

@@ -140,7 +140,6 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
     frozenset({"draft models", "pipeline parallel"}): "cannot be used with pipeline_parallel_size",
-    frozenset({"deterministic", "tensor parallel"}): "deterministic cannot be used with tensor_parallel_size 2",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 
@@ -150,6 +149,7 @@ NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "latent attention"}): "no family has both",
     frozenset({"sliding windows", "recurrent layers"}): "no family has both",
     frozenset({"latent attention", "recurrent layers"}): "Kimi Linear alone has both: tests/engine/test_hybrids.py",
+    frozenset({"deterministic", "tensor parallel"}): "not with every model: tests/engine/test_deterministic_ranks.py",
     frozenset({"drafts", "draft models"}): "two values of one flag",
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",

@@ -185,7 +185,6 @@ def test_adapters_of_others_change_nothing(tmp_path: Path) -> None:
     ("settings", "reason"),
     [
         ({"dtype": "float16"}, "deterministic cannot be used with dtype float16: the CPU's own kernels"),
-        ({"tensor_parallel_size": 2}, "deterministic cannot be used with tensor_parallel_size 2: sums over ranks"),
     ],
 )
 def test_what_has_no_such_form_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:

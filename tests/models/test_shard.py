@@ -60,6 +60,9 @@ class ThreadCommunicator:
     def add_gemm(self, residual: Any, gemm: Any, norm: Any = None) -> Tensor | None:
         return self.add_sum(residual, gemm(slice(None)), norm)
 
+    def add_pieces(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        return kernels.add_pieces(torch.stack(self.meeting.exchange(self.rank, own)), dtype)
+
     def all_gather(self, x: Any, out: Any) -> Any:
         return out.copy_(torch.cat(self.meeting.exchange(self.rank, x), dim=-1)[:, : out.shape[1]])
 

@@ -15,6 +15,7 @@ from engine.models.formats.floats import FloatFormat
 from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
 from engine.models.matrix import FLOAT_DTYPES, CheckpointTensor, Matrix, WeightFormat
 from engine.models.quantization import Scheme
+from engine.models.shard import EIGHTHS
 
 I8, I32, U8, E4M3 = (frozenset({name}) for name in ("I8", "I32", "U8", "F8_E4M3"))
 DTYPES = {"e4m3": (torch.float8_e4m3fn, E4M3), "int8": (torch.int8, I8)}
@@ -286,7 +287,10 @@ class Blocks(FP4):
 
 
 class Online(WeightFormat):
-    """A float `weight` [N, K], quantised at load time: per row, or to int4 in groups of channels."""
+    """A float `weight` [N, K], quantised at load time: per row, or to int4 in groups of channels.
+
+    Of a matrix whose sums are computed in eighths, each row has a scale for every eighth.
+    """
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -300,20 +304,34 @@ class Online(WeightFormat):
             codes = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
             scale = torch.empty(*rows, columns // group, dtype=torch.bfloat16, device=device)
         else:
+            group = self._width(matrix)
             codes = torch.empty(*rows, columns, dtype=DTYPES[self.scheme.kind][0], device=device)
-            scale = torch.empty(*rows, 1, dtype=torch.float32, device=device)
-        matrix.weight = self._made_of(codes, scale, columns)
+            scale = torch.empty(*rows, columns // group, dtype=torch.float32, device=device)
+        matrix.weight = self._made_of(codes, scale, group)
 
-    def _made_of(self, codes: Tensor, scale: Tensor, columns: int) -> kernels.QuantizedWeight:
-        kind, group, rounds = self.scheme.kind, self.scheme.group or columns, self.scheme.activations
-        return kernels.QuantizedWeight(kind, codes, scale, group, rounds_activations=rounds)
+    @staticmethod
+    def _width(matrix: Matrix) -> int:
+        """Return how many channels of a row share a scale, if it is not the scheme that says so."""
+        columns, total = len(matrix.columns), matrix.columns.total
+        if not matrix.eighths or total % EIGHTHS == 0:
+            return columns // (len(matrix.eighths) or 1)
+        if columns < total:
+            name = matrix.parts[0].name
+            raise ModelError(f"{name}: deterministic ranks need a multiple of {EIGHTHS} input channels, got {total}")
+        return columns
 
-    def _quantise(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise value [n, K] to the codes and scales of `QuantizedWeight`."""
+    def _made_of(self, codes: Tensor, scale: Tensor, group: int) -> kernels.QuantizedWeight:
+        return kernels.QuantizedWeight(
+            self.scheme.kind, codes, scale, group, rounds_activations=self.scheme.activations
+        )
+
+    def _quantise(self, value: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Quantise value [n, K] to the codes and scales of `QuantizedWeight`. width: see `_width`."""
         if self.scheme.kind == "int4":
             codes, scale = kernels.quantize_groups(value, self.scheme.group)
             return kernels.pack_nibbles(codes), scale
-        return kernels.quantize_rows(value, DTYPES[self.scheme.kind][0])
+        codes, scale = kernels.quantize_rows(value.reshape(-1, width), DTYPES[self.scheme.kind][0])
+        return codes.view(value.shape), scale.view(len(value), value.shape[1] // width)
 
     def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
         weight, start = self._weight(matrix), 0
@@ -323,7 +341,7 @@ class Online(WeightFormat):
             codes, scale, start = all_codes[own], all_scales[own], own.stop
 
             def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
-                quantised = self._quantise(value.to(codes.device).contiguous())
+                quantised = self._quantise(value.to(codes.device).contiguous(), weight.group)
                 codes.copy_(quantised[0])
                 scale.copy_(quantised[1])
 
@@ -339,7 +357,8 @@ class Online(WeightFormat):
 
     def quantised(self, weight: Tensor) -> kernels.QuantizedWeight:
         """Quantise a float matrix [N, K]."""
-        return self._made_of(*self._quantise(weight), weight.shape[1])
+        width = self.scheme.group or weight.shape[1]
+        return self._made_of(*self._quantise(weight, width), width)
 
     @staticmethod
     def _weight(matrix: Matrix) -> kernels.QuantizedWeight:

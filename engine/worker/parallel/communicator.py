@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import kernels
 from engine.models.shard import WeightAndEps
 
 # Newer versions of PyTorch have the first name.
@@ -41,6 +42,12 @@ class GroupCommunicator:
         self, residual: Tensor, gemm: Callable[[slice], Tensor], norm: WeightAndEps | None = None
     ) -> Tensor | None:
         return self.add_sum(residual, gemm(slice(None)), norm)
+
+    def add_pieces(self, own: Tensor, dtype: torch.dtype) -> Tensor:
+        size = dist.get_world_size(self._ranks)
+        gathered = own.new_empty(size * own.shape[0], own.shape[1])
+        _all_gather(gathered, own, group=self._ranks)
+        return kernels.add_pieces(gathered.view(size, *own.shape), dtype)
 
     def all_gather(self, x: Tensor, out: Tensor) -> Tensor:
         size = dist.get_world_size(self._ranks)

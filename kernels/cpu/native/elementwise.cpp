@@ -11,6 +11,14 @@ struct Elementwise {
     int32_t is_bf16;
 };
 
+// Contiguous: pieces [count, size] of float32 -> out [size], bfloat16 where `is_bf16`, else float32.
+struct Pieces {
+    const void* pieces;
+    void* out;
+    int64_t count, size;
+    int32_t is_bf16;
+};
+
 namespace {
 
 // work(row, first, count) for pieces of at most a vector.
@@ -51,9 +59,34 @@ template <class T> void scale(const Elementwise& a) {
     });
 }
 
+// Of `count` numbers, a power of two, each with its neighbour, then these sums in the same way.
+inline Floats tree(const float* x, int64_t count, int64_t stride, int lanes) {
+    if (count == 1) return load_up_to(x, lanes);
+    return tree(x, count / 2, stride, lanes) + tree(x + count / 2 * stride, count / 2, stride, lanes);
+}
+
+template <class T> void add_pieces(const Pieces& a) {
+    constexpr int64_t PIECE = 4096;
+    pool.run((a.size + PIECE - 1) / PIECE, [&](int64_t i) {
+        const int64_t first = i * PIECE, end = first + PIECE < a.size ? first + PIECE : a.size;
+        for (int64_t k = first; k < end; k += LANES) {
+            const int count = int(end - k < LANES ? end - k : LANES);
+            store_up_to((T*)a.out + k, tree((const float*)a.pieces + k, a.count, a.size, count), count);
+        }
+    });
+}
+
+void to_floats(const Elementwise& a) {
+    each_vector(a, [&](int64_t row, int64_t k, int count) {
+        store_up_to((float*)a.out + row * a.n + k, load_up_to((const bf16*)a.x + row * a.n + k, count), count);
+    });
+}
+
 }  // namespace
 
 extern "C" void quire_silu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, silu>(*a) : gate_and_mul<float, silu>(*a); }
 extern "C" void quire_gelu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, gelu>(*a) : gate_and_mul<float, gelu>(*a); }
 extern "C" void quire_add_scaled(const Elementwise* a) { a->is_bf16 ? add_scaled<bf16>(*a) : add_scaled<float>(*a); }
 extern "C" void quire_scale(const Elementwise* a) { a->is_bf16 ? scale<bf16>(*a) : scale<float>(*a); }
+extern "C" void quire_add_pieces(const Pieces* a) { a->is_bf16 ? add_pieces<bf16>(*a) : add_pieces<float>(*a); }
+extern "C" void quire_to_floats(const Elementwise* a) { to_floats(*a); }
