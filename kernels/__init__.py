@@ -178,6 +178,7 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
             "route_norms_apart",
             "token_logprobs",
         ),
+        "kernels.cuda.split_sums": ("split_experts", "split_linear", "split_weight"),
     },
 }
 

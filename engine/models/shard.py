@@ -62,7 +62,6 @@ class Shard:
         start = min(self.rank * num_rows, total)
         return Span(total, start, min(start + num_rows, total)), num_rows
 
-
     def eighths(self, total: int) -> tuple[slice, ...]:
         """Return this rank's share of the eighths of `total` channels or experts: where these are in its own part.
 

@@ -121,7 +121,9 @@ def paged_attention_prefill(
     return out
 
 
-def _heads(count: int, context: PagedContext, args: AttentionArgs) -> Iterator[tuple[slice, PagedContext, AttentionArgs]]:
+def _heads(
+    count: int, context: PagedContext, args: AttentionArgs
+) -> Iterator[tuple[slice, PagedContext, AttentionArgs]]:
     """Yield each of `count` query heads, the cache of its key and value head, and its arguments."""
     each = count // context.key_cache.shape[1]
     for i in range(count):

@@ -75,8 +75,11 @@ def split_experts(
     if adapters is None or tokens is None:
         outputs = moe.routed_outputs(x, ids, stack)
     else:
-        own = enumerate(each_row(x, ids))
-        outputs = torch.cat([moe.adapted_outputs(*row, stack, adapters, tokens[i : i + 1]) for i, row in own])
+        alone = [
+            moe.adapted_outputs(own, its_ids, stack, adapters, tokens[i : i + 1])
+            for i, (own, its_ids) in enumerate(each_row(x, ids))
+        ]
+        outputs = torch.cat(alone)
     weighted = outputs * weights.to(outputs.dtype)[:, :, None]
 
     def total(i: int) -> Tensor:

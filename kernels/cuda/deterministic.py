@@ -112,8 +112,17 @@ def norm_route(
 def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Tensor | None = None) -> Tensor:
     """See `kernels.reference.experts`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    if len(x):
+        sum_experts(expert_outputs(x, ids, weights, stack), ids, out, add_to is not None, stack.first, len(stack))
+    return out
+
+
+def expert_outputs(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts) -> Tensor:
+    """Return weight · output of each expert that a token has chosen: [T · k, hidden] float32; unwritten for those of
+    other ranks.
+    """
     if not len(x):
-        return out
+        return torch.empty(0, x.shape[1], dtype=torch.float32, device=x.device)
     gate_up, down = moe.float_or_codes(stack.gate_up), moe.float_or_codes(stack.down)
     size = down.num_channels if isinstance(down, QuantizedWeight) else down.shape[2]
     inner = torch.empty(ids.numel(), size, dtype=x.dtype, device=x.device)
@@ -121,8 +130,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, add_to: Ten
     tiles, chosen = sort_pairs(ids, len(stack), stack.first, TILE_TOKENS)._replace(one_tile=True), ids.shape[1]
     grouped(x, gate_up, stack.gate_up_bias, weights, tiles, inner, stack.activation, chosen)
     grouped(inner, down, stack.down_bias, weights, tiles, parts, "", chosen)
-    sum_experts(parts, ids, out, add_to is not None, stack.first, len(stack))
-    return out
+    return parts
 
 
 def experts_add_norm(
@@ -171,5 +179,22 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     """See `kernels.reference.token_logprobs`."""
     total, wide = log_sums(logits).unsqueeze(1), logits.float()
     chosen = wide.gather(1, token_ids.long().unsqueeze(1))
-    top, top_ids = wide.topk(num_top)
-    return (chosen - total).squeeze(1), (wide > chosen).sum(-1) + 1, top_ids, top - total
+    top = wide.topk(num_top).values
+    return (chosen - total).squeeze(1), (wide > chosen).sum(-1) + 1, _ids_of(top, wide), top - total
+
+
+def _ids_of(top: Tensor, logits: Tensor) -> Tensor:
+    """Return the ids [B, n] int64 of each row's highest logits top [B, n], the lower id first among equal ones.
+
+    `topk` itself chooses among equal logits by an algorithm that depends on the number of rows.
+    """
+    vocab_size = logits.shape[1]
+    ids, order = torch.empty(top.shape, dtype=torch.int32, device=top.device), torch.arange(vocab_size).int()
+    order = order.to(top.device)
+    for i in range(top.shape[1]):
+        found = logits == top[:, i : i + 1]
+        if i:
+            repeats = top[:, i : i + 1] == top[:, i - 1 : i]
+            found &= ~repeats | (order > ids[:, i - 1 : i])
+        ids[:, i] = torch.where(found, order, vocab_size - 1).amin(1)
+    return ids.long()

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.forms import FORMS
 from kernels.data.kv_cache import KVSlots, RopeArgs
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.kv_cache import HEADS_PER_PROGRAM, slot_offset, to_e4m3
@@ -161,7 +162,9 @@ def rope_and_store(qkv: Tensor, positions: Tensor, args: RopeArgs, into: KVSlots
     dtype = torch.float16 if kv_scale is not None and qkv.dtype == torch.bfloat16 else qkv.dtype
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     if num_tokens:
-        most = HEADS_PER_PROGRAM if num_tokens < MANY else 2 * HEADS_PER_PROGRAM
+        # A head's sum of squares has another order where a program takes more heads.
+        is_many = num_tokens >= MANY and not FORMS.deterministic
+        most = 2 * HEADS_PER_PROGRAM if is_many else HEADS_PER_PROGRAM
         heads = min(next_power_of_2(max(num_heads, num_kv_heads)), most)
         table = positions if cos_sin is None else cos_sin  # pointers that are not read take the place of None
         wide_keys, wide_values, wide_slots = (out, out, slots) if wide is None else (*wide.pages, wide.slots)

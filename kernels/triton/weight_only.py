@@ -152,12 +152,14 @@ def _stages(block_m: int, block_n: int, block_k: int, halves: int, x: Tensor) ->
     return min(max(room // loaded, 1), 4)
 
 
-def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, block_m: int = 0) -> Tensor:
-    """Compute x [M, K] times the weight, plus bias [N] -> [M, N]. block_m: tokens of a tile; 0: as suits their
-    number.
+def weight_only_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, block_m: int = 0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Compute x [M, K] times the weight, plus bias [N] -> [M, N] `dtype`, by default x's. block_m: tokens of a tile;
+    0: as suits their number.
     """
     num_tokens, n = len(x), len(weight)
-    out = x.new_empty(num_tokens, n)
+    out = x.new_empty(num_tokens, n, dtype=dtype)
     block_m = block_m or min(max(next_power_of_2(num_tokens), 16), 64)
     block_n = 32 if n <= 8192 else 64
     scale, num_bytes = _bytes(weight.scale), weight.codes.shape[1]

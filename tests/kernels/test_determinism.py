@@ -181,7 +181,9 @@ def test_sums_over_experts_that_ranks_share(dtype: torch.dtype) -> None:
     want = kernels.reference.experts(x, ids, chosen, kernels.Experts(gate_up, down))
     torch.testing.assert_close(total, want, atol=0.05 if dtype == torch.bfloat16 else 1e-4, rtol=0.05)
     for size in (2, 4):
-        assert torch.equal(kernels.add_pieces(torch.stack([sums(rank, size) for rank in range(size)]), dtype), total), size
+        assert torch.equal(kernels.add_pieces(torch.stack([sums(rank, size) for rank in range(size)]), dtype), total), (
+            size
+        )
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2", "sigmoid"])
@@ -194,7 +196,7 @@ def test_an_activation_does_not_depend_on_the_rest_of_its_row(kind: Any) -> None
 
 @pytest.mark.parametrize("name", ["plain", "sinks"])
 def test_a_heads_attention_does_not_depend_on_the_other_heads(name: str) -> None:
-    """Of head sizes that PyTorch computes, and over latents."""
+    """PyTorch computes attention with this head size, and over latents."""
     args, length = ATTENTION[name], 90
     cache, tables = torch.randn(2, 6, 4, 16, 20), torch.randperm(6).view(1, -1).int()
     query, rows = torch.randn(1, 8, 20), torch.zeros(1, dtype=torch.int32)

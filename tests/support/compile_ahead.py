@@ -210,12 +210,17 @@ def quantized(tokens: int, kind: str, group: int = 0, rows: int = 1, dtype: torc
 
 
 def deterministic(dtype: torch.dtype) -> None:
+    from engine.models.shard import Shard
     from kernels.cuda import deterministic as forms
+    from kernels.cuda import split_sums
 
     x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     forms.linear_add(tensor(9, 2048, dtype=dtype), x, weight, tensor(2048, dtype=dtype))
     forms.linear(x, QuantizedWeight("int4", tensor(2048, 512, dtype=torch.uint8), tensor(2048, 8, dtype=F16), 128))
     forms.token_logprobs(tensor(9, 5000, dtype=dtype), tensor(9, dtype=I64), 2)
+    for size in (1, 2):
+        columns = Shard(0, size).eighths(1024 * size)
+        split_sums.split_linear(x, split_sums.split_weight(weight, columns, tensor(2048, dtype=dtype)))
     query, cache = tensor(9, 8, 128, dtype=dtype), tensor(2, 10, 2, 16, 128, dtype=dtype)
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
     for window in (0, 100):

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
+from engine.models.shard import Shard
 from kernels import (
     AttentionArgs,
     Experts,
@@ -26,7 +27,7 @@ from kernels import (
     pack_nibbles,
     reference,
 )
-from kernels.cuda import deterministic
+from kernels.cuda import deterministic, split_sums
 from kernels.data.quantized_weight import Weight
 
 MOST = 67  # more than a tile
@@ -89,6 +90,34 @@ def test_products(kind: str) -> None:
     close(got, reference.rms_norm(into.double(), torch.ones(n).double(), 1e-5))
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "uneven", "int4", "e4m3"])
+def test_sums_that_ranks_share(kind: str) -> None:
+    dtype, n, k = torch.float32 if kind == "float32" else torch.float16, 40, 300 if kind == "uneven" else 512
+    weight: Weight = torch.randn(n, k).to(dtype)
+    if kind == "int4":
+        weight = int4(n, k)
+    elif kind == "e4m3":
+        weight = QuantizedWeight("e4m3", torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1), k)
+    x, bias = torch.randn(MOST, k).to(dtype), torch.randn(n).to(dtype)
+    whole = split_sums.split_weight(weight, Shard().eighths(k), bias)
+    got = each_alone(lambda at: split_sums.split_linear(x[at], whole))
+    exact = weight
+    if isinstance(exact, QuantizedWeight):
+        exact = reference.dequantize(exact.codes, exact, torch.float64)
+    want = x.double() @ exact.double().T + bias.double()
+    torch.testing.assert_close(got.double(), want, atol=0.05, rtol=0.02)
+    if isinstance(weight, QuantizedWeight):
+        return
+    for size in (2, 4) if kind == "uneven" else (2, 8):
+        sums = []
+        for rank in range(size):
+            part = slice(rank * k // size, (rank + 1) * k // size)
+            columns = Shard(rank, size).eighths(k)
+            own = split_sums.split_weight(weight[:, part].contiguous(), columns, None if rank else bias)
+            sums.append(split_sums.split_linear(x[:, part], own))
+        assert torch.equal(reference.add_pieces(torch.stack(sums), torch.float32), got), size
+
+
 @pytest.mark.parametrize("name", ["plain", "window", "capped", "sinks"])
 def test_attention(name: str) -> None:
     args = {
@@ -149,10 +178,16 @@ def test_experts(kind: str) -> None:
     normed, ids, weights = reference.norm_route(x, norm, 1e-5, RouterArgs(router, rule))
     want = reference.experts(normed, ids, weights, stack, x.clone())
     torch.testing.assert_close(got, want, atol=0.3, rtol=0.05)
+    pieces = Shard().eighths(count)
+    shared = each_alone(lambda at: split_sums.split_experts(normed[at], ids[at], weights[at], stack, pieces))
+    torch.testing.assert_close(shared, (want - x).float(), atol=0.3, rtol=0.05)
 
 
 def test_log_probabilities() -> None:
     logits, ids = (torch.randn(MOST, 3001) * 4).half(), torch.randint(3001, (MOST,))
+    logits[5, [7, 20, 3000]] = 60.0
+    assert deterministic.token_logprobs(logits, ids, 4)[2][5, :3].tolist() == [7, 20, 3000]
+    logits = torch.stack([row[torch.randperm(3001)] for row in torch.linspace(-9, 9, 3001).expand(MOST, -1)])
     each_alone(lambda at: deterministic.token_logprobs(logits[at], ids[at], 3)[0])
     got, want = deterministic.token_logprobs(logits, ids, 3), reference.token_logprobs(logits, ids, 3)
     for mine, expected in zip(got, want, strict=True):

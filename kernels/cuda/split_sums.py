@@ -1,0 +1,69 @@
+"""Deterministic forms of sums over channels and experts on CUDA devices, see `kernels.reference.split_sums`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs
+from kernels.data.lora import AdapterTokens, ExpertLora
+from kernels.data.moe import Experts
+from kernels.data.quantized_weight import QuantizedWeight, Weight
+from kernels.data.split_weight import SplitWeight
+from kernels.reference.split_sums import has_whole_groups, pieces_of, tree
+from kernels.triton.fixed_linear import fixed_linear
+from kernels.triton.moe import sum_experts
+from kernels.triton.weight_only import weight_only_linear
+
+
+def split_weight(weight: Weight, columns: tuple[slice, ...], bias: Tensor | None = None) -> SplitWeight:
+    """See `kernels.reference.split_weight`. One kernel reads all pieces of a float weight, in the weight's memory.
+
+    ValueError: the weight has no such pieces.
+    """
+    bias = None if bias is None else bias.float()
+    if isinstance(weight, Tensor):
+        is_even = all(own.stop - own.start == columns[0].stop for own in columns)
+        return SplitWeight((weight,) if is_even else tuple(pieces_of(weight, columns)), columns, bias)
+    if weight.kind == "e2m1" or not has_whole_groups(weight, columns):
+        raise ValueError(f"a weight of {weight.kind} in groups of {weight.group} channels cannot be divided in eighths")
+    return SplitWeight(tuple(pieces_of(weight, columns)), columns, bias)
+
+
+def split_linear(x: Tensor, weight: SplitWeight) -> Tensor:
+    """See `kernels.reference.split_linear`."""
+    first, columns = weight.pieces[0], weight.columns
+    if len(weight.pieces) < len(columns):
+        assert isinstance(first, Tensor)
+        out = x.new_empty(len(x), len(first), dtype=torch.float32)
+        return fixed_linear(x, first, weight.bias, out, pieces=len(columns))
+
+    def product(i: int) -> Tensor:
+        piece, own, bias = weight.pieces[i], x[:, columns[i]], None if i else weight.bias
+        if isinstance(piece, QuantizedWeight):
+            return weight_only_linear(own, piece, bias, TILE_TOKENS, torch.float32)
+        return fixed_linear(own, piece, bias, x.new_empty(len(x), len(piece), dtype=torch.float32))
+
+    return tree(len(columns), product, Tensor.add_)
+
+
+def split_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: Experts,
+    pieces: tuple[slice, ...],
+    adapters: ExpertLora | None = None,
+    tokens: AdapterTokens | None = None,
+) -> Tensor:
+    """See `kernels.reference.split_experts`."""
+    assert adapters is None, "adapters have no deterministic form on GPUs yet"
+    outputs = expert_outputs(x, ids, weights, stack)
+
+    def total(i: int) -> Tensor:
+        out, own = torch.zeros(x.shape, dtype=torch.float32, device=x.device), pieces[i]
+        if len(x) and own.stop > own.start:
+            sum_experts(outputs, ids, out, False, own.start, own.stop - own.start)
+        return out
+
+    return tree(len(pieces), total, Tensor.add_)
