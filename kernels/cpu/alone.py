@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import attention, lora, matmul, moe, native_attention
-from kernels.cpu.each_row import alone, by_row
+from kernels.cpu.each_row import alone
 from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
-from kernels.data.activation import Gate
+from kernels.data.activation import Activation, Gate
 from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
 from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
 from kernels.data.moe import Experts
