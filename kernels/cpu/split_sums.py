@@ -18,8 +18,7 @@ from kernels.cpu.packed_weight import GROUPS, NativeWeight
 from kernels.data.lora import AdapterTokens, ExpertLora
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.data.split_weight import SplitWeight
-from kernels.reference.split_sums import has_whole_groups, pieces_of, tree
+from kernels.data.split_weight import SplitWeight, has_whole_groups, pieces_of, tree
 
 
 class _Struct(ctypes.Structure):

@@ -9,8 +9,7 @@ from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs
 from kernels.data.lora import AdapterTokens, ExpertLora
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.data.split_weight import SplitWeight
-from kernels.reference.split_sums import has_whole_groups, pieces_of, tree
+from kernels.data.split_weight import SplitWeight, has_whole_groups, pieces_of, tree
 from kernels.triton.fixed_linear import fixed_linear
 from kernels.triton.moe import sum_experts
 from kernels.triton.weight_only import weight_only_linear
