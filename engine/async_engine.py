@@ -307,7 +307,8 @@ class AsyncEngine:
     def _describe(self, said: Sequence[Ready]) -> None:
         """Take over the properties that all replicas reported when they became ready."""
         first, num_replicas = said[0], len(said)
-        self._processor = self._input_processor.with_context(min(ready.max_model_len for ready in said))
+        context = min(ready.max_model_len for ready in said)
+        self._processor = self._input_processor.of_engine(context, first.fingerprint)
         self.num_blocks, self.block_size = sum(ready.num_blocks for ready in said), first.block_size
         self.max_num_seqs = sum(ready.max_num_seqs for ready in said)
         if self._ready.done():

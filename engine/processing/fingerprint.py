@@ -1,4 +1,7 @@
-"""The `system_fingerprint` of answers: it changes exactly when the bytes of a deterministic answer may."""
+"""The `system_fingerprint` of answers: it changes exactly when the bytes of a deterministic answer may.
+
+The engine process computes it, which has PyTorch loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+
 from engine.config import EngineConfig
 from engine.models.files import fingerprint
 from engine.version import __version__
+from engine.worker.device import CpuDevice
 
 # Settings that change what a request computes. All others change only when and where.
 SETTINGS = (
@@ -25,10 +31,6 @@ def system_fingerprint(config: EngineConfig, folder: Path) -> str:
     """
     if not config.deterministic:
         return ""
-    import torch  # an API process does without, in other modes
-
-    from engine.worker.device import CpuDevice
-
     parts = {
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "model": fingerprint(folder),

@@ -21,7 +21,6 @@ from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model, short_name
 from engine.models.pooling_config import Prompts, is_embedding_model, normalizes, read_pooling, read_prompts
 from engine.models.spec import ModelSpec
-from engine.processing.fingerprint import system_fingerprint
 from engine.processing.grammars import Grammars
 from engine.processing.model_info import ModelInfo
 from engine.text.tokenizer import Tokenizer
@@ -80,12 +79,11 @@ class InputProcessor:
             _read_classifier(config, folder, spec, tokenizer),
             read_prompts(folder),
             _image_loader(config, folder, spec, tokenizer),
-            system_fingerprint(config, folder),
         )
 
-    def with_context(self, max_model_len: int) -> InputProcessor:
-        """Return a copy for an engine with this `max_model_len`."""
-        return self if max_model_len == self.max_model_len else replace(self, max_model_len=max_model_len)
+    def of_engine(self, max_model_len: int, fingerprint: str) -> InputProcessor:
+        """Return a copy for an engine that has started with these, see `Ready`."""
+        return replace(self, max_model_len=max_model_len, fingerprint=fingerprint)
 
     def local(self, config: EngineConfig) -> EngineConfig:
         """Return `config` with the model's local folder, served under the name that the user gave."""

@@ -68,6 +68,7 @@ class Ready(msgspec.Struct, tag=True):
     max_num_seqs: int
     stats: SchedulerStats
     summary: str  # description of the engine, a few lines
+    fingerprint: str = ""  # see `system_fingerprint`
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
+from engine.processing.fingerprint import system_fingerprint
 from engine.replicas.heartbeat import Heartbeat
 from engine.replicas.messages import (
     Abort,
@@ -228,9 +229,9 @@ def _start(start: Start, build: Callable[..., Any], progress: Progress = silent)
     gc.freeze()  # the garbage collector need not scan what is loaded by now
     runner = engine.runner
     max_num_seqs = engine.options.max_num_seqs
-    ready = Ready(
-        runner.num_blocks, runner.block_size, runner.max_model_len, max_num_seqs, engine.stats(), engine.summary()
-    )
+    fingerprint = system_fingerprint(start.config, Path(start.config.model))
+    numbers = runner.num_blocks, runner.block_size, runner.max_model_len, max_num_seqs
+    ready = Ready(*numbers, engine.stats(), engine.summary(), fingerprint)
     return engine, ready
 
 

@@ -188,13 +188,11 @@ def _ids_of(top: Tensor, logits: Tensor) -> Tensor:
 
     `topk` itself chooses among equal logits by an algorithm that depends on the number of rows.
     """
-    vocab_size = logits.shape[1]
-    ids, order = torch.empty(top.shape, dtype=torch.int32, device=top.device), torch.arange(vocab_size).int()
-    order = order.to(top.device)
-    for i in range(top.shape[1]):
-        found = logits == top[:, i : i + 1]
+    vocab_size, columns, ids = logits.shape[1], top.split(1, 1), []
+    order = torch.arange(vocab_size, dtype=torch.int32, device=top.device)
+    for i, value in enumerate(columns):
+        found = logits == value
         if i:
-            repeats = top[:, i : i + 1] == top[:, i - 1 : i]
-            found &= ~repeats | (order > ids[:, i - 1 : i])
-        ids[:, i] = torch.where(found, order, vocab_size - 1).amin(1)
-    return ids.long()
+            found &= (value != columns[i - 1]) | (order > ids[-1])
+        ids.append(torch.where(found, order, vocab_size - 1).amin(1, keepdim=True))
+    return torch.cat(ids, 1).long() if ids else top.long()

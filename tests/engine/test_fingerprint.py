@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import SchedulerStats
 from engine.processing import fingerprint
 from engine.processing.fingerprint import system_fingerprint
+from engine.replicas import process
+from engine.replicas.messages import Ready, Start
 from tests.support.tiny_model import write_model
 
 
@@ -57,3 +63,23 @@ def test_files_versions_and_the_machine(model: Path, monkeypatch: pytest.MonkeyP
     weights = model / "model.safetensors"
     os.utime(weights, ns=(1, 1))
     assert system_fingerprint(config, model) != own
+
+
+def test_the_engine_process_computes_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An API process loads no PyTorch for it."""
+    code = (
+        "import sys; from engine.config import EngineConfig; from engine.processing.input_processor import "
+        "InputProcessor; found = InputProcessor.load(EngineConfig(model=sys.argv[1], deterministic=True)); "
+        "print(repr(found.fingerprint), 'torch' in sys.modules, found.of_engine(64, 'quire-1').info.fingerprint)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True)
+    assert done.stdout == "'' False quire-1\n"
+    monkeypatch.setattr(process, "keep_to_one_node", lambda replica: None)
+    config = EngineConfig(model=str(model), deterministic=True, device="cpu")
+    counts = SimpleNamespace(num_blocks=3, block_size=8, max_model_len=64)
+    engine = SimpleNamespace(
+        runner=counts, options=SimpleNamespace(max_num_seqs=2), stats=lambda: SchedulerStats(*[0] * 9), summary=lambda: "an engine"
+    )
+    _, ready = process._start(Start(config, ()), lambda *args, **options: engine)
+    assert isinstance(ready, Ready)
+    assert ready.fingerprint == system_fingerprint(config, model)

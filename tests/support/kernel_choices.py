@@ -282,8 +282,8 @@ def item(self: Tensor, index: Any) -> Tensor:
     return result
 
 
-def table(capability: int, full: bool = False) -> Iterator[str]:
-    """The lines of the table for a GPU of this compute capability."""
+def pretend(capability: int) -> None:
+    """Let the kernels' launchers find a GPU of this compute capability."""
     multiprocessors, shared = PROPERTIES[capability]
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
@@ -294,6 +294,11 @@ def table(capability: int, full: bool = False) -> Iterator[str]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+
+
+def table(capability: int, full: bool = False) -> Iterator[str]:
+    """The lines of the table for a GPU of this compute capability."""
+    pretend(capability)
     for case, make in CASES.items():
         if not full and "clamped" in case and not case.startswith(IN_TABLE):
             continue
@@ -331,7 +336,16 @@ def main(arguments: list[str]) -> None:
     for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
         importlib.import_module(found.name)
     JITFunction.run = launched
-    methods: dict[str, Callable[..., Any]] = {  # whose bindings would ask for a device
+    without_device()
+    with FakeTensorMode(allow_non_fake_inputs=True), Gemms():  # type: ignore[no-untyped-call]
+        for capability in (int(argument) for argument in arguments if argument.isdigit()):
+            for line in table(capability, full):
+                print(line)
+
+
+def without_device() -> None:
+    """Let fake tensors do what their bindings in Python would ask a device for."""
+    methods: dict[str, Callable[..., Any]] = {
         "__getitem__": item,
         "contiguous": lambda self: torch.ops.aten.clone(self, memory_format=torch.contiguous_format),
         "copy_": lambda self, other: self,
@@ -339,10 +353,6 @@ def main(arguments: list[str]) -> None:
     }
     for name, method in methods.items():
         setattr(FakeTensor, name, method)
-    with FakeTensorMode(allow_non_fake_inputs=True), Gemms():  # type: ignore[no-untyped-call]
-        for capability in (int(argument) for argument in arguments if argument.isdigit()):
-            for line in table(capability, full):
-                print(line)
 
 
 if __name__ == "__main__":

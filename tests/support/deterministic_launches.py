@@ -1,0 +1,154 @@
+"""Finds out which operations launch other kernels for other numbers of tokens in deterministic mode, on no GPU.
+
+`python -m tests.support.deterministic_launches 90` prints a line for each operation: the numbers of tokens from which
+on its kernels, their constants, warps, stages or specialised numbers are others than for one token, or that they never
+are. Grids may differ. Tensors are fake, nothing is compiled or run. Needs a fresh process, as
+`tests.support.kernel_choices` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import JITFunction
+
+import kernels
+from engine.models.shard import Shard
+from kernels import SamplingRows
+from tests.support import kernel_choices
+from tests.support.kernel_choices import (
+    BF16, E4M3, F16, F32, GEMMS, I32, I64, Gemms, Operations, attention, experts, linear, router, tensor, weight,
+)  # fmt: skip
+
+TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097, 8192)
+# Only integers: counts, orders and places. They may be computed in several ways.
+OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton.blocks")
+HEADS, KV_HEADS, DIM = 16, 8, 128
+
+# Kernels of the operation that runs now, with all that their code depends on.
+found: list[tuple[Any, ...]] = []
+
+
+def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    if kernel.module in OF_INTEGERS or kernel.__name__ == "_plan_kernel":  # its plan is not read
+        return
+    numbers = []
+    for parameter, value in zip(kernel.params, args, strict=False):
+        if isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize:
+            numbers.append((parameter.name, value == 1, value % 16 == 0))
+        elif isinstance(value, Tensor):
+            numbers.append((parameter.name, str(value.dtype), value.shape[1:] == (1,)))
+    constants = tuple(sorted((name, str(value)) for name, value in options.items()))
+    found.append((kernel.module, kernel.__name__, tuple(numbers), constants))
+
+
+def rows_around(dtype: torch.dtype, hidden: int) -> Operations:
+    """Norms, activations, rotary embeddings: what stands between GEMMs."""
+    norm, heads = tensor(hidden, dtype=dtype), tensor(DIM, dtype=dtype)
+    cache, table = tensor(10, KV_HEADS, 16, DIM, dtype=dtype), tensor(4096, DIM, dtype=F32)
+
+    def rope(m: int) -> Tensor:
+        qkv = tensor(m, (HEADS + 2 * KV_HEADS) * DIM, dtype=dtype)
+        return kernels.rope_and_store(
+            qkv, tensor(m, dtype=I32), table, cache, cache, tensor(m, dtype=I64), num_heads=HEADS,
+            num_kv_heads=KV_HEADS, q_norm=heads, k_norm=heads,
+        )  # fmt: skip
+
+    yield "rms_norm", lambda m: kernels.rms_norm(tensor(m, hidden, dtype=dtype), norm, 1e-6)
+    yield (
+        "add_rms_norm",
+        lambda m: kernels.add_rms_norm(tensor(m, hidden, dtype=dtype), tensor(m, hidden, dtype=dtype), norm, 1e-6),
+    )
+    yield "gate_and_mul", lambda m: kernels.gate_and_mul(tensor(m, 2 * hidden, dtype=dtype), "silu")
+    yield "rope_and_store", rope
+    yield "embedding", lambda m: kernels.embedding(tensor(5000, hidden, dtype=dtype), tensor(m, dtype=I64))
+
+
+def samples(vocab_size: int) -> Operations:
+    def rows(m: int) -> SamplingRows:
+        temperature, top_k, seeds = tensor(m, dtype=F32), tensor(m, dtype=I32), tensor(m, dtype=I64)
+        return SamplingRows(temperature, top_k, temperature, temperature, seeds, top_k)
+
+    yield "sample", lambda m: kernels.sample(tensor(m, vocab_size), rows(m))
+    yield "token_logprobs", lambda m: kernels.token_logprobs(tensor(m, vocab_size), tensor(m, dtype=I64), 2)
+
+
+def split(form: str, n: int, k: int) -> Operations:
+    matrix = kernels.split_weight(weight(form, n, k, False), Shard().eighths(k))
+    dtype = F32 if form == "float32" else BF16
+    yield "split_linear", lambda m: kernels.split_linear(tensor(m, k, dtype=dtype), matrix)
+
+
+def split_experts(hidden: int = 2048, inner: int = 768) -> Operations:
+    stack = kernels.Experts(tensor(128, 2 * inner, hidden), tensor(128, hidden, inner))
+
+    def call(m: int) -> Tensor:
+        ids, weights = tensor(m, 8, dtype=I32), tensor(m, 8, dtype=F32)
+        return kernels.split_experts(tensor(m, hidden), ids, weights, stack, Shard().eighths(128))
+
+    yield "split_experts", call
+
+
+CASES: dict[str, Callable[[], Operations]] = {
+    **{
+        f"{form} [{n}, {k}]": functools.partial(linear, form, n, k, False)
+        for form, n, k in (
+            ("bfloat16", 6144, 4096), ("float32", 6144, 4096), ("bfloat16", 151936, 1024), ("int4", 6144, 4096),
+            ("fp8 blocks", 6144, 4096), ("int8", 6144, 4096),
+        )
+    },
+    **{f"{form}, in eighths": functools.partial(split, form, 4096, 4096) for form in ("bfloat16", "float32", "int4")},
+    "experts bfloat16": functools.partial(experts, "bfloat16", "silu"),
+    "experts int4": functools.partial(experts, "int4", "silu"),
+    "experts in eighths": split_experts,
+    "router": functools.partial(router, BF16),
+    "router float32": functools.partial(router, F32),
+    "attention 128": functools.partial(attention, 128, 4, 16, BF16, BF16),
+    "attention 64, window, sinks": functools.partial(attention, 64, 8, 16, BF16, BF16, window=128, sinks=True),
+    "attention 256, float16": functools.partial(attention, 256, 2, 16, F16, F16),
+    "attention 128, e4m3": functools.partial(attention, 128, 4, 16, BF16, E4M3),
+    "rows of 1024": functools.partial(rows_around, BF16, 1024),
+    "rows of 4096, float32": functools.partial(rows_around, F32, 4096),
+    "vocabulary": functools.partial(samples, 151936),
+}  # fmt: skip
+
+
+def lines(capability: int) -> Iterator[str]:
+    kernel_choices.pretend(capability)
+    for case, make in CASES.items():
+        for name, operation in make():
+            first: list[tuple[Any, ...]] = []
+            others = []
+            for m in TOKENS:
+                found.clear()
+                kernel_choices.launches.clear()
+                operation(m)
+                computed = [(kernel,) for kernel, _ in kernel_choices.launches if kernel in GEMMS]
+                if m == TOKENS[0]:
+                    first = [*found, *computed]
+                elif [*found, *computed] != first or computed:
+                    others.append(m)
+            yield f"{case} {name}: {f'other kernels for {others}' if others else 'the same kernels'}"
+
+
+def main(capability: int) -> None:
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        importlib.import_module(module.name)
+    JITFunction.run = launched
+    kernel_choices.without_device()
+    kernels.FORMS.choose(True)
+    with FakeTensorMode(allow_non_fake_inputs=True), Gemms():  # type: ignore[no-untyped-call]
+        for line in lines(capability):
+            print(line)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
