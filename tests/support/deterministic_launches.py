@@ -57,10 +57,10 @@ def rows_around(dtype: torch.dtype, hidden: int) -> Operations:
 
     def rope(m: int) -> Tensor:
         qkv = tensor(m, (HEADS + 2 * KV_HEADS) * DIM, dtype=dtype)
+        args = kernels.RopeArgs(HEADS, KV_HEADS, table, heads, heads)
         return kernels.rope_and_store(
-            qkv, tensor(m, dtype=I32), table, cache, cache, tensor(m, dtype=I64), num_heads=HEADS,
-            num_kv_heads=KV_HEADS, q_norm=heads, k_norm=heads,
-        )  # fmt: skip
+            qkv, tensor(m, dtype=I32), args, kernels.KVSlots(cache, cache, tensor(m, dtype=I64))
+        )
 
     yield "rms_norm", lambda m: kernels.rms_norm(tensor(m, hidden, dtype=dtype), norm, 1e-6)
     yield (
