@@ -85,7 +85,7 @@ class LLM:
         self._lost = lost = LostRank()
         with lost.raised():
             self._engine = Engine(config, spec=spec, eos_token_ids=ends, offline=True, progress=progress, lost=lost)
-        self._input_processor = processor.with_context(self._engine.runner.max_model_len)
+        self._input_processor = processor.of_engine(self._engine.runner.max_model_len)
         self._ids = itertools.count()
         self._runner = JobRunner(self._engine, self._lost)
         self._tensors = TensorFolders()

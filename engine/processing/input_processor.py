@@ -81,7 +81,7 @@ class InputProcessor:
             _image_loader(config, folder, spec, tokenizer),
         )
 
-    def of_engine(self, max_model_len: int, fingerprint: str) -> InputProcessor:
+    def of_engine(self, max_model_len: int, fingerprint: str = "") -> InputProcessor:
         """Return a copy for an engine that has started with these, see `Ready`."""
         return replace(self, max_model_len=max_model_len, fingerprint=fingerprint)
 

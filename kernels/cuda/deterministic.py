@@ -188,7 +188,8 @@ def _ids_of(top: Tensor, logits: Tensor) -> Tensor:
 
     `topk` itself chooses among equal logits by an algorithm that depends on the number of rows.
     """
-    vocab_size, columns, ids = logits.shape[1], top.split(1, 1), []
+    ids: list[Tensor] = []
+    vocab_size, columns = logits.shape[1], top.split(1, 1)
     order = torch.arange(vocab_size, dtype=torch.int32, device=top.device)
     for i, value in enumerate(columns):
         found = logits == value

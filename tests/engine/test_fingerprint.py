@@ -77,9 +77,8 @@ def test_the_engine_process_computes_it(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(process, "keep_to_one_node", lambda replica: None)
     config = EngineConfig(model=str(model), deterministic=True, device="cpu")
     counts = SimpleNamespace(num_blocks=3, block_size=8, max_model_len=64)
-    engine = SimpleNamespace(
-        runner=counts, options=SimpleNamespace(max_num_seqs=2), stats=lambda: SchedulerStats(*[0] * 9), summary=lambda: "an engine"
-    )
+    options, stats = SimpleNamespace(max_num_seqs=2), SchedulerStats(*[0] * 9)
+    engine = SimpleNamespace(runner=counts, options=options, stats=lambda: stats, summary=lambda: "an engine")
     _, ready = process._start(Start(config, ()), lambda *args, **options: engine)
     assert isinstance(ready, Ready)
     assert ready.fingerprint == system_fingerprint(config, model)

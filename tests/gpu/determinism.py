@@ -15,13 +15,27 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import kernels
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
+from engine.models.families import read_spec
 from engine.setup import deterministic as refusals
-from kernels import AttentionArgs, Experts, PagedContext, QuantizedWeight, Router, RouterArgs
+from kernels import (
+    FORMS,
+    AttentionArgs,
+    Experts,
+    KVSlots,
+    PagedContext,
+    QuantizedWeight,
+    RopeArgs,
+    Router,
+    RouterArgs,
+)
 from kernels.cuda import deterministic
 from tests.gpu.checks import BF16, F16, F32, Checks
 from tests.oracles.families import VOCAB, make_checkpoint
+from tests.support.loaded import load
+from tests.support.parting import parting
 
 MOST, CROWDS, COUNT = 300, (1, 7, 44, 256), 60
 Forms = Callable[[slice], Sequence[Tensor]]
@@ -43,15 +57,21 @@ def check_forms(checks: Checks) -> None:
         _compare(checks, f"deterministic norm_gated {kind}", call)
     _check_attention(checks)
     _check_experts(checks)
+    FORMS.choose(True)
+    try:
+        _check_rows(checks)
+        check_deterministic_layers(checks)
+    finally:
+        FORMS.choose(False)
     logits, ids = checks.random(MOST, 151936, dtype=BF16), torch.arange(MOST, device=checks.device)
     _compare(checks, "deterministic token_logprobs", lambda at: deterministic.token_logprobs(logits[at], ids[at], 3))
 
 
-def _compare(checks: Checks, name: str, f: Forms, sizes: Sequence[int] = range(1, MOST + 1)) -> None:
-    whole, wrong = f(slice(0, MOST)), 0
+def _compare(checks: Checks, name: str, f: Forms, sizes: Sequence[int] = range(1, MOST + 1), most: int = MOST) -> None:
+    whole, wrong = f(slice(0, most)), 0
     for size in sizes:
         wrong += any(not torch.equal(got, want[:size]) for got, want in zip(f(slice(0, size)), whole, strict=True))
-    singles = range(0, MOST, 7)
+    singles = range(0, most, max(most // 43, 1))
     for i in singles:
         at = slice(i, i + 1)
         wrong += any(not torch.equal(got, want[at]) for got, want in zip(f(at), whole, strict=True))
@@ -128,6 +148,57 @@ def _check_experts(checks: Checks) -> None:
             return ids, weights, deterministic.experts(normed, ids, weights, stack)  # noqa: B023
 
         _compare(checks, f"deterministic experts {name}", routed, range(1, MOST + 1, 7))
+
+
+def _check_rows(checks: Checks) -> None:
+    """Norms, activations and rotary embeddings of up to 4,096 tokens."""
+    sizes, most = (1, 2, 65, 257, 512, 1023, 1024, 1025, 2049, 4095), 4096
+    heads, kv_heads, size = 16, 8, 128
+    for dtype in (BF16, F32):
+        x, more = checks.random(most, 1024, dtype=dtype), checks.random(most, 1024, dtype=dtype)
+        norm, of_head = checks.random(1024, dtype=dtype), checks.random(size, dtype=dtype)
+        qkv, table = (
+            checks.random(most, (heads + 2 * kv_heads) * size, dtype=dtype),
+            checks.random(most, size, dtype=F32),
+        )
+        positions = torch.arange(most, device=checks.device, dtype=torch.int32)
+
+        def rotated(at: slice) -> Sequence[Tensor]:
+            cache = torch.zeros(2, most // 16, kv_heads, 16, size, dtype=dtype, device=checks.device)  # noqa: B023
+            slots = positions[at].long()  # noqa: B023
+            args = RopeArgs(heads, kv_heads, table, of_head, of_head)  # noqa: B023
+            query = kernels.rope_and_store(qkv[at].clone(), positions[at], args, KVSlots(cache[0], cache[1], slots))  # noqa: B023
+            stored = cache.transpose(2, 3).flatten(1, 2)[:, slots]
+            return query, stored[0], stored[1]
+
+        def normed(at: slice) -> Sequence[Tensor]:
+            total = x[at].clone()  # noqa: B023
+            return kernels.rms_norm(x[at], norm, 1e-6), kernels.add_rms_norm(total, more[at], norm, 1e-6), total  # noqa: B023
+
+        def gated(at: slice) -> Sequence[Tensor]:
+            return [kernels.gate_and_mul(x[at].clone(), "silu")]  # noqa: B023
+
+        name = str(dtype).removeprefix("torch.")
+        for what, call in (("rope_and_store", rotated), ("norms", normed), ("gate_and_mul", gated)):
+            if checks.wants(f"deterministic {what} {name}"):
+                _compare(checks, f"deterministic {what} {name}", call, sizes, most)
+
+
+def check_deterministic_layers(checks: Checks) -> None:
+    """Name the first operation whose rows depend on the other sequences of a step, in steps of 500 to 8,000 tokens."""
+    if not checks.wants("deterministic layers 0.6B"):
+        return
+    draw = random.Random(5)
+    with tempfile.TemporaryDirectory() as root:
+        folder = model_folder("qwen3-0.6b", Path(root))
+        model = load(folder, read_spec(folder), dtype=BF16, device=checks.device, load_format="dummy")
+        model.pack_weights()
+    for count in (7, 20, 67, 130):
+        prompts = [[draw.randrange(151000) for _ in range(draw.randint(1, 120))] for _ in range(count)]
+        parted = [found for i in range(0, count, 7) if (found := parting(model, prompts, i))]
+        where = f": first {parted[0]}" if parted else ""
+        total = sum(map(len, prompts))
+        checks.add(f"deterministic layers 0.6B, {total} tokens: {len(parted)} part{where}", len(parted), 0)
 
 
 def check_deterministic_engine(checks: Checks) -> None:

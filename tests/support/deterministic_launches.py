@@ -25,7 +25,21 @@ from engine.models.shard import Shard
 from kernels import SamplingRows
 from tests.support import kernel_choices
 from tests.support.kernel_choices import (
-    BF16, E4M3, F16, F32, GEMMS, I32, I64, Gemms, Operations, attention, experts, linear, router, tensor, weight,
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    GEMMS,
+    I32,
+    I64,
+    Gemms,
+    Operations,
+    attention,
+    experts,
+    linear,
+    router,
+    tensor,
+    weight,
 )  # fmt: skip
 
 TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097, 8192)
