@@ -76,8 +76,9 @@ def test_the_engine_process_computes_it(model: Path, monkeypatch: pytest.MonkeyP
     assert done.stdout == "'' False quire-1\n"
     monkeypatch.setattr(process, "keep_to_one_node", lambda replica: None)
     config = EngineConfig(model=str(model), deterministic=True, device="cpu")
+    made: Any = SchedulerStats
     counts = SimpleNamespace(num_blocks=3, block_size=8, max_model_len=64)
-    options, stats = SimpleNamespace(max_num_seqs=2), SchedulerStats(*[0] * 9)
+    options, stats = SimpleNamespace(max_num_seqs=2), made(*[0] * 9)
     engine = SimpleNamespace(runner=counts, options=options, stats=lambda: stats, summary=lambda: "an engine")
     _, ready = process._start(Start(config, ()), lambda *args, **options: engine)
     assert isinstance(ready, Ready)

@@ -54,7 +54,7 @@ found: list[tuple[Any, ...]] = []
 def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     if kernel.module in OF_INTEGERS or kernel.__name__ == "_plan_kernel":  # its plan is not read
         return
-    numbers = []
+    numbers: list[tuple[Any, ...]] = []
     for parameter, value in zip(kernel.params, args, strict=False):
         if isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize:
             numbers.append((parameter.name, value == 1, value % 16 == 0))
