@@ -51,7 +51,7 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec) -> dict[str, str | bool]:
     mixers = [layer.mixer for layer in spec.layers]
     missing = "it has no deterministic form on GPUs yet"
     return {
-        "device cuda": not ON_GPU and "large steps do not give the same bytes there yet",
+        "device cuda": not ON_GPU and "the whole mode has not been checked there yet",
         "latent attention": any(isinstance(mixer, LatentSpec) for mixer in mixers) and missing,
         "recurrent layers": spec.has_states and missing,
         "block-sparse attention": any(isinstance(each, AttentionSpec) and each.sparse for each in mixers) and missing,

@@ -43,7 +43,7 @@ from tests.support.kernel_choices import (
 )  # fmt: skip
 
 TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097, 8192)
-# Only integers: counts, orders and places. They may be computed in several ways.
+# Only integers: counts, orders and positions, which any kernel computes alike.
 OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton.blocks")
 HEADS, KV_HEADS, DIM = 16, 8, 128
 
