@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 CROWDS = (1, 7, 44, 64, 256)
 SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 64}
-FEW = {"num_gpu_blocks_override": 16}
+FEW = {"num_gpu_blocks_override": 20}
 DRAFTS = {"speculative_config": NGRAMS}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense bfloat16": ("gemma2", {"dtype": "bfloat16"}),
