@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 CROWDS = (1, 7, 44, 64, 256)
 SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 64}
-FEW = {"num_gpu_blocks_override": 20}
+FEW = {"num_gpu_blocks_override": 16}
 DRAFTS = {"speculative_config": NGRAMS}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense bfloat16": ("gemma2", {"dtype": "bfloat16"}),
@@ -112,7 +112,8 @@ def counts(case: str, folder: Path, count: int, crowds: Sequence[int]) -> Iterat
     llm.close()
     for name, more in (("chunks of 64", SMALL), ("preempted", FEW), ("drafts", DRAFTS)):
         own = settings | more
-        own["num_gpu_blocks_override"] *= GROUPS.get(family, 1)
+        groups = GROUPS.get(family, 1)
+        own["num_gpu_blocks_override"] = own["num_gpu_blocks_override"] * groups + 8 * (groups - 1)
         llm = LLM(str(folder), **own)
         yield name, requests.same(llm, max(crowds))
         stats = llm._engine.stats()
