@@ -149,7 +149,7 @@ async def text_of(engine: AsyncEngine, name: str) -> list[int]:
     return [token async for update in updates for token in update.token_ids]
 
 
-@pytest.mark.parametrize("settings", [{}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"data_parallel_size": 2}])
 def test_engine_processes_sleep_and_wake_up(tiny_model: Path, settings: dict[str, Any]) -> None:
     async def test() -> None:
         config = EngineConfig(model=str(tiny_model), device="cpu", num_gpu_blocks_override=128, **settings)
