@@ -198,6 +198,7 @@ def _matched(model: Decoder, stored: dict[str, StoredTensor], origin: str) -> _M
     extras = {name: stored.pop(name) for name in list(stored) if name in optional}
     needless = [name for name in stored.keys() - declared.keys() if _is_needless(name)]
     stored = {name: tensor for name, tensor in stored.items() if name not in needless}
+    _check_encoder(model, stored, origin)
     _check(declared, stored, origin, tied=spec.tie_word_embeddings)
     return _Matched(declared, stored, extras, optional, sorted(needless), sorted(other_input))
 
@@ -305,6 +306,14 @@ def _check_tied(head: CheckpointTensor, checkpoint: Checkpoint, stored: StoredTe
                 f"{stored.source}: {LM_HEAD!r} differs from {EMBEDDING!r} although config.json ties them; "
                 "set 'tie_word_embeddings' to false in config.json"
             )
+
+
+def _check_encoder(model: Decoder, stored: dict[str, StoredTensor], origin: str) -> None:
+    """Check that a model that reads images was saved with its encoder: fine-tunes of the text often are not."""
+    encoder = () if model.vision is None else checkpoint_tensors(model.vision)
+    names = {name.removeprefix(BODY) for name in encoder}
+    if names and names.isdisjoint(name.removeprefix(BODY) for name in stored):
+        raise ModelError(f"{origin}: holds no encoder of images; --language-model-only serves the text model")
 
 
 def _check(declared: dict[str, CheckpointTensor], stored: dict[str, StoredTensor], origin: str, *, tied: bool) -> None:

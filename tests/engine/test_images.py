@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM
 from engine.config import EngineConfig
@@ -17,6 +19,7 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.models.errors import ModelError
 from engine.worker.images import token_positions
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import (
@@ -208,6 +211,19 @@ def test_a_step_has_room_for_an_image_whose_tokens_see_each_other(case: Case) ->
         pytest.skip("other models compute any part of an image")
     with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least"):
         LLM(str(case.folder), device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=8)
+
+
+def test_a_text_model_saved_without_the_encoder_is_told_what_to_do(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = ("visual", "vision", "multi_modal")
+    text = {name: value for name, value in tensors.items() if not any(part in name for part in parts)}
+    assert len(text) < len(tensors)
+    save_file(text, tmp_path / "model.safetensors")
+    settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
+    with pytest.raises(ModelError, match="holds no encoder of images; --language-model-only"):
+        LLM(str(tmp_path), **settings)
+    LLM(str(tmp_path), language_model_only=True, **settings).close()
 
 
 def test_only_the_text_model_is_loaded_where_that_is_asked_for(case: Case) -> None:
