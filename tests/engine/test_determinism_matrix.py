@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts bfloat16": ("qwen3_moe", {"dtype": "bfloat16"}),
     "experts int8": ("qwen3_moe", {"dtype": "float32", "quantization": "int8"}),
     "dense int4": ("qwen3", {"dtype": "bfloat16", "quantization": "int4"}),
-    "fp8 cache": ("mistral-window", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+    "fp8 cache": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "hybrid": ("qwen3_5", {"dtype": "bfloat16"}),
     "adapters": ("qwen3", {"dtype": "bfloat16", "enable_lora": True}),
     "latent attention": ("glm4_moe_lite", {"dtype": "float32"}),
