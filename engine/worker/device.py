@@ -287,6 +287,8 @@ class CpuDevice:
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # the system has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def upload(self, tensor: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ template <class T, class C> struct Worker {
         }
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + head_of(r) * d;
-            for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) / total[r] * value_scale);
+            const float scale = value_scale / total[r];
+            for (int i = 0; i < d; i += LANES) store_lanes(to + i, load<Floats>(&out[r * d + i]) * scale);
         }
     }
 
@@ -180,6 +181,8 @@ template <class T, class C> struct Worker {
             for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count; ++block, within = 0)
                 for (; within < a.block_size && j < count; ++within, ++j)
                     at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
+            for (int j = from; j < count; ++j)  // their values come while the keys are multiplied
+                for (int i = 0; i < a.head_dim; i += 64 / int(sizeof(C))) __builtin_prefetch((const C*)a.values + at[j] + i);
             read_keys(at, from, count);
             for (const auto& [begin, end] : seeing) by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
             const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window && !a.distance_bias;

@@ -402,6 +402,13 @@ void finish(const Weight& w, const Output<T>& out, int tile, int token, int toke
         }
 }
 
+// `finish` shall find the lines that it writes.
+template <class T> void ask_for_outputs(const Output<T>& out, int tile, int token, int tokens) {
+    for (int m = 0; m < tokens; ++m)
+        for (int i = 0; i < TILE_ROWS; i += 64 / int(sizeof(T)))
+            __builtin_prefetch(out.data + (token + m) * out.stride + tile * TILE_ROWS + i, 1);
+}
+
 // Tokens from `first` to `end` of a tile, which stays in the core's cache meanwhile. The first tokens wait for the memory; then it
 // brings `next`, the tile that this thread will probably read after this one.
 template <class T> void some_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
@@ -410,6 +417,7 @@ template <class T> void some_tokens(const Weight& w, const Rows& rows, const Out
         m = tokens_at_once(w.kind, end - token);
         const Multiply multiply = multiply_for(w, m);
         const int64_t ahead = token == first ? AHEAD : token - first <= ASKING ? (next - tile) * tile_bytes(w) : 0;
+        ask_for_outputs(out, tile, token, m);
         multiply(w, rows, tile, token, ahead, acc);
         if (out.then == SWIGLU) multiply(w, rows, tile + w.rows / 2 / TILE_ROWS, token, ahead, up);
         finish(w, out, tile, token, m, acc, up);

@@ -87,7 +87,7 @@ inline float largest(Floats v) { return across(v, larger); }
 inline float sum(Floats v) { return across(v, [](Floats a, Floats b) { return a + b; }); }
 
 // e to the power of x: relative error below 2e-7; 0 below -87; NaN stays NaN.
-inline Floats exp(Floats x) {
+__attribute__((always_inline)) inline Floats exp(Floats x) {
     Floats whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
     Floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     Floats p = all(1.9875691500e-4f);
