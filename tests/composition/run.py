@@ -139,7 +139,8 @@ def alone(configuration: Configuration, model: Path) -> dict[str, Answer]:
     settings = settings_of(configuration, model)
     names = [*ARITHMETIC, "enable_lora"]
     if any(BY_NAME[name].kind == "weights" for name in configuration.features):
-        names.append("tensor_parallel_size")  # each rank rounds its part of what it multiplies, by a scale of its own
+        # Each rank rounds its part of what it multiplies by a scale of its own, deterministic mode each eighth.
+        names += ["tensor_parallel_size", "deterministic"]
     arithmetic = {name: settings[name] for name in names if name in settings}
     llm = LLM(str(model), **COMMON | PLAIN | arithmetic)
     try:

@@ -265,7 +265,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"position_embedding_type": "relative_key"}, "'position_embedding_type' must be absolute"),
         ({"is_decoder": True}, "'is_decoder' must be false"),
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
-        ({"architectures": ["MPNetModel"]}, "it needs attention by relative positions"),
         ({"architectures": ["AlbertModel"]}, "it needs layers that share weights"),
         ({"architectures": ["NomicBertModel"], "num_experts": 8}, "experts are not supported in NomicBERT"),
     ],

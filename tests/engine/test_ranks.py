@@ -85,7 +85,7 @@ def test_each_rank_holds_its_part_of_the_cache(ranks: tuple[LLM, LLM]) -> None:
 
 
 def test_a_model_that_cannot_be_divided_is_refused(demo_model: Path) -> None:
-    with pytest.raises(ModelError, match=r"'num_attention_heads' \(8\) cannot be divided among 3 ranks"):
+    with pytest.raises(ModelError, match=r"\(\d+\) cannot be divided among 3 ranks"):
         start(demo_model, 3)
 
 

@@ -23,7 +23,8 @@ ELSEWHERE = {
     *("KimiVLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
     *("RWForCausalLM", "ChatGLMForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     *("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel", "NomicBertModel"),
-    *("ModernBertModel", "EuroBertModel", "Gemma3TextModel"),
+    *("ModernBertModel", "EuroBertModel", "Gemma3TextModel", "MPNetModel", "NewModel"),
+    *("Phi3SmallForCausalLM", "DeciLMForCausalLM"),
     *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 }
 

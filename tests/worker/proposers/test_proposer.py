@@ -83,7 +83,7 @@ def test_a_drafter_gets_hidden_states_and_its_proposals_become_drafts(tiny_model
         if by_model:
             teller.answers = {tuple(ids): tokens for ids, tokens in zip(PROMPTS, found[0], strict=True)}
             runner.use_proposer(teller)
-            policy._num_by_model = NUM_DRAFTS
+            policy._num_by_model, policy.has_drafter = NUM_DRAFTS, True
         else:
             scheduler._planner.drafts = scheduler._steps._drafts = None
         found.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)])
