@@ -118,9 +118,9 @@ CHECKPOINTS = {
     "glm4_moe_lite": Checkpoint(
         frozenset({"latent attention", "experts"}),
         {
-            "moe_intermediate_size": 128, "intermediate_size": 256, "q_lora_rank": 64, "kv_lora_rank": 64,
+            "moe_intermediate_size": 256, "intermediate_size": 256, "q_lora_rank": 64, "kv_lora_rank": 64,
             "qk_nope_head_dim": 48,
-            "qk_rope_head_dim": 16, "v_head_dim": 32,
+            "qk_rope_head_dim": 16, "v_head_dim": 64,  # two ranks can divide them in blocks of 128
         },
     ),
     "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"hidden_size": 256, "intermediate_size": 256}),
