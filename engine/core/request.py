@@ -71,7 +71,7 @@ class Request:
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
         self.num_charged = 0  # tokens that have been charged to the tenant
 
-        # Images of which a step must not compute a first part: start and end of each.
+        # Start and end of each image that a step computes to its end or not at all.
         self.uncut = [(each.start, each.stop) for each in engine_request.images if each.sees_both_ways]
 
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted

@@ -366,7 +366,7 @@ def see_both_ways(
     span: ImageSpan,
     out: Tensor,
 ) -> None:
-    """Compute the attention of an image's tokens, each of which sees all the others within its window.
+    """Compute the attention of an image's tokens: each sees all the others within its window.
 
     query [T, H, D] and kv_cache as in `attend` -> the span's rows of out [T, H, D].
     """

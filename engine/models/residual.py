@@ -19,7 +19,7 @@ from engine.models.shard import Communicator, WeightAndEps
 
 
 class ImageSpan(NamedTuple):
-    """Tokens of an image in a step, up to the image's last one, each of which sees those behind it, too."""
+    """Tokens of an image in a step, up to the image's last one. Each sees the later ones, too."""
 
     sequence: int  # of the step
     first: int  # index of the first token in the step

@@ -56,6 +56,14 @@ def cut(image: Image.Image | np.ndarray, patch_size: int, merge_size: int) -> tu
     return (rows, columns), pixels.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5).tobytes()
 
 
+def resized(image: Image.Image, size: tuple[int, int], resampling: int) -> Image.Image:
+    """Return the image with this height and width; itself, if it has them."""
+    from PIL import Image
+
+    height, width = size
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling(resampling))
+
+
 def digest_of(grid: tuple[int, int], patches: bytes) -> str:
     """Return the digest of an image."""
     return hashlib.sha256(f"{grid[0]} {grid[1]} ".encode() + patches).hexdigest()
@@ -75,12 +83,9 @@ class ImageProcessor:
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
-        from PIL import Image
-
         check_size(*image.size)
-        height, width = self.size_of(image.height, image.width)
-        resized = image.resize((width, height), Image.Resampling(self.resampling))
-        grid, patches = cut(resized, self.patch_size, self.merge_size)
+        image = resized(image, self.size_of(image.height, image.width), self.resampling)
+        grid, patches = cut(image, self.patch_size, self.merge_size)
         return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
@@ -114,12 +119,8 @@ class PixtralProcessor:
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
-        from PIL import Image
-
         check_size(*image.size)
-        height, width = self.size_of(image.height, image.width)
-        if (width, height) != image.size:
-            image = image.resize((width, height), Image.Resampling(self.resampling))
+        image = resized(image, self.size_of(image.height, image.width), self.resampling)
         grid, patches = cut(image, self.patch_size, self.merge_size)
         rows, columns = (count // self.merge_size for count in grid)
         return ProcessedImage(rows * (columns + 1), grid, patches, digest_of(grid, patches))
@@ -145,11 +146,9 @@ class SquareProcessor:
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
-        from PIL import Image
-
         check_size(*image.size)
-        resized = image.resize((self.edge, self.edge), Image.Resampling(self.resampling))
-        grid, patches = cut(resized, self.patch_size, self.merge_size)
+        image = resized(image, (self.edge, self.edge), self.resampling)
+        grid, patches = cut(image, self.patch_size, self.merge_size)
         return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
 
 
@@ -167,12 +166,11 @@ class TileProcessor:
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
         import numpy as np
-        from PIL import Image
 
         check_size(*image.size)
         columns, rows = self.tiles_of(*image.size)
-        sizes = [(columns * self.edge, rows * self.edge), *[(self.edge, self.edge)][: rows * columns > 1]]
-        whole = [np.asarray(image.resize(size, Image.Resampling(self.resampling))) for size in sizes]
+        sizes = [(rows * self.edge, columns * self.edge), *[(self.edge, self.edge)][: rows * columns > 1]]
+        whole = [np.asarray(resized(image, size, self.resampling)) for size in sizes]
         tiles = whole[0].reshape(rows, self.edge, columns, self.edge, 3).swapaxes(1, 2)
         stacked = np.concatenate([tiles.reshape(-1, self.edge, 3), *whole[1:]])  # one below the other
         grid, patches = cut(stacked, self.patch_size, self.merge_size)
@@ -204,12 +202,8 @@ class BudgetProcessor:
 
     def __call__(self, image: Image.Image) -> ProcessedImage:
         """Raises `ImageError` for an image that is too narrow."""
-        from PIL import Image
-
         check_size(*image.size)
-        height, width = self.size_of(image.height, image.width)
-        if (width, height) != image.size:
-            image = image.resize((width, height), Image.Resampling(self.resampling))
+        image = resized(image, self.size_of(image.height, image.width), self.resampling)
         grid, patches = cut(image, self.patch_size, self.merge_size)
         return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
 

@@ -155,6 +155,14 @@ class _Done:
         pass
 
 
+def _map_pages(num_bytes: int) -> mmap.mmap:
+    """Map memory of zeros, in large pages where the system has them. It is used only as it is written."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class _Clock:
     """The stopwatch of a device that has no queue."""
 
@@ -286,10 +294,7 @@ class CpuDevice:
         pass
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):  # the system has no large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.frombuffer(_map_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -362,10 +367,8 @@ class CudaDevice:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # present before the driver locks the pages
+        memory = torch.frombuffer(_map_pages(num_bytes), dtype=torch.uint8)
+        memory.zero_()  # pages are present before the driver locks them
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # type: ignore[attr-defined]
             raise MemoryError(f"{num_bytes >> 20} MiB of host memory cannot be locked for copies to the GPU")
         return memory

@@ -79,7 +79,7 @@ def largest() -> str:
 
 @cache
 def animated() -> str:
-    """500 frames, of which the first one counts."""
+    """500 frames: only the first one is read."""
     frames = [Image.frombytes("P", (100, 75), os.urandom(7500)) for _ in range(500)]
     file = BytesIO()
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])

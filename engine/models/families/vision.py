@@ -152,11 +152,8 @@ def intern(config: Config, text: Config) -> VisionSpec:
     """InternVL 3 and 3.5 in transformers' form: an image has up to 13 tiles."""
     fields = _vision_config(config)
     patch, edge = (_square(fields, name, default) for name, default in (("patch_size", 14), ("image_size", 448)))
-    side, ratio, image = (
-        edge // patch,
-        number(config, "downsample_ratio", 0.5),
-        integer(config, "image_token_id", 151667),
-    )
+    side, ratio = edge // patch, number(config, "downsample_ratio", 0.5)
+    image = integer(config, "image_token_id", 151667)
     spec = VisionSpec(
         kind="intern",
         hidden_size=integer(fields, "hidden_size", 1024),
@@ -260,7 +257,7 @@ def gemma4(config: Config, text: Config) -> VisionSpec | None:
 
 
 def _square(fields: Config, name: str, default: int) -> int:
-    """Return a number of pixels, of which config.json may have two that are equal."""
+    """Return the side of a square in pixels. config.json gives one number, or two equal ones."""
     found = fields.get(name)
     if isinstance(found, list) and len(found) == 2 and found[0] == found[1]:
         return integer({name: found[0]}, name)
