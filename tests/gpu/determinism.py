@@ -234,7 +234,10 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
         for i in range(len(prompts))
     ]  # fmt: skip
     others = range(COUNT, COUNT + max(CROWDS))
-    settings = {"max_model_len": 512, "device": checks.device, "skip_tokenizer_init": True, **settings}
+    settings = {
+        "max_model_len": 512, "device": checks.device, "skip_tokenizer_init": True, "num_gpu_blocks_override": 6000,
+        **settings,
+    }  # fmt: skip
 
     def ask(llm: LLM, some: Sequence[int]) -> list[Any]:
         given = [{"prompt_token_ids": prompts[i]} for i in some]
