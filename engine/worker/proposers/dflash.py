@@ -9,16 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder
 from engine.models.drafters.dflash import BlockDrafter
-from engine.models.drafters.spec import DraftSpec
 from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
-from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import RunnerOptions
-from engine.worker.proposers.model_proposer import DraftRows, ModelProposer
+from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer
 from engine.worker.proposers.proposer import SampledStep
-from kernels.data.layout import RowState
 
 
 class DFlashProposer(ModelProposer):
@@ -26,17 +21,9 @@ class DFlashProposer(ModelProposer):
     request's newest token, whose own keys and values are overwritten as the target goes on.
     """
 
-    def __init__(
-        self,
-        drafter: BlockDrafter,
-        target: Decoder,
-        spec: DraftSpec,
-        layout: KVCacheLayout,
-        options: RunnerOptions,
-        state: RowState,
-    ) -> None:
-        super().__init__(spec, layout, options, state)
-        self._drafter, self._target, self._block = drafter, target, drafter.spec
+    def __init__(self, drafter: BlockDrafter, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self._drafter, self._block = drafter, drafter.spec
         self.layers: Sequence[int] | None = list(dict.fromkeys(drafter.spec.target_layers))
 
     def capture(self) -> None:

@@ -10,14 +10,10 @@ from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
-from engine.models.drafters.spec import DraftSpec
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.input_batch import PackedStep, Row
-from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import RunnerOptions
-from engine.worker.proposers.model_proposer import DraftRows, FirstPass, SuccessiveProposer
+from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, FirstPass, SuccessiveProposer
 from engine.worker.proposers.proposer import SampledStep
-from kernels.data.layout import RowState
 
 # Tokens that a request's draft model catches up on. After more, drafts did not pay for long, and what it would cost
 # may be more than they gain: the request gets no more of them.
@@ -31,10 +27,9 @@ class DraftModelProposer(SuccessiveProposer):
     So it records all tokens on the device: 4 bytes for each position of each row.
     """
 
-    def __init__(
-        self, model: Decoder, spec: DraftSpec, layout: KVCacheLayout, options: RunnerOptions, state: RowState
-    ) -> None:
-        super().__init__(spec, layout, options, state)
+    def __init__(self, model: Decoder, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        options = setup.options
         self._model = model
         self._max_tokens = options.max_num_batched_tokens + options.max_num_seqs  # of a pass
         size = options.max_num_seqs + 1, options.max_model_len + 1

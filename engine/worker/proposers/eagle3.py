@@ -8,42 +8,19 @@ import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
-from engine.models.decoder import Decoder
 from engine.models.drafters.eagle3 import Eagle3Head
-from engine.models.drafters.spec import DraftSpec
-from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import RunnerOptions
 from engine.worker.proposers.following import FollowingProposer
+from engine.worker.proposers.model_proposer import DrafterSetup
 from engine.worker.proposers.proposer import HiddenStates
-from kernels.data.layout import RowState
 
 
 class Eagle3Proposer(FollowingProposer):
     """Reads the residual stream of three layers of the target, and then its own."""
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        target: Decoder,
-        spec: DraftSpec,
-        layout: KVCacheLayout,
-        options: RunnerOptions,
-        state: RowState,
-    ) -> None:
-        super().__init__(spec, layout, options, state)
-        self._head, self._target = head, target
+    def __init__(self, head: Eagle3Head, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self._head = head
         self.layers = [before - 1 for before in head.spec.target_layers]
-        self._vocab_size = target.spec.vocab_size
-
-    @property
-    def input_width(self) -> int:
-        """See `SuccessiveProposer.input_width`."""
-        return self._target.spec.hidden_size
-
-    @property
-    def output_width(self) -> int:
-        """See `SuccessiveProposer.output_width`."""
-        return self._target.spec.hidden_size
 
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
         """See `FollowingProposer.states`."""
@@ -63,6 +40,6 @@ class Eagle3Proposer(FollowingProposer):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `SuccessiveProposer.logits`. Tokens that the head cannot guess have -inf."""
         own = self._head.logits(hidden)
-        logits = own.new_full((len(own), self._vocab_size), -torch.inf)
+        logits = own.new_full((len(own), self._target.spec.vocab_size), -torch.inf)
         logits[:, self._head.vocabulary.token_ids] = own
         return logits

@@ -18,6 +18,16 @@ class FollowingProposer(SuccessiveProposer):
     target is followed by one over the same positions, in the same slots.
     """
 
+    @property
+    def input_width(self) -> int:
+        """See `SuccessiveProposer.input_width`."""
+        return self._target.spec.hidden_size
+
+    @property
+    def output_width(self) -> int:
+        """See `SuccessiveProposer.output_width`."""
+        return self._target.spec.hidden_size
+
     @abstractmethod
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
         """Return what the drafter reads of the target's first T tokens: [T, hidden]."""

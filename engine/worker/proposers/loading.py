@@ -13,7 +13,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.proposers.dflash import DFlashProposer
 from engine.worker.proposers.draft_model import DraftModelProposer
 from engine.worker.proposers.eagle3 import Eagle3Proposer
-from engine.worker.proposers.model_proposer import ModelProposer
+from engine.worker.proposers.model_proposer import DrafterSetup, ModelProposer
 from engine.worker.proposers.mtp import MTPProposer
 
 
@@ -24,11 +24,11 @@ def load_proposer(spec: DraftSpec, runner: ModelRunner, scope: Scope, progress: 
         spec, target, runner.spec, scope, max_model_len=options.max_model_len, load_format=options.load_format,
         seed=options.seed, progress=progress,
     )  # fmt: skip
-    own, layout, state = spec.for_rank(scope.shard), runner.kv_layout, runner.batch.state
+    setup = DrafterSetup(target, spec.for_rank(scope.shard), runner.kv_layout, options, runner.batch.state)
     if isinstance(drafter, Decoder):
-        return DraftModelProposer(drafter, own, layout, options, state)
+        return DraftModelProposer(drafter, setup)
     if isinstance(drafter, Eagle3Head):
-        return Eagle3Proposer(drafter, target, own, layout, options, state)
+        return Eagle3Proposer(drafter, setup)
     if isinstance(drafter, BlockDrafter):
-        return DFlashProposer(drafter, target, own, layout, options, state)
-    return MTPProposer(drafter, target, own, layout, options, state)
+        return DFlashProposer(drafter, setup)
+    return MTPProposer(drafter, setup)

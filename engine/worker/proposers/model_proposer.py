@@ -14,6 +14,7 @@ from torch import Tensor
 import kernels
 from engine.core.kv.cache_groups import CacheGroup
 from engine.models.attention import AttentionMetadata
+from engine.models.decoder import Decoder
 from engine.models.drafters.spec import DraftSpec
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
@@ -41,6 +42,16 @@ CAPTURES = False  # run what is captured on a GPU
 SPLIT_TOKENS = SIZES[-1]  # up to so many tokens of decoding requests are computed as sequences of one token each
 
 
+class DrafterSetup(NamedTuple):
+    """The target model and the settings that a drafter is built from, beside its own model."""
+
+    target: Decoder
+    spec: DraftSpec  # of this rank's part
+    layout: KVCacheLayout
+    options: RunnerOptions
+    state: RowState  # the device rows
+
+
 class FirstPass(NamedTuple):
     """The result of the tokens that a drafter had not seen."""
 
@@ -55,8 +66,8 @@ class ModelProposer(ABC):
     neither grammars nor penalties, nor adapters.
     """
 
-    def __init__(self, spec: DraftSpec, layout: KVCacheLayout, options: RunnerOptions, state: RowState) -> None:
-        """`spec`: of this rank's part. `state`: the device rows."""
+    def __init__(self, setup: DrafterSetup) -> None:
+        self._target, spec, layout, options, state = setup
         assert layout.drafts is not None
         self.cache, self.device, self._block_size = layout.drafts, options.device, options.block_size
         self.kv_cache: list[Tensor] = []  # of each layer, see `allocate`
@@ -149,9 +160,9 @@ class ModelProposer(ABC):
 class SuccessiveProposer(ModelProposer):
     """Guesses one token after another: each is the input of a pass that guesses the next one."""
 
-    def __init__(self, spec: DraftSpec, layout: KVCacheLayout, options: RunnerOptions, state: RowState) -> None:
-        """See `ModelProposer`."""
-        super().__init__(spec, layout, options, state)
+    def __init__(self, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        options = setup.options
         self.max_split = min(SPLIT_TOKENS, options.max_decodes)
         each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
         self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
-from engine.models.decoder import Decoder
 from engine.models.drafters.mtp import MTPHead
-from engine.models.drafters.spec import DraftSpec
-from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import RunnerOptions
 from engine.worker.proposers.following import FollowingProposer
+from engine.worker.proposers.model_proposer import DrafterSetup
 from engine.worker.proposers.proposer import HiddenStates
-from kernels.data.layout import RowState
 
 
 class MTPProposer(FollowingProposer):
@@ -22,27 +18,9 @@ class MTPProposer(FollowingProposer):
 
     layers: Sequence[int] | None = ()
 
-    def __init__(
-        self,
-        head: MTPHead,
-        target: Decoder,
-        spec: DraftSpec,
-        layout: KVCacheLayout,
-        options: RunnerOptions,
-        state: RowState,
-    ) -> None:
-        super().__init__(spec, layout, options, state)
-        self._head, self._target = head, target
-
-    @property
-    def input_width(self) -> int:
-        """See `SuccessiveProposer.input_width`."""
-        return self._target.spec.hidden_size
-
-    @property
-    def output_width(self) -> int:
-        """See `SuccessiveProposer.output_width`."""
-        return self._target.spec.hidden_size
+    def __init__(self, head: MTPHead, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self._head = head
 
     def states(self, hidden: HiddenStates, num_tokens: int) -> Tensor:
         """See `FollowingProposer.states`."""
