@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.models.files import fingerprint
 from engine.version import __version__
-from engine.worker.device import CpuDevice
+from engine.worker.device import CpuDevice, Device, find_device
 
 # Settings that change what a request computes. All others change only when and where.
 SETTINGS = (
@@ -35,7 +36,13 @@ def system_fingerprint(config: EngineConfig, folder: Path) -> str:
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "model": fingerprint(folder),
         "versions": [__version__, torch.__version__],
-        "instructions": CpuDevice.instruction_set(),
-        "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
+        "machine": _machine(find_device(config.device)),
     }
     return "quire-" + sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _machine(device: Device) -> list[object]:
+    """Return what the device's bytes depend on: a GPU's model and compiler, a CPU's instructions and threads."""
+    if device.is_accelerator:
+        return [device.name, version("triton")]
+    return [CpuDevice.instruction_set(), os.environ.get("OMP_NUM_THREADS") or os.cpu_count()]

@@ -7,9 +7,13 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
+from engine.setup.speculative import speculative_config
 from engine.worker.device import Device
 
-ON_GPU = False  # until all of `python -m tests.gpu determinism` passes
+# What has no deterministic form on GPUs, and what has one that no GPU has run yet: `python -m tests.gpu determinism`.
+MISSING = frozenset({"latent attention", "recurrent layers", "block-sparse attention", "compress_experts"})
+MISSING |= {"enable_lora", "kv_cache_dtype fp8"}
+UNCHECKED = frozenset({"tensor_parallel_size", "speculative_config"})
 
 
 def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:
@@ -49,13 +53,16 @@ def _of_cpus(dtype: torch.dtype) -> dict[str, str | bool]:
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec) -> dict[str, str | bool]:
     mixers = [layer.mixer for layer in spec.layers]
-    missing = "it has no deterministic form on GPUs yet"
-    return {
-        "device cuda": not ON_GPU and "the whole mode has not been checked there yet",
-        "latent attention": any(isinstance(mixer, LatentSpec) for mixer in mixers) and missing,
-        "recurrent layers": spec.has_states and missing,
-        "block-sparse attention": any(isinstance(each, AttentionSpec) and each.sparse for each in mixers) and missing,
-        "enable_lora": config.enable_lora and missing,
-        "compress_experts": config.compress_experts and missing,
-        f"kv_cache_dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto" and missing,
+    used = {
+        "latent attention": any(isinstance(mixer, LatentSpec) for mixer in mixers),
+        "recurrent layers": spec.has_states,
+        "block-sparse attention": any(isinstance(each, AttentionSpec) and each.sparse for each in mixers),
+        "compress_experts": config.compress_experts,
+        "enable_lora": config.enable_lora,
+        "kv_cache_dtype fp8": config.kv_cache_dtype != "auto",
+        "tensor_parallel_size": config.tensor_parallel_size > 1,
+        "speculative_config": speculative_config(config.speculative_config, on_accelerator=True) is not None,
     }
+    reasons = dict.fromkeys(MISSING, "it has no deterministic form on GPUs yet")
+    reasons |= dict.fromkeys(UNCHECKED, "its deterministic form has not run on a GPU yet")
+    return {name: is_used and reasons.get(name, "") for name, is_used in used.items()}

@@ -65,6 +65,20 @@ def test_files_versions_and_the_machine(model: Path, monkeypatch: pytest.MonkeyP
     assert system_fingerprint(config, model) != own
 
 
+def test_a_gpu_is_known_by_its_model_and_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, device = EngineConfig(model=str(model), deterministic=True), SimpleNamespace(is_accelerator=True, name="A")
+    monkeypatch.setattr(fingerprint, "find_device", lambda name: device)
+    own = system_fingerprint(config, model)
+    with monkeypatch.context() as patch:
+        patch.setenv("QUIRE_CPU_ISA", "x86-64")
+        assert system_fingerprint(config, model) == own
+    device.name = "B"
+    assert system_fingerprint(config, model) != own
+    device.name = "A"
+    monkeypatch.setattr(fingerprint, "version", lambda name: "9.9.9")
+    assert system_fingerprint(config, model) != own
+
+
 def test_the_engine_process_computes_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An API process loads no PyTorch for it."""
     code = (
