@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import IO
 
 from kernels.cpu.instruction_set import compiler_options
 
@@ -42,6 +43,9 @@ COMMON = {
 COMPILERS = ("c++", "g++", "clang++")  # `CXX` comes first
 OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
 TIMEOUT = 300.0  # seconds
+SCRATCH = "compiling-"  # begins the name of a folder with what is being compiled
+LOOK_SECONDS = 0.2  # between two looks at another process that compiles
+UNUSED_SECONDS = 60 * 86400  # after which a library that no start has loaded is removed
 
 logger = logging.getLogger("engine.kernels")
 
@@ -85,13 +89,14 @@ def load(compiler: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
     with one_process(folder) if keep else contextlib.nullcontext():
         if (found := _load_kept(kept)) is not None:  # another process made it meanwhile
             return found
-        with tempfile.TemporaryDirectory(dir=folder if keep else None) as scratch:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if keep else None) as scratch:
             made = Path(scratch) / kept.name
             build(compiler, [source for source in sources if source.suffix == ".cpp"], made, name)
             compiled = ctypes.CDLL(str(made))
             if keep:
                 made.chmod(0o700)  # whatever this user's files are like otherwise
                 made.replace(kept)  # whole, or not at all
+                _remove_unused(folder)
         return compiled
 
 
@@ -114,7 +119,7 @@ def build(compiler: Sequence[str], sources: Sequence[Path], made: Path, name: st
     """Compile `sources` into the library `made`, at the same time; OSError or SubprocessError when that fails."""
     logger.info("compiling kernels for %s, once: about 10 s of CPU time", name)
     start = time.monotonic()
-    english = os.environ | {"LC_ALL": "C"}
+    english = os.environ | {"LC_ALL": "C", "TMPDIR": str(made.parent)}  # compilers that are killed leave files there
 
     def run(*arguments: str) -> None:
         command = [*compiler, *OPTIONS, *compiler_options(name), *arguments]
@@ -149,17 +154,52 @@ def is_own(path: Path) -> bool:
 def _load_kept(kept: Path) -> ctypes.CDLL | None:
     if is_own(kept.parent) and kept.exists() and is_own(kept):
         with contextlib.suppress(OSError):  # it is damaged, or of a system with other libraries
-            return ctypes.CDLL(str(kept))
+            library = ctypes.CDLL(str(kept))
+            with contextlib.suppress(OSError):  # a file system that is only read
+                os.utime(kept)  # its last use
+            return library
     return None
 
 
 @contextlib.contextmanager
 def one_process(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: other processes wait for what this one makes."""
+    """Hold the folder's lock: other processes wait for what this one makes, and tell `compiling` how far it is.
+
+    The system frees the lock of a process that ends in any way. What such a one has left is removed.
+    """
     with open(folder / "lock", "a") as file:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for(file, folder)
+            for left in folder.glob(f"{SCRATCH}*"):
+                shutil.rmtree(left, ignore_errors=True)
         yield
+
+
+def _wait_for(lock: IO[str], folder: Path) -> None:
+    """Take a lock. Raises OSError where there are none."""
+    total, told = len(list(SOURCES.glob("*.cpp"))), -1
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            done = min(len(list(folder.glob(f"{SCRATCH}*/*.o"))), total)
+        if told < 0:
+            logger.info("another process compiles or measures kernels: waiting for it")
+        if done != told:
+            compiling(done, total)
+            told = done
+        time.sleep(LOOK_SECONDS)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove what older versions or other CPUs have made, and no start has used for long."""
+    oldest = time.time() - UNUSED_SECONDS
+    for library in folder.glob("cpu-*.so"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if library.stat().st_mtime < oldest:
+                library.with_suffix(".json").unlink(missing_ok=True)
+                library.unlink()
 
 
 def _fingerprint(sources: Sequence[Path], name: str) -> str:

@@ -3,8 +3,11 @@
 import ctypes
 import os
 import platform
+import signal
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,65 @@ def test_processes_wait_for_the_one_that_compiles(tmp_path: Path) -> None:
         caller.join()
     assert results == ["made\n"] * 3
     assert (tmp_path / "calls").read_text().count("once") == len(list(build.SOURCES.glob("*.cpp"))) + 1
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from kernels.cpu import build
+build.load([sys.argv[1]], Path(sys.argv[2]), sys.argv[3])
+"""
+
+
+@pytest.mark.usefixtures("loaded")
+def test_others_wait_for_a_process_and_one_goes_on_when_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process and its compilers are killed in the middle. Two others wait for it; one of them compiles."""
+    gate, begun, folder = tmp_path / "gate", tmp_path / "begun", tmp_path / "kernels"
+    script = f'touch {begun} "$TMPDIR/own"; while [ ! -e {gate} ]; do sleep 0.02; done; {COPY}'
+    compiler = fake_compiler(tmp_path, script)
+    command = [sys.executable, "-c", COMPILE, compiler, str(folder), NAME]
+    first = subprocess.Popen(command, start_new_session=True)
+    while not begun.exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    told, results = threading.Semaphore(0), list[str]()
+    monkeypatch.setattr(build, "compiling", lambda *_: told.release())
+    others = [
+        threading.Thread(target=lambda: results.append(str(build.load([compiler], folder, NAME)))) for _ in range(2)
+    ]
+    for other in others:
+        other.start()
+    assert all(told.acquire(timeout=60) for _ in others)  # they show the progress of the first one
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert len(list(folder.glob(f"{build.SCRATCH}*/own"))) == 1
+    gate.touch()
+    for other in others:
+        other.join()
+    assert results == ["made\n"] * 2
+    assert (tmp_path / "calls").read_text().count("once") == len(list(build.SOURCES.glob("*.cpp"))) + 1
+    assert {each.name for each in folder.iterdir()} == {libraries(folder)[0].name, "lock"}
+
+
+@pytest.mark.usefixtures("loaded")
+def test_libraries_that_are_not_used_any_more_are_removed(tmp_path: Path) -> None:
+    compiler, folder = fake_compiler(tmp_path, COPY), tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    old, recent = folder / "cpu-x86-64-v3-0.so", folder / "cpu-x86-64-v3-1.so"
+    for library_file in (old, old.with_suffix(".json"), recent):
+        library_file.touch()
+    os.utime(old, (0, time.time() - build.UNUSED_SECONDS - 1))
+    build.load([compiler], folder, NAME)
+    assert not old.exists()
+    assert not old.with_suffix(".json").exists()
+    assert recent.exists()
+    assert len(libraries(folder)) == 2
+    (made,) = set(libraries(folder)) - {recent}
+    os.utime(made, (0, 0))
+    build.load([compiler], folder, NAME)
+    assert made.stat().st_mtime > 0  # its last use
 
 
 @pytest.mark.usefixtures("loaded")
