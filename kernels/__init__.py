@@ -63,6 +63,7 @@ from kernels.data.sampling import SamplingRows as SamplingRows
 from kernels.data.split_weight import SplitWeight as SplitWeight
 from kernels.data.state import DeltaStates as DeltaStates
 from kernels.data.state import StateContext as StateContext
+from kernels.data.state import StateSpace as StateSpace
 from kernels.reference import pack_e2m1 as pack_e2m1
 from kernels.reference import pack_nibbles as pack_nibbles
 

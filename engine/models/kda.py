@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.models.attention import AttentionMetadata
 from engine.models.layers import Linear, RowsLinear
-from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
+from engine.models.matrix import CheckpointTensor, Part, Scope, empty
 from engine.models.norms import RMSNorm
-from engine.models.recurrent import StateMetadata
+from engine.models.recurrent import RecurrentMixer, StateMetadata
 from engine.models.recurrent_spec import KdaSpec
-from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
+from engine.models.residual import SublayerInput
 from engine.models.shard import Span
 
 
-class KimiDeltaAttention(CheckpointModule):
+class KimiDeltaAttention(RecurrentMixer):
     """Kimi delta attention, see `KdaSpec`. Heads are divided among ranks."""
 
     def __init__(self, spec: KdaSpec, hidden_size: int, scope: Scope) -> None:
@@ -41,16 +40,8 @@ class KimiDeltaAttention(CheckpointModule):
         self.rate = empty(own.num_heads, dtype=torch.float32, device=scope.device)
         self.bias = empty(own.num_heads * size, dtype=torch.float32, device=scope.device)
 
-    def forward(
-        self,
-        x: SublayerInput,
-        epilogue: ResidualEpilogue,
-        positions: Tensor,
-        state: Sequence[Tensor],
-        metadata: AttentionMetadata,
-    ) -> ResidualStream:
-        """See `ShortConv.forward`."""
-        assert isinstance(metadata, StateMetadata)
+    def mix(self, x: SublayerInput, state: Sequence[Tensor], metadata: StateMetadata) -> Tensor:
+        """See `RecurrentMixer.mix`."""
         inputs, *states = state
         spec, context = self.spec, metadata.context
         widths = spec.conv_channels, spec.head_dim, spec.head_dim, spec.num_heads
@@ -61,12 +52,7 @@ class KimiDeltaAttention(CheckpointModule):
         out = metadata.select(kernels.kda(qkv, beta, forget, *args))  # [N, H, D]
         chosen = x.context if metadata.logits_indices is None else x.context.select(metadata.logits_indices)
         gate = self.gate.run(SublayerInput(metadata.select(gate).contiguous(), context=chosen))
-        out = kernels.gated(self.norm(out).flatten(1), gate, "sigmoid")
-        return self.output.run(out, epilogue.select(metadata.logits_indices))
-
-    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
-        """See `Linear.next_norm`."""
-        return self.input.next_norm(norm, hidden)
+        return kernels.gated(self.norm(out).flatten(1), gate, "sigmoid")
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         name, one, taps = self._scope.name, Span.whole(1), Span.whole(self.spec.kernel_size)

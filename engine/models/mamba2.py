@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.models.attention import AttentionMetadata
 from engine.models.layers import Linear, RowsLinear
-from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
+from engine.models.matrix import CheckpointTensor, Part, Scope, empty
 from engine.models.norms import RMSNorm
-from engine.models.recurrent import StateMetadata
+from engine.models.recurrent import RecurrentMixer, StateMetadata
 from engine.models.recurrent_spec import Mamba2Spec
-from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
+from engine.models.residual import SublayerInput
 from engine.models.shard import Span
 
 
-class Mamba2(CheckpointModule):
+class Mamba2(RecurrentMixer):
     """State-space layer, see `Mamba2Spec`. Heads are divided among ranks, with their groups."""
 
     def __init__(self, spec: Mamba2Spec, hidden_size: int, scope: Scope) -> None:
@@ -47,27 +46,17 @@ class Mamba2(CheckpointModule):
         self._norm_size = spec.inner // spec.num_norm_groups if spec.num_norm_groups else 0
         self._sums_squares = self._norm_size > own.inner
 
-    def forward(
-        self,
-        x: SublayerInput,
-        epilogue: ResidualEpilogue,
-        positions: Tensor,
-        state: Sequence[Tensor],
-        metadata: AttentionMetadata,
-    ) -> ResidualStream:
-        """See `ShortConv.forward`."""
-        assert isinstance(metadata, StateMetadata)
+    def mix(self, x: SublayerInput, state: Sequence[Tensor], metadata: StateMetadata) -> Tensor:
+        """See `RecurrentMixer.mix`."""
         inputs, *states = state
         spec, context = self.spec, metadata.context
         xbc, z, steps = self.input.run(x).split((spec.conv_channels, spec.inner, spec.num_heads), 1)
         xbc = kernels.causal_conv(xbc, self.conv, self.conv_bias, inputs, context)
         if spec.scales[4] != 1:
             steps = kernels.scale(steps, spec.scales[4])
-        args = self.rate, self.bias, self.skip, spec.limits, kernels.DeltaStates(*states), context
-        out = kernels.mamba2(xbc, steps, *args).flatten(1)
-        return self.output.run(
-            self._gated(metadata.select(out), metadata.select(z)), epilogue.select(metadata.logits_indices)
-        )
+        own = kernels.StateSpace(self.rate, self.bias, self.skip, spec.limits)
+        out = kernels.mamba2(xbc, steps, own, kernels.DeltaStates(*states), context).flatten(1)
+        return self._gated(metadata.select(out), metadata.select(z))
 
     def _gated(self, x: Tensor, z: Tensor) -> Tensor:
         """Apply gate z [N, n] and norm to x [N, n]."""
@@ -89,10 +78,6 @@ class Mamba2(CheckpointModule):
         squares = self._communicator.all_reduce(wide.square().sum(1, keepdim=True))
         wide = wide * (squares / self._norm_size + self.spec.norm_eps).rsqrt() * weight
         return (wide if self.spec.gate_first else wide * scale).to(x.dtype)
-
-    def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
-        """See `Linear.next_norm`."""
-        return self.input.next_norm(norm, hidden)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         name, one, taps = self._scope.name, Span.whole(1), Span.whole(self.spec.kernel_size)

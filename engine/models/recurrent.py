@@ -35,19 +35,11 @@ class StateMetadata(AttentionMetadata):
         return self.states
 
 
-class ShortConv(CheckpointModule):
-    """Gated short convolution, see `ShortConvSpec`. Channels are divided among ranks."""
+class RecurrentMixer(CheckpointModule):
+    """A layer that mixes tokens by a state of each request."""
 
-    def __init__(self, spec: ShortConvSpec, hidden_size: int, scope: Scope) -> None:
-        super().__init__()
-        self.spec = spec.for_rank(scope.shard)
-        channels, self._scope = spec.channels, scope
-        parts = dict.fromkeys(("b", "c", "x"), channels)
-        self.input = Linear(scope, hidden_size, parts, bias=spec.bias, shard="column", fused="in_proj")
-        self.output = Linear(scope, channels, {"out_proj": hidden_size}, bias=spec.bias, shard="row")
-        self._channels = scope.shard.span("hidden_size", channels)
-        self.weight = scope.empty(self.spec.channels, spec.kernel_size)
-        self.bias = scope.empty(self.spec.channels) if spec.bias else None
+    input: Linear | RowsLinear
+    output: Linear
 
     def forward(
         self,
@@ -62,13 +54,36 @@ class ShortConv(CheckpointModule):
         With `metadata.logits_indices`, the resulting stream has only these rows [N, hidden], otherwise [T, hidden].
         """
         assert isinstance(metadata, StateMetadata)
-        [inputs] = state
-        out = kernels.short_conv(self.input.run(x), self.weight, self.bias, inputs, metadata.context)
-        return self.output.run(metadata.select(out), epilogue.select(metadata.logits_indices))
+        return self.output.run(self.mix(x, state, metadata), epilogue.select(metadata.logits_indices))
+
+    def mix(self, x: SublayerInput, state: Sequence[Tensor], metadata: StateMetadata) -> Tensor:
+        """Return the inputs of `output` in the rows that `metadata` selects, [N, width], and store the states."""
+        raise NotImplementedError
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`."""
         return self.input.next_norm(norm, hidden)
+
+
+class ShortConv(RecurrentMixer):
+    """Gated short convolution, see `ShortConvSpec`. Channels are divided among ranks."""
+
+    def __init__(self, spec: ShortConvSpec, hidden_size: int, scope: Scope) -> None:
+        super().__init__()
+        self.spec = spec.for_rank(scope.shard)
+        channels, self._scope = spec.channels, scope
+        parts = dict.fromkeys(("b", "c", "x"), channels)
+        self.input = Linear(scope, hidden_size, parts, bias=spec.bias, shard="column", fused="in_proj")
+        self.output = Linear(scope, channels, {"out_proj": hidden_size}, bias=spec.bias, shard="row")
+        self._channels = scope.shard.span("hidden_size", channels)
+        self.weight = scope.empty(self.spec.channels, spec.kernel_size)
+        self.bias = scope.empty(self.spec.channels) if spec.bias else None
+
+    def mix(self, x: SublayerInput, state: Sequence[Tensor], metadata: StateMetadata) -> Tensor:
+        """See `RecurrentMixer.mix`."""
+        [inputs] = state
+        out = kernels.short_conv(self.input.run(x), self.weight, self.bias, inputs, metadata.context)
+        return metadata.select(out)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         taps, one = Span.whole(self.spec.kernel_size), Span.whole(1)
@@ -78,7 +93,7 @@ class ShortConv(CheckpointModule):
             yield CheckpointTensor(self._scope.name("conv.bias"), (self._channels,), self.bias)
 
 
-class GatedDeltaNet(CheckpointModule):
+class GatedDeltaNet(RecurrentMixer):
     """Gated delta net, see `DeltaNetSpec`. Key heads are divided among ranks, with their value heads."""
 
     def __init__(self, spec: DeltaNetSpec, hidden_size: int, scope: Scope) -> None:
@@ -103,16 +118,8 @@ class GatedDeltaNet(CheckpointModule):
         self._conv_rows = [part.rows for part in _qkv_parts(spec, keys, values, "")]
         self._values = _heads(spec, values)
 
-    def forward(
-        self,
-        x: SublayerInput,
-        epilogue: ResidualEpilogue,
-        positions: Tensor,
-        state: Sequence[Tensor],
-        metadata: AttentionMetadata,
-    ) -> ResidualStream:
-        """See `ShortConv.forward`."""
-        assert isinstance(metadata, StateMetadata)
+    def mix(self, x: SublayerInput, state: Sequence[Tensor], metadata: StateMetadata) -> Tensor:
+        """See `RecurrentMixer.mix`."""
         inputs, *states = state
         normed = x.with_normed(x.value)
         qkvz, gates = self.qkvz.run(normed), self.gates.run(normed)
@@ -123,7 +130,7 @@ class GatedDeltaNet(CheckpointModule):
         out = kernels.gated_rms_norm(metadata.select(out), metadata.select(z), self.norm.weight, self.norm.eps)
         if self.spec.of_gguf:  # the weight has the heads in another order
             out = out.unflatten(1, (self.spec.num_key_heads, -1, self.spec.value_dim)).transpose(1, 2).flatten(1)
-        return self.output.run(out, epilogue.select(metadata.logits_indices))
+        return out
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`. Two projections read the norm, one of them as it is."""

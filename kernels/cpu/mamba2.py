@@ -8,27 +8,18 @@ from torch import Tensor
 
 from kernels.cpu.recurrent import Net, Old, Tokens, between, sequences
 from kernels.cpu.scan import STATE_SPACE, Gates, native_scan
-from kernels.data.state import DeltaStates, StateContext
+from kernels.data.state import DeltaStates, StateContext, StateSpace
 
 
-def mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
-) -> Tensor:
+def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """See `kernels.reference.mamba2`."""
-    if (native := native_mamba2(xbc, steps, rate, bias, skip, limits, states, context)) is not None:
+    if (native := native_mamba2(xbc, steps, layer, states, context)) is not None:
         return native
     (num_groups, state_dim), (num_heads, head_dim) = states.keys.shape[2:], states.updates.shape[2:]
     inner, width = num_heads * head_dim, num_groups * state_dim
     out = xbc.new_zeros(len(xbc), num_heads, head_dim)
-    dt = F.softplus(steps.float() + bias).clamp_(*limits)
-    decay = (dt * -rate).T  # [H, T]
+    dt = F.softplus(steps.float() + layer.bias).clamp_(*layer.limits)
+    decay = (dt * -layer.rate).T  # [H, T]
     x, b, c = xbc.split((inner, width, width), 1)
     for sequence in sequences(context, len(xbc)):
         at = sequence.part
@@ -42,24 +33,17 @@ def mamba2(
             decay[:, at],
         )
         _StateSpace(sequence, states, context.block_size, raw).run(new, out[at])
-        out[at] = (own * skip.unsqueeze(1)).add_(out[at])
+        out[at] = (own * layer.skip.unsqueeze(1)).add_(out[at])
     return out
 
 
 def native_mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
+    xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext
 ) -> Tensor | None:
     """Compute `mamba2` in C++; None: there is no kernel for these tensors."""
     (num_groups, state_dim), (num_heads, head_dim) = states.keys.shape[2:], states.updates.shape[2:]
     inner, width = num_heads * head_dim, num_groups * state_dim
-    gates = Gates(STATE_SPACE, steps, rate, bias, skip=skip, limits=limits)
+    gates = Gates(STATE_SPACE, steps, layer.rate, layer.bias, skip=layer.skip, limits=layer.limits)
     return native_scan(xbc, (inner + width, inner, 0), gates, states, context)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,15 @@ class StateContext:
             sequence_of = torch.searchsorted(query_start[1:-1].contiguous(), tokens, right=True, out_int32=True)
         sequences = block_tables, rows, query_start, context_lens, sequence_of
         return cls(*sequences, block_size, only_decodes, num_decodes)
+
+
+class StateSpace(NamedTuple):
+    """Parameters of a state-space layer of H heads, see `kernels.reference.mamba2`."""
+
+    rate: Tensor  # [H] float32
+    bias: Tensor  # [H] float32
+    skip: Tensor  # [H] float32
+    limits: tuple[float, float]  # of step sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,32 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.data.state import DeltaStates, StateContext
+from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.reference.precision import to_wide
 from kernels.reference.recurrent import Tokens, of_sequence
 
 
-def mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
-) -> Tensor:
+def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """Compute a state-space layer of H heads in G groups → [T, H, P]. Each group serves H / G consecutive heads.
 
-    xbc [T, H P + G N + G N]: x of each head, B and C of each group; steps [T, H]; rate [H], bias [H] and skip [H]
-    float32. With dt = softplus(step + bias), at least limits[0] and at most limits[1], the state S [N, P] of a head
-    and its output y are after each token:
+    xbc [T, H P + G N + G N]: x of each head, B and C of each group; steps [T, H]. With dt = softplus(step + bias), at
+    least limits[0] and at most limits[1], the state S [N, P] of a head and its output y are after each token:
 
         S ← e^(-rate · dt) S + B (dt x)ᵀ;  y = Sᵀ C + skip · x
 
     In `states`, keys are B and updates are dt x.
     """
-    s, size = states, context.block_size
+    s, size, (rate, bias, skip, limits) = states, context.block_size, layer
     (num_groups, state_dim), (num_heads, head_dim) = s.keys.shape[2:], s.updates.shape[2:]
     out = xbc.new_zeros(len(xbc), num_heads, head_dim)
     tables, starts = context.block_tables, context.query_start.tolist()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.data.state import DeltaStates, StateContext
+from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.scan_chunks import prepare_kernel, scan_kernel
 from kernels.triton.scan_decode import decode_kernel
@@ -109,15 +109,6 @@ def delta_rule(
     return _Layer(qkv, gates, rate, bias, None, (0.0, math.inf), states).run(context)
 
 
-def mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
-) -> Tensor:
+def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """See `kernels.reference.mamba2`."""
-    return _Layer(xbc, steps, rate, bias, skip, limits, states).run(context)
+    return _Layer(xbc, steps, *layer, states).run(context)

@@ -67,15 +67,17 @@ class Layer:
         num_values, new = self.heads[1], partial(torch.randn, device=device)
         x, gates = new(count, self.width).to(dtype), new(count, num_values * (1 + self.is_delta)).to(dtype)
         rate, bias = new(num_values).abs(), new(num_values)
-        return (x, gates, rate, bias) if self.is_delta else (x, gates, rate / 8, bias, new(num_values), (0.0, 10.0))
+        if self.is_delta:
+            return x, gates, rate, bias
+        return x, gates, kernels.StateSpace(rate / 8, bias, new(num_values), (0.0, 10.0))
 
     def whole(self, inputs: tuple[Any, ...], lengths: list[int]) -> Tensor:
         """Return the outputs of whole sequences in float64."""
         if self.is_delta:
             x, gates, rate, bias = inputs
             return whole_delta_rule(x, gates, rate, bias, lengths, self.heads)
-        x, steps, *of_heads, limits = inputs
-        return whole_mamba2(x, steps, tuple(of_heads), limits, lengths, self.heads)
+        x, steps, layer = inputs
+        return whole_mamba2(x, steps, layer[:3], layer.limits, lengths, self.heads)
 
 
 def _layers(device: str) -> list[Layer]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import kda, mamba2, recurrent, scan
-from kernels.data.state import DeltaStates, StateContext
+from kernels.data.state import DeltaStates, StateContext, StateSpace
 
 SIZE, TOKENS = 4, 11  # of a block; of the sequence
 HEADS, KEY_DIM, VALUE_DIM = 4, 24, 20  # not whole vectors
@@ -34,7 +34,7 @@ def layer(kind: str, dtype: torch.dtype) -> tuple[Step, tuple[int, ...]]:
     limits = (0.1, 2.0)
     steps: dict[str, Step] = {
         "delta": lambda at, *rest: recurrent.delta_rule(x[at], two[at], rate, bias, *rest),
-        "mamba2": lambda at, *rest: mamba2.mamba2(x[at], one[at], rate, bias, skip, limits, *rest),
+        "mamba2": lambda at, *rest: mamba2.mamba2(x[at], one[at], StateSpace(rate, bias, skip, limits), *rest),
         "kda": lambda at, *rest: kda.kda(x[at], one[at], forget[at], rate, wide_bias, *rest),
     }
     return steps[kind], (KEY_DIM,) if kind == "kda" else ()

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu import gates
 from kernels.cpu import mamba2 as cpu
-from kernels.data.state import StateContext
+from kernels.data.state import StateContext, StateSpace
 from tests.oracles.recurrent import Heads, whole_mamba2
 from tests.oracles.state_steps import CASE_NAMES, CASES, StateSteps
 
@@ -37,7 +37,7 @@ def test_chunks_give_what_tokens_give_one_by_one(
     states = steps.states(heads, dtype)
 
     def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
-        return module.mamba2(part, own, *of_heads, limits, states, context)  # type: ignore[no-any-return]
+        return module.mamba2(part, own, StateSpace(*of_heads, limits), states, context)  # type: ignore[no-any-return]
 
     steps.compare(compute, (xbc, given), expected, 5e-5 if dtype == torch.float32 else 0.05)
 
