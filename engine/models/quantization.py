@@ -93,12 +93,13 @@ class NamedQuantization(Quantization):
     """Schemes whose targets are whole names of modules, "*" for the number of an expert."""
 
     def scheme(self, name: str) -> Scheme | None:
-        return _by_name(self.schemes).get(re.sub(r"\.experts\.\d+\.", ".experts.*.", name))
+        found = _by_name(self.schemes, self.names)
+        return found.get(re.sub(r"\.experts\.\d+\.", ".experts.*.", name))
 
 
 @functools.lru_cache(maxsize=4)
-def _by_name(schemes: tuple[tuple[tuple[str, ...], Scheme], ...]) -> dict[str, Scheme]:
-    return {name: scheme for names, scheme in schemes for name in names}
+def _by_name(schemes: tuple[tuple[tuple[str, ...], Scheme], ...], renames: Renames) -> dict[str, Scheme]:
+    return {renamed(f"{name}.", renames)[:-1]: scheme for names, scheme in schemes for name in names}
 
 
 ONLINE = {  # formats to which a float checkpoint can be quantised at load time

@@ -102,11 +102,13 @@ class GatedDeltaNet(RecurrentMixer):
         self._scope = scope
         keys = scope.shard.span("linear_num_key_heads", spec.num_key_heads)
         values = scope.shard.span("linear_num_value_heads", spec.num_value_heads)
-        if spec.of_gguf and scope.shard.size > 1 and spec.num_value_heads > spec.num_key_heads:
+        if spec.parts == "tiled" and scope.shard.size > 1 and spec.num_value_heads > spec.num_key_heads:
             raise ModelError(
                 "its GGUF file has value heads in an order that is not divided among ranks; use pipeline_parallel_size"
             )
-        projections, gates = (_fused_parts if spec.fused else _parts)(spec, keys, values, scope)
+        projections, gates = _parts(spec, keys, values, scope)
+        if spec.parts in ("gates", "fused"):
+            projections, gates = _fused_parts(spec, keys, projections, scope)
         self.qkvz = RowsLinear(scope, hidden_size, projections)
         self.gates = RowsLinear(scope, hidden_size, gates)
         inner = spec.num_value_heads * spec.value_dim
@@ -128,7 +130,7 @@ class GatedDeltaNet(RecurrentMixer):
         args = self.rate, self.bias, kernels.DeltaStates(*states), metadata.context
         out = kernels.delta_rule(qkv, gates, *args)  # [T, Hv, Dv]
         out = kernels.gated_rms_norm(metadata.select(out), metadata.select(z), self.norm.weight, self.norm.eps)
-        if self.spec.of_gguf:  # the weight has the heads in another order
+        if self.spec.parts == "tiled":  # the weight has the heads in another order
             out = out.unflatten(1, (self.spec.num_key_heads, -1, self.spec.value_dim)).transpose(1, 2).flatten(1)
         return out
 
@@ -146,17 +148,18 @@ class GatedDeltaNet(RecurrentMixer):
         start = 0
         for heads in self._values:
             rate, bias = (each[start : start + len(heads)] for each in (self.rate, self.bias))
-            yield CheckpointTensor(name("A_log"), (heads,), rate, take=partial(self._take_rate, rate))
+            yield CheckpointTensor(name("A_log"), (heads,), rate, take=partial(_take_rate, rate))
             yield CheckpointTensor(name("dt_bias"), (heads,), bias)
             start += len(heads)
 
-    def _take_rate(self, into: Tensor, stored: Tensor) -> None:
-        into.copy_(-stored.float() if self.spec.of_gguf else stored.float().exp())
+
+def _take_rate(into: Tensor, stored: Tensor) -> None:
+    into.copy_(stored.float().exp())
 
 
 def _heads(spec: DeltaNetSpec, values: Span) -> list[Span]:
     """Return where the checkpoint has this rank's value heads, in our order."""
-    if not spec.of_gguf:
+    if spec.parts != "tiled":
         return [values]
     count, total = spec.num_value_heads // spec.num_key_heads, spec.num_value_heads
     positions = (head % count * spec.num_key_heads + head // count for head in range(values.start, values.stop))
@@ -189,8 +192,10 @@ def _parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[
     return projections, [Part(name=scope.name(name), rows=rows) for name in ("in_proj_b", "in_proj_a") for rows in own]
 
 
-def _fused_parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> tuple[list[Part], list[Part]]:
-    """Return the same where a tensor has q, k, v and z, and one has b and a, of each key head and its value heads."""
+def _fused_parts(
+    spec: DeltaNetSpec, keys: Span, projections: list[Part], scope: Scope
+) -> tuple[list[Part], list[Part]]:
+    """Return the same where a tensor has b and a of each key head and its value heads; perhaps one has q, k, v, z."""
     count = spec.num_value_heads // spec.num_key_heads
 
     def parts(name: str, sizes: Sequence[int]) -> list[Part]:
@@ -206,7 +211,6 @@ def _fused_parts(spec: DeltaNetSpec, keys: Span, values: Span, scope: Scope) -> 
         ]
 
     inner = count * spec.value_dim
-    return (
-        parts("in_proj_qkvz", (spec.key_dim, spec.key_dim, inner, inner)),
-        parts("in_proj_ba", (count, count)),
-    )
+    if spec.parts == "fused":
+        projections = parts("in_proj_qkvz", (spec.key_dim, spec.key_dim, inner, inner))
+    return projections, parts("in_proj_ba", (count, count))

@@ -70,9 +70,10 @@ class DeltaNetSpec(RecurrentSpec):
     value_dim: int
     kernel_size: int  # of the convolution of queries, keys and values
     norm_eps: float
-    fused: bool = False  # the checkpoint has the projections of each key head and its value heads together
-    # As llama.cpp stores it: the first value head of each key head, then the second of each, and so on; and -e^A_log.
-    of_gguf: bool = False
+    # The checkpoint has q, k, v and z in two tensors, b and a in two; "gates": b and a of each key head and its value
+    # heads together; "fused": q, k, v and z, too. "tiled": the first value head of each key head, then the second of
+    # each, and so on.
+    parts: Literal["apart", "gates", "fused", "tiled"] = "apart"
 
     @property
     def conv_channels(self) -> int:

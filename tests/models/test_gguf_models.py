@@ -56,6 +56,15 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2_moe": WIDE,
     "qwen3_5": {},
     "qwen3_5_moe": WIDE | {"shared_expert_intermediate_size": 96},
+    "qwen3_next": WIDE | {"shared_expert_intermediate_size": 96},
+    "gemma4": {},
+    "gemma4_moe": WIDE,
+    "gemma4_small": {"hidden_size_per_layer_input": 32},
+    "nemotron_h": {},
+    "nemotron_h-moe": WIDE | {"moe_shared_expert_intermediate_size": 96, "n_group": 1},
+    "nemotron_h-latent": WIDE | {"moe_shared_expert_intermediate_size": 96},
+    "granitemoehybrid": {"intermediate_size": 64, "shared_intermediate_size": 96},
+    "granitemoehybrid-dense": {"shared_intermediate_size": 96},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
 }
 TYPES = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "F16", "BF16", "MXFP4")

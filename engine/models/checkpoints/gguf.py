@@ -96,18 +96,23 @@ class GGUFCheckpoint(Checkpoint):
             yield name, self._value(name, device)
 
     def _value(self, name: str, device: torch.device) -> Tensor:
+        """Read a tensor. Its entry may say: `heads` whose rows are permuted, an `offset` that was added, `log` where
+        the file has -exp(value), and the bytes from one expert to the next, if they are not an expert's (`stride`).
+        """
         stack, index = self._where[name]
         tensor = self._stacks[stack]
         of, shape = TYPES[tensor["type"]], tensor["shape"]
         start, size = tensor["start"], tensor["num_bytes"]
         if index is not None:
             size //= shape[0]
-            start, shape = start + index * size, shape[1:]
+            start, shape = start + index * tensor.get("stride", size), shape[1:]
         data = self._mapped[tensor["file"]][start : start + size].to(device)
         rows = data.view(shape[0] if of.unpack is None or len(shape) > 1 else 1, -1)
-        if heads := tensor["heads"]:  # channels 2i and 2i + 1 of a head become i and i + D / 2
+        if heads := tensor.get("heads"):  # channels 2i and 2i + 1 of a head become i and i + D / 2
             rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
         if tensor["blocks"]:
             return rows.view(shape[0], -1, of.num_bytes)
         value = of.decode(rows).view(shape)
-        return value - tensor["offset"] if tensor["offset"] else value
+        if tensor.get("log"):
+            return (-value).log()
+        return value - tensor["offset"] if "offset" in tensor else value

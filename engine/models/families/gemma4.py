@@ -20,6 +20,13 @@ ROPE = {
 NAMES = ExpertNames(
     router="router.proj", stacked=("experts.gate_up_proj", "experts.down_proj"), suffix="_", shared="mlp"
 )
+SEPARATE = ExpertNames(  # of a GGUF file
+    router="router.proj",
+    gate="experts.{}.gate_proj",
+    up="experts.{}.up_proj",
+    down="experts.{}.down_proj",
+    shared="mlp",
+)
 PARALLEL_NORMS = ParallelNorms(
     after_shared="post_feedforward_layernorm_1",
     before_experts="pre_feedforward_layernorm_2",
@@ -94,7 +101,7 @@ def _mlps(config: Config, first_shared: int) -> list[DenseSpec | MoESpec]:
             parallel_norms=PARALLEL_NORMS,
             router_norm_eps=number(config, "rms_norm_eps", 1e-6),
             expert_scale=True,
-            names=NAMES,
+            names=SEPARATE if flag(config, "separate_experts") else NAMES,
         )
         return [both] * num_layers(config)
     wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if flag(config, "use_double_wide_mlp") else mlp

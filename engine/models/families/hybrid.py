@@ -68,7 +68,7 @@ def _lfm2(config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpe
 def qwen3_next(config: Config) -> ModelSpec:
     """Qwen3-Next and Qwen3-Coder-Next: gated delta nets in three of four layers, gated attention, experts."""
     config = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512} | config
-    return _delta_net(config, _qwen_experts(config), fused=True)
+    return _delta_net({"delta_net_parts": "fused"} | config, _qwen_experts(config))
 
 
 def qwen3_5(config: Config) -> ModelSpec:
@@ -103,10 +103,11 @@ def _qwen_experts(config: Config) -> list[DenseSpec | MoESpec]:
     return every(config, mlp)
 
 
-def _delta_net(
-    config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpec], *, fused: bool = False
-) -> ModelSpec:
-    """Create a decoder of gated delta nets and gated attention. fused: see `DeltaNetSpec`."""
+def _delta_net(config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | MoESpec]) -> ModelSpec:
+    """Create a decoder of gated delta nets and gated attention. `delta_net_parts`: see `DeltaNetSpec.parts`."""
+    parts = config.get("delta_net_parts", "apart")
+    if parts not in ("apart", "gates", "fused", "tiled"):
+        raise ModelError(f"'delta_net_parts' must be apart, gates, fused or tiled, got {parts!r}")
     num_keys, num_values = (
         integer(config, f"linear_num_{name}_heads", default) for name, default in (("key", 16), ("value", 32))
     )
@@ -121,8 +122,7 @@ def _delta_net(
         value_dim=integer(config, "linear_value_head_dim", 128, maximum=MAX_HEAD_DIM),
         kernel_size=integer(config, "linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_KERNEL),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
-        fused=fused,
-        of_gguf=flag(config, "delta_net_of_gguf"),
+        parts=parts,
     )
     bias = flag(config, "attention_bias")
     mixer = attention({"head_dim": 256} | config, qkv_bias=bias, o_bias=bias, qk_norm=True, rotary_factor=0.25)

@@ -36,7 +36,9 @@ def granite_hybrid(config: Config) -> ModelSpec:
     kinds = _kinds(config, [STATE_LAYERS[0]] * num_layers(config))
     mamba = _mamba(config, "mamba_", norm_groups=1)
     rotates = config.get("position_embedding_type") == "rope"
-    mlp = DenseSpec(intermediate_size=shared, fused="input_linear", down_name="output_linear")
+    mlp = DenseSpec(intermediate_size=shared)
+    if not flag(config, "separate_experts"):
+        mlp = replace(mlp, fused="input_linear", down_name="output_linear")
     layers = []
     for layer, kind in zip(spec.layers, kinds, strict=True):
         assert isinstance(layer.mixer, AttentionSpec)

@@ -17,6 +17,9 @@ OUTSIDE = {
     "token_embd_norm": "model.embedding_norm",  # of LFM2's outputs
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -55,18 +58,56 @@ DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "post_attention_norm": "post_attention_layernorm",
-    "ssm_a": "linear_attn.A_log",  # stored as -exp(A_log)
+    "ssm_a": "linear_attn.A_log",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt": "linear_attn.dt_bias",
+    "ssm_in": "linear_attn.in_proj_qkvz",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+}
+MAMBA2 = {
+    "ssm_a": "mamba.A_log",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_in": "mamba.in_proj",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+NEMOTRON_H = {
+    **{ours: f"mixer.{name.partition('.')[2]}" for ours, name in MAMBA2.items()},
+    "attn_norm": "norm",
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in ("q", "k", "v")},
+    "attn_output": "mixer.o_proj",
+    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA4 = {
+    **GEMMA,
+    **{f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "inp_gate": "per_layer_input_gate",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "proj": "per_layer_projection",
 }
 PLAIN_NORMS = ("ssm_norm",)
 # Tensors that config.json holds instead.
@@ -97,6 +138,14 @@ class Settings:
             raise ModelError(f"{self.architecture}.{name} must be one integer for all layers, got {value!r:.60}")
         return value
 
+    def integers(self, name: str) -> list[int]:
+        """Return a setting that is one number, or one for each layer: one for each. Raises `ModelError`."""
+        value, count = self.get(name), self.integer("block_count")
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count or not all(isinstance(each, int) for each in values):
+            raise ModelError(f"{self.architecture}.{name} must be integers for {count} layers, got {value!r:.60}")
+        return values
+
     def size(self, name: str, dimension: int) -> int:
         """Return a dimension of a tensor. Raises `ModelError` if there is none."""
         shape = self.shapes.get(name, ())
@@ -109,9 +158,13 @@ class Settings:
         heads = max(self.integer("attention.head_count"), 1)
         return self.integer("attention.key_length", self.integer("embedding_length") // heads)
 
-    def has(self, part: str) -> bool:
-        """Return whether the first layer has a tensor."""
-        return f"blk.0.{part}" in self.shapes
+    def has(self, part: str, layer: int = 0) -> bool:
+        """Return whether a layer has a tensor."""
+        return f"blk.{layer}.{part}" in self.shapes
+
+    def any_has(self, part: str) -> bool:
+        """Return whether some layer has a tensor."""
+        return any(self.has(part, layer) for layer in range(self.integer("block_count")))
 
 
 Config = dict[str, Any]
@@ -155,14 +208,16 @@ def config_json(settings: Settings) -> Config:
     head_dim = settings.head_dim
     if settings.integer("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{settings.architecture}.attention.value_length must equal attention.key_length")
-    drafts = settings.integer("nextn_predict_layers", 0)
+    drafts, own = settings.integer("nextn_predict_layers", 0), of.config(settings)
     config: Config = {
         "architectures": [of.name],
         "hidden_size": hidden,
-        "intermediate_size": settings.integer("feed_forward_length", 0) or hidden,  # 0 or absent: experts alone
+        "intermediate_size": own.get("intermediate_size")
+        or settings.integer("feed_forward_length", 0)
+        or hidden,  # 0 or absent: experts alone
         "num_hidden_layers": settings.integer("block_count") - drafts,
         "num_attention_heads": heads,
-        "num_key_value_heads": _num_kv_heads(settings, heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or _num_kv_heads(settings, heads),
         "head_dim": head_dim,
         "vocab_size": settings.size("token_embd.weight", 0),
         "max_position_embeddings": settings.integer("context_length"),
@@ -175,7 +230,7 @@ def config_json(settings: Settings) -> Config:
     rotary = settings.integer("rope.dimension_count", head_dim)
     if rotary != head_dim and head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
-    return config | of.config(settings)
+    return config | own
 
 
 def _num_kv_heads(settings: Settings, heads: int) -> int:
@@ -284,6 +339,58 @@ def _gemma3(settings: Settings) -> Config:
     }
 
 
+def _gemma4(settings: Settings) -> Config:
+    count = settings.integer("block_count")
+    slides = settings.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list) or len(slides) != count or all(slides):
+        raise ModelError(
+            "gemma4.attention.sliding_window_pattern must be a list that names a layer with full attention"
+        )
+    kv_heads, sizes = settings.integers("attention.head_count_kv"), settings.integers("feed_forward_length")
+    full = slides.index(False)
+    window = slides.index(True) if any(slides) else full
+    rotating = [factor for factor in settings.factors.get(ROPE_FACTORS, []) if factor < 1e29]
+    head_dim = settings.head_dim
+    ropes = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * len(rotating) / max(head_dim, 1) or 1.0,
+            "rope_theta": settings.get("rope.freq_base", 1e6),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": settings.get("rope.freq_base_swa", 1e4)},
+    }
+    per_layer = settings.integer("embedding_length_per_layer_input", 0)
+    return {
+        **_gemma(settings),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "sliding_window": settings.integer("attention.sliding_window"),
+        "head_dim": settings.integer("attention.key_length_swa"),
+        "global_head_dim": head_dim,
+        "num_key_value_heads": kv_heads[window],
+        "num_global_key_value_heads": kv_heads[full],
+        "attention_k_eq_v": not settings.has("attn_v.weight", full),
+        "num_kv_shared_layers": settings.integer("attention.shared_kv_layers", 0),
+        "intermediate_size": min(sizes),
+        "use_double_wide_mlp": max(sizes) > min(sizes),
+        "hidden_size_per_layer_input": per_layer,
+        **({"vocab_size_per_layer_input": settings.size("per_layer_token_embd.weight", 0)} if per_layer else {}),
+        "final_logit_softcapping": settings.get("final_logit_softcapping"),
+        "rope_parameters": ropes,
+        "rope_scaling": None,
+        **(_experts_of_gemma4(settings) if settings.get("expert_count", 0) else {}),
+    }
+
+
+def _experts_of_gemma4(settings: Settings) -> Config:
+    return {
+        "enable_moe_block": True,
+        "separate_experts": True,
+        "num_experts": settings.integer("expert_count"),
+        "top_k_experts": settings.integer("expert_used_count"),
+        "moe_intermediate_size": settings.integer("expert_feed_forward_length"),
+    }
+
+
 def _phi3(settings: Settings) -> Config:
     return {"sliding_window": settings.integer("attention.sliding_window", 0) or None}
 
@@ -306,12 +413,17 @@ def _glm4(settings: Settings) -> Config:
 
 def _granite(settings: Settings) -> Config:
     fields = {
-        "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return {**_llama(settings), **{ours: settings.get(theirs, 1.0) for ours, theirs in fields.items()}}
+    own_scale = settings.head_dim**-0.5 if settings.head_dim else 1.0
+    multipliers = {ours: settings.get(theirs, 1.0) for ours, theirs in fields.items()}
+    return {
+        **_llama(settings),
+        **multipliers,
+        "attention_multiplier": settings.get("attention.scale") or own_scale,
+    }
 
 
 def _granite_moe(settings: Settings) -> Config:
@@ -320,6 +432,78 @@ def _granite_moe(settings: Settings) -> Config:
         **_mixtral(settings),
         "shared_intermediate_size": settings.get("expert_shared_feed_forward_length", 0),
         "separate_experts": True,
+    }
+
+
+def _mamba2(settings: Settings) -> Config:
+    heads = max(settings.integer("ssm.time_step_rank"), 1)
+    return {
+        "mamba_n_heads": heads,
+        "mamba_num_heads": heads,
+        "mamba_d_head": settings.integer("ssm.inner_size") // heads,
+        "mamba_n_groups": settings.integer("ssm.group_count"),
+        "n_groups": settings.integer("ssm.group_count"),
+        "mamba_d_state": settings.integer("ssm.state_size"),
+        "mamba_d_conv": settings.integer("ssm.conv_kernel"),
+        "mamba_d_ssm": settings.integer("ssm.inner_size"),
+        "mamba_conv_bias": settings.any_has("ssm_conv1d.bias"),
+        "mamba_proj_bias": settings.any_has("ssm_in.bias"),
+    }
+
+
+def _granite_hybrid(settings: Settings) -> Config:
+    has_experts = settings.get("expert_count", 0) > 0
+    size = settings.size(f"blk.0.ffn_gate{'_shexp' if has_experts else ''}.weight", 0)
+    is_state = [settings.has("ssm_in.weight", layer) for layer in range(settings.integer("block_count"))]
+    return {
+        **(_granite_moe(settings) if has_experts else _granite(settings)),
+        **_mamba2(settings),
+        "num_local_experts": settings.integer("expert_count", 0),
+        "shared_intermediate_size": size,
+        "separate_experts": True,
+        "layer_types": ["mamba" if each else "attention" for each in is_state],
+        "position_embedding_type": "rope" if settings.get("rope.scaling.finetuned", True) else "nope",
+        "attention_bias": settings.any_has("attn_q.bias"),
+    }
+
+
+_PARTS_OF_NEMOTRON = {"ssm_in": "mamba", "attn_q": "attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+
+
+def _nemotron_h(settings: Settings) -> Config:
+    kinds = []
+    for layer in range(settings.integer("block_count") - settings.integer("nextn_predict_layers", 0)):
+        found = [kind for part, kind in _PARTS_OF_NEMOTRON.items() if settings.has(f"{part}.weight", layer)]
+        if not found:
+            raise ModelError(f"its layer {layer} has neither of {', '.join(_PARTS_OF_NEMOTRON)}; download it again")
+        kinds.append(found[0])
+    eps = settings.get("attention.layer_norm_rms_epsilon", settings.get("attention.layer_norm_epsilon", 1e-5))
+    return {
+        **_mamba2(settings),
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": eps,
+        "rms_norm_eps": eps,
+        "intermediate_size": max(settings.integers("feed_forward_length")),
+        "attention_bias": settings.any_has("attn_q.bias"),
+        "mlp_bias": settings.any_has("ffn_up.bias"),
+    }
+
+
+def _nemotron_h_moe(settings: Settings) -> Config:
+    size = settings.integer("expert_feed_forward_length")
+    latent = settings.integer("moe_latent_size", 0)
+    return {
+        **_nemotron_h(settings),
+        "n_routed_experts": settings.integer("expert_count"),
+        **_chosen(settings),
+        "moe_intermediate_size": size,
+        "moe_shared_expert_intermediate_size": settings.integer("expert_shared_feed_forward_length", size),
+        "n_shared_experts": 1,
+        "norm_topk_prob": settings.get("expert_weights_norm", True),
+        "routed_scaling_factor": settings.get("expert_weights_scale", 1.0),
+        "n_group": settings.integer("expert_group_count", 1),
+        "topk_group": settings.integer("expert_group_used_count", 1),
+        **({"moe_latent_size": latent} if latent else {}),
     }
 
 
@@ -343,6 +527,11 @@ def _lfm2_moe(settings: Settings) -> Config:
     return {**_moe(settings), **_lfm2(settings), "num_dense_layers": settings.integer("leading_dense_block_count")}
 
 
+def _qwen3_next(settings: Settings) -> Config:
+    has_qkvz = settings.any_has("ssm_in.weight")
+    return {**_qwen35_moe(settings), "delta_net_parts": "fused" if has_qkvz else "gates"}
+
+
 def _qwen35(settings: Settings) -> Config:
     count, values = settings.integer("block_count"), max(settings.integer("ssm.time_step_rank"), 1)
     num_layers = count - settings.integer("nextn_predict_layers", 0)
@@ -354,7 +543,7 @@ def _qwen35(settings: Settings) -> Config:
         "linear_num_key_heads": settings.integer("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": settings.integer("ssm.inner_size") // values,
-        "delta_net_of_gguf": True,
+        "delta_net_parts": "tiled",
         "num_nextn_predict_layers": 0,
     }
 
@@ -366,6 +555,7 @@ def _qwen35_moe(settings: Settings) -> Config:
 _FUSED = {"ffn_up": "mlp.gate_up_proj"}
 _LLAMA = Architecture("LlamaForCausalLM", _llama, permutes=True)
 _GEMMA2 = Architecture("Gemma2ForCausalLM", _gemma2, GEMMA, norm_offset=1.0)
+_NEMOTRON_H = Architecture("NemotronHForCausalLM", _nemotron_h, NEMOTRON_H, skips_drafts=True)
 MIXTRAL_ARCHITECTURE = Architecture("MixtralForCausalLM", _mixtral, MIXTRAL, permutes=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
@@ -375,9 +565,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen35": Architecture("Qwen3_5ForCausalLM", _qwen35, DELTA_NET, norm_offset=1.0, skips_drafts=True),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _qwen35_moe, DELTA_NET, norm_offset=1.0, skips_drafts=True),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", _qwen3_next, DELTA_NET, norm_offset=1.0, skips_drafts=True),
     "gemma": Architecture("GemmaForCausalLM", _gemma, norm_offset=1.0),
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, name="Gemma3ForCausalLM", config=_gemma3),
+    "gemma4": Architecture("Gemma4ForCausalLM", _gemma4, GEMMA4),
     "phi3": Architecture("Phi3ForCausalLM", _phi3, _FUSED),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -395,6 +587,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granite": replace(_LLAMA, name="GraniteForCausalLM", config=_granite),
     "granitemoe": replace(_LLAMA, name="GraniteMoeSharedForCausalLM", config=_granite_moe),
+    "granitehybrid": replace(_LLAMA, name="GraniteMoeHybridForCausalLM", config=_granite_hybrid, names=MAMBA2),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(_NEMOTRON_H, config=_nemotron_h_moe),
     "lfm2": Architecture("Lfm2ForCausalLM", _lfm2, LFM2),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", _lfm2_moe, LFM2),
     "smollm3": replace(_LLAMA, name="SmolLM3ForCausalLM", config=_smollm3),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ from engine.models.gguf.vocabulary import chat_templates, end_token_ids, special
 from engine.models.quantization import GGUF_SCHEMES
 from engine.utils.folder_files import open_file
 
-VERSION = 5  # of the folder's content
+VERSION = 6  # of the folder's content
 TENSORS = "gguf.json"  # files and tensors, see `derived_tensors`
 NO_TOKENIZER = "tokenizer.missing"  # why there is no tokenizer.json
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
@@ -52,9 +53,11 @@ FUSED = (
 )
 ALONE = (
     *("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"),
-    *("shortconv.in_proj", "shortconv.out_proj", "ssm_out"),
+    *("shortconv.in_proj", "shortconv.out_proj", "ssm_ba", "ssm_in", "ssm_out"),
+    *("ffn_gate_up_exps", "ffn_latent_down", "ffn_latent_up", "inp_gate", "proj"),
 )
-WHOLE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")  # names of these are not followed by the kind of tensor
+# Names of these are not followed by the kind of tensor.
+WHOLE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_d", "ssm_dt", "layer_output_scale")
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SETTINGS |= {"penalty_repeat": "repetition_penalty"}
 
@@ -139,7 +142,7 @@ def _contents(header: Header, files: Sequence[Sequence[Any]]) -> Iterator[tuple[
         config["tie_word_embeddings"] and embedding and embedding.type in GGUF_SCHEMES
     ):  # the head stays quantised: each step reads it
         config["tie_word_embeddings"] = False
-        tensors["lm_head"] = {**embedding._asdict(), "heads": 0, "offset": 0.0, "blocks": True}
+        tensors["lm_head"] = {**embedding._asdict(), "blocks": True}
     config |= {
         "bos_token_id": special_token_id(metadata, "bos"),
         "eos_token_id": end_token_ids(metadata) if "tokenizer.ggml.tokens" in metadata else [],
@@ -178,7 +181,7 @@ def _kept(stored: Mapping[str, StoredBlocks]) -> set[str]:
     layers = {name.split(".")[1] for name in stored if name.startswith("blk.")}
     groups = [[f"blk.{layer}.{part}.weight" for part in parts] for layer in layers for parts in FUSED]
     groups += [[f"blk.{layer}.{part}.weight"] for layer in layers for part in ALONE]
-    groups.append(["output.weight"])
+    groups += [["output.weight"], ["per_layer_model_proj.weight"]]
     kept: set[str] = set()
     for names in groups:
         types = {stored[name].type for name in names if name in stored}
@@ -192,9 +195,10 @@ def _tensors(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each tensor's name in the checkpoint, "{}" for the number of an expert, and how it is read.
 
-    `blocks`: the name is that of a matrix, whose blocks may stay as they are.
+    `blocks`: the name is that of a matrix, whose blocks may stay as they are. `heads`, `offset`, `log`, `stride`: see
+    `checkpoints.gguf`.
     """
-    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    num_experts = config.get("num_experts", config.get("num_local_experts", config.get("n_routed_experts")))
     for name, tensor in stored.items():
         part, _, what = name.rpartition(".")
         if what not in ("weight", "bias"):
@@ -207,16 +211,43 @@ def _tensors(
                 continue
             prefix, part = LAYER.format(match[1]), match[2]
             ours = of.part_name(part)
-        if ours is None:
-            raise ModelError(f"it holds {name!r}, which architecture {of.name} has no place for")
-        heads = 0
-        if of.permutes and part in ("attn_q", "attn_k"):
-            heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-            if not heads or tensor.shape[0] % (2 * heads):
-                raise ModelError(f"{name!r} has {tensor.shape[0]} rows for {heads} heads; download it again")
-        if "{}" in ours and tensor.shape[0] != num_experts:
-            raise ModelError(f"{name!r} has {tensor.shape[0]} experts of {num_experts}; download it again")
-        is_kept = name in kept
-        named = ours if is_kept or part in WHOLE else f"{ours}.{what}"
-        offset = of.norm_offset if part.endswith("norm") and part not in PLAIN_NORMS else 0.0
-        yield prefix + named, {**tensor._asdict(), "heads": heads, "offset": offset, "blocks": is_kept}
+        entry = {**tensor._asdict(), "blocks": name in kept}
+        if part == "ffn_gate_up_exps" and len(tensor.shape) == 3:
+            halves = zip(("ffn_gate_exps", "ffn_up_exps"), _halves(entry), strict=True)
+            found = [(of.part_name(each), half) for each, half in halves]
+        else:
+            found = [(ours, entry)]
+        for ours, entry in found:
+            if ours is None:
+                raise ModelError(f"it holds {name!r}, which architecture {of.name} has no place for")
+            if "{}" in ours and tensor.shape[0] != num_experts:
+                raise ModelError(f"{name!r} has {tensor.shape[0]} experts of {num_experts}; download it again")
+            named = ours if entry["blocks"] or part in WHOLE or not what else f"{ours}.{what}"
+            yield prefix + named, entry | _changes(name, part, tensor, of, config)
+
+
+def _halves(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the entries of the gates and of the ups of a tensor [experts, gate and up, hidden]."""
+    count, rows, width = entry["shape"]
+    for half in range(2):
+        yield {
+            **entry,
+            "shape": (count, rows // 2, width),
+            "num_bytes": entry["num_bytes"] // 2,
+            "start": entry["start"] + half * (entry["num_bytes"] // count // 2),
+            "stride": entry["num_bytes"] // count,
+        }
+
+
+def _changes(name: str, part: str, tensor: StoredBlocks, of: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a tensor's values differ from the checkpoint's. Raises `ModelError`."""
+    if of.permutes and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        if not heads or tensor.shape[0] % (2 * heads):
+            raise ModelError(f"{name!r} has {tensor.shape[0]} rows for {heads} heads; download it again")
+        return {"heads": heads}
+    if part == "ssm_a":
+        return {"log": True}
+    if part in PLAIN_NORMS:
+        return {"shape": (math.prod(tensor.shape),)}  # groups of channels stand in rows
+    return {"offset": of.norm_offset} if of.norm_offset and part.endswith("norm") else {}
