@@ -108,7 +108,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.lora": ("lora_add",),
-        "kernels.cuda.lora": ("adapted_experts", "adapted_linear", "fuses_adapters"),
+        "kernels.cuda.lora": ("adapted_experts", "adapted_linear", "extended_weight", "fuses_adapters"),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
         "kernels.cuda.linear": (
@@ -253,6 +253,7 @@ adapter_slots = _dispatched(reference.adapter_slots)
 lora_add = _dispatched(reference.lora_add)
 adapted_linear = _dispatched(reference.adapted_linear)
 fuses_adapters = _dispatched(reference.fuses_adapters)
+extended_weight = _dispatched(reference.extended_weight)
 route = _dispatched(reference.route)
 norm_route = _dispatched(reference.norm_route)
 route_norms_apart = _dispatched(reference.route_norms_apart)

@@ -3,7 +3,7 @@
     python -m benchmarks.micro.lora --rank 16
 
 For each number of tokens, us for each layer: without adapters as steps without them run it; with one adapter for all
-tokens and with 32, in each form that the kernels have (`kernels.cuda.choice`).
+tokens and with as many as there are slots, in each form that the kernels have (`kernels.cuda.choice`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.cuda import lora
 from kernels.cuda.choice import CHOICE
 
 NUM_LAYERS = 6  # together larger than L2
-NUM_SLOTS = 32
+NUM_SLOTS = 32  # by default
 FORMS = {
     "separate": replace(CHOICE, adapted_tokens=0, adapted_gate=False, adapters_overlap=False),
     "reduced": replace(CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=False, adapters_overlap=False),
@@ -38,6 +38,7 @@ FORMS = {
     "one launch, gate": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=True),
     "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
     "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
+    "A in the GEMM": replace(CHOICE, adapted_tokens=0, extended_tokens=1023, extended_share=1.0),
     "in the GEMM": replace(CHOICE, adapted_tokens=16, adapted_rank=64),
 }
 
@@ -51,7 +52,7 @@ class Layer(NamedTuple):
     gate: kernels.Gate | None
 
 
-def layer(rows: tuple[int, ...], channels: int, rank: int, gate: kernels.Gate | None = None) -> Layer:
+def layer(rows: tuple[int, ...], channels: int, rank: int, slots: int, gate: kernels.Gate | None = None) -> Layer:
     def random(*shape: int) -> Tensor:
         values: Tensor = torch.randn(shape, device="cuda") / shape[-1] ** 0.5
         return values.bfloat16()
@@ -61,21 +62,22 @@ def layer(rows: tuple[int, ...], channels: int, rank: int, gate: kernels.Gate | 
         kernels.RowGroup(end - size, end, index) for index, (end, size) in enumerate(zip(ends, rows, strict=True))
     )
     out, device = sum(rows), torch.device("cuda")
-    factor, shift = torch.ones(NUM_SLOTS, out, device=device), torch.zeros(NUM_SLOTS, out, device=device)
+    factor, shift = torch.ones(slots, out, device=device), torch.zeros(slots, out, device=device)
     blocks = kernels.LoraWeights.blocks_of(groups, device)
-    down, up = random(NUM_SLOTS, len(rows) * rank, channels), random(NUM_SLOTS, out, rank)
-    weights = kernels.LoraWeights(down, up, factor, shift, groups, *blocks)
+    down, up = random(slots, len(rows) * rank, channels), random(slots, out, rank)
+    extended = torch.cat([random(out, channels), down.flatten(0, 1)])
+    weights = kernels.LoraWeights(down, up, factor, shift, groups, *blocks, extended)
     norm = torch.ones(channels, dtype=torch.bfloat16, device=device), 1e-6
-    return Layer(random(out, channels), weights, norm, gate)
+    return Layer(extended[:out], weights, norm, gate)
 
 
-def model(rank: int) -> list[list[Layer]]:
+def model(rank: int, slots: int) -> list[list[Layer]]:
     return [
         [
-            layer((4096, 1024, 1024), 4096, rank),
-            layer((4096,), 4096, rank),
-            layer((12288, 12288), 4096, rank, "silu"),
-            layer((4096,), 12288, rank),
+            layer((4096, 1024, 1024), 4096, rank, slots),
+            layer((4096,), 4096, rank, slots),
+            layer((12288, 12288), 4096, rank, slots, "silu"),
+            layer((4096,), 12288, rank, slots),
         ]
         for _ in range(NUM_LAYERS)
     ]
@@ -138,19 +140,20 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64, 256])
+    parser.add_argument("--slots", type=int, default=NUM_SLOTS)
     args = parser.parse_args(argv)
-    layers = model(args.rank)
+    layers = model(args.rank, args.slots)
     for count in args.tokens:
         hidden = torch.randn(count, 4096, device="cuda").bfloat16()
         plain = us_per_layer(lambda: run(layers, hidden, None))  # noqa: B023 (called at once)
         print(f"{count:4} tokens: {plain:7.1f} us without adapters", flush=True)
-        for used in (1, NUM_SLOTS):
+        for used in sorted({1, args.slots}):
             slots = torch.arange(count, dtype=torch.int32, device="cuda") % used
             for name, choice in FORMS.items():
                 if name == "in the GEMM" and count > 8:
                     continue
                 vars(lora)["CHOICE"] = choice
-                tokens = kernels.AdapterTokens(slots, NUM_SLOTS)
+                tokens = kernels.AdapterTokens(slots, args.slots)
                 _ = tokens.tiles  # once in a step
                 took = us_per_layer(lambda: run(layers, hidden, tokens))  # noqa: B023
                 print(f"{used:8} adapters, {name:21} {took:7.1f} us, +{took - plain:5.1f}", flush=True)

@@ -85,7 +85,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     num_adapters = max(map(ROWS.__getitem__, args.rows))
     with tempfile.TemporaryDirectory() as temporary:
         requests = [write_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(num_adapters)]
-        served = {"enable_lora": True, "max_loras": max(num_adapters, 32), "max_lora_rank": args.rank}
+        served = {"enable_lora": True, "max_loras": args.max_loras or max(num_adapters, 32), "max_lora_rank": args.rank}
         with_lora: dict[str, Any] = {name: requests[: ROWS[name]] or [None] for name in args.rows}
         parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (served, with_lora)]
         for options, rows in parts:
@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--late-rank", type=int, help="of an adapter that is loaded under load")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["no adapter in use", "one adapter", "32 adapters"])
     parser.add_argument("--requests", nargs="+", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--max-loras", type=int, help="slots (default: as many as adapters, at least 32)")
     parser.add_argument("--choice", nargs="+", metavar="NAME=VALUE", default=[])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", metavar="FILE", help="where to save the results")

@@ -164,7 +164,12 @@ class AdapterLayout:
             factor.fill_(1.0)
             shift.zero_()
             blocks = kernels.LoraWeights.blocks_of(layer.groups, values.device)
-            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, *blocks)
+            extended = None
+            if layer.linear.split is None:
+                extended = kernels.extended_weight(layer.linear.uncompressed, len(values) * layer.num_ranks)
+            if extended is not None:
+                layer.linear.set_weight(extended[: layer.out])
+            layer.linear.adapters = kernels.LoraWeights(down, up, factor, shift, layer.groups, *blocks, extended)
 
     def _matrices(self, layer: LayerLayout, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views A [..., G · R, in] and B [..., out, R] of values [..., V]."""
@@ -295,6 +300,7 @@ class AdapterLayout:
         All ranks of a model do so together. Nothing here waits for the device.
         """
         floats[slot].copy_(adapter.floats, non_blocking=True)
+        self._extend(slot)
         for index, rows in adapter.dora.items():
             self._apply_dora(index, slot, rows)
         for index, layer in enumerate(self.layers):
@@ -307,6 +313,18 @@ class AdapterLayout:
             for replaced in adapter.biases.get(index, []):
                 kept[replaced] = 0
             weights.shift[slot] += kept - weights.factor[slot] * bias.float()
+
+    def _extend(self, slot: int) -> None:
+        """Copy A of a slot to the rows after the weights that have such."""
+        into, values = [], []
+        for layer in self.own_layers:
+            weights = layer.linear.adapters
+            if weights is not None and weights.extended is not None:
+                first = layer.out + slot * layer.num_ranks
+                into.append(weights.extended[first : first + layer.num_ranks])
+                values.append(weights.down[slot])
+        if into:
+            torch._foreach_copy_(into, values)
 
     def _apply_dora(self, index: int, slot: int, rows: list[slice]) -> None:
         """Scale these rows of W + B · A to the lengths that are in their factors' place."""

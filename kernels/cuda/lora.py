@@ -2,7 +2,8 @@
 
 Few tokens and a float weight: one kernel, see `kernels.gluon.linear.adapters`. Otherwise one kernel computes
 A · x, and one adds B times that to the GEMM's result. With `Choice.adapters_overlap` the first runs beside the GEMM, on
-a second stream, and with `Choice.adapted_gate` the second computes the gated activation.
+a second stream, and with `Choice.adapted_gate` the second computes the gated activation. With `Choice.extended_tokens`
+the GEMM computes A · x itself, see `kernels.triton.extended_lora`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.lora import SMALL_TILE, UNUSED, AdapterTokens, ExpertLora, LoraWeights, Tiles
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
+from kernels.triton import extended_lora
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.lora import both, expand, gates, is_one_launch, lora_add, shrink
 from kernels.triton.moe import grouped, sum_experts
@@ -56,6 +58,12 @@ def adapted_linear(
     if fuses_adapters(x, weight, lora, gate):
         return small_batch_linear(x, weight, bias, lora, tokens, norm=norm, gate=gate, residual=residual)
     value = x if norm is None else rms_norm(x, *norm)
+    if bias is None and _is_extended(value, weight, lora):
+        assert lora.extended is not None
+        fused = gate if gate is not None and extended_lora.gates(lora) else None
+        y = extended_lora.expand_extended(F.linear(value, lora.extended), lora, tokens, fused)
+        y = y if gate is None or fused is not None else gate_and_mul(y, gate)
+        return y if residual is None else residual.add_(y)
     if CHOICE.adapters_one_launch and is_one_launch(lora, tokens):
         y = linear(value, weight, bias)
         if gate is not None and gates(lora, tokens):
@@ -73,6 +81,21 @@ def adapted_linear(
     if gate is not None:
         y = gate_and_mul(y, gate)
     return y if residual is None else residual.add_(y)
+
+
+def extended_weight(weight: Weight, num_rows: int) -> Tensor | None:
+    """See `kernels.reference.extended_weight`."""
+    if not CHOICE.extended_tokens or not isinstance(weight, Tensor) or num_rows > CHOICE.extended_share * len(weight):
+        return None
+    return torch.cat([weight, weight.new_zeros(num_rows, weight.shape[1])])
+
+
+def _is_extended(x: Tensor, weight: Weight, lora: LoraWeights) -> bool:
+    """Return whether one GEMM computes W · x and A · x of all slots; not where W has been replaced by another one."""
+    extended = lora.extended
+    if extended is None or not isinstance(weight, Tensor) or len(x) > CHOICE.extended_tokens:
+        return False
+    return extended.data_ptr() == weight.data_ptr()
 
 
 def small_batch_linear(

@@ -40,6 +40,7 @@ class LoraWeights:
     groups: tuple[RowGroup, ...]  # all rows, in order
     blocks: Tensor  # [N, 3] int32: first row, end and group of at most `BLOCK_ROWS` rows
     wide_blocks: Tensor  # the same of `WIDE_ROWS`
+    extended: Tensor | None = None  # [out + S · G · R, in]: the layer's weight and `down` of all slots, for one GEMM
 
     @property
     def rank(self) -> int:

@@ -32,7 +32,7 @@ from kernels.reference.latent import (
     latent_attention_prefill,
     rotate_and_store,
 )
-from kernels.reference.lora import adapted_linear, adapter_slots, fuses_adapters, lora_add
+from kernels.reference.lora import adapted_linear, adapter_slots, extended_weight, fuses_adapters, lora_add
 from kernels.reference.mamba2 import grouped_rms_norm, mamba2
 from kernels.reference.matmul import (
     linear,
@@ -95,6 +95,7 @@ __all__ = [
     "embedding",
     "experts",
     "experts_add_norm",
+    "extended_weight",
     "fuses_adapters",
     "gate_and_mul",
     "gated",

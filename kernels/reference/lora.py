@@ -49,6 +49,13 @@ def fuses_adapters(x: Tensor, weight: Weight, lora: LoraWeights, gate: Gate | No
     return False
 
 
+def extended_weight(weight: Weight, num_rows: int) -> Tensor | None:
+    """Return a layer's weight [out, in] with `num_rows` rows of zeros after it, for `LoraWeights.extended`; None: no
+    kernel wants that.
+    """
+    return None
+
+
 def adapted_linear(
     x: Tensor,
     weight: Weight,

@@ -39,7 +39,13 @@ from tests.gpu.host_tier import check_file_texts, check_host_speed, check_host_t
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.images import check_image_models, check_image_speed
 from tests.gpu.latent import check_latent
-from tests.gpu.lora import check_expert_adapters, check_fused_adapters, check_lora_engine, check_lora_kernels
+from tests.gpu.lora import (
+    check_expert_adapters,
+    check_extended_weights,
+    check_fused_adapters,
+    check_lora_engine,
+    check_lora_kernels,
+)
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
 from tests.gpu.plan import check_plan
@@ -66,7 +72,13 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),
-    "lora": (check_fused_adapters, check_expert_adapters, check_lora_kernels, check_lora_engine),
+    "lora": (
+        check_fused_adapters,
+        check_extended_weights,
+        check_expert_adapters,
+        check_lora_kernels,
+        check_lora_engine,
+    ),
     "windows": (check_windows,),
     "determinism": (check_forms, check_deterministic_engine),
     "drafters": (check_drafter_texts, check_drafter_speed),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,45 @@ def _check_fused(checks: Checks, name: str, count: int, rank: int = 16) -> None:
         checks.saw(f"{label}, {kind}, {REPEATS} launches", same, "equal" if same else "they differ")
 
 
+def check_extended_weights(checks: Checks) -> None:
+    """A of all slots after the rows of the weight: one GEMM, then B. Beside the GEMM alone."""
+    if checks.device == "cpu":
+        return
+    for name, gate in (("qkv", None), ("gate_up", None), ("gate_up", "silu"), ("down", None)):
+        for num_slots, rank in ((4, 16), (NUM_SLOTS, 16), (4, 64)):
+            _check_extended(checks, name, gate, num_slots, rank)  # type: ignore[arg-type]
+
+
+def _check_extended(checks: Checks, name: str, gate: kernels.Gate | None, num_slots: int, rank: int) -> None:
+    from kernels.triton.extended_lora import expand_extended
+
+    rows, channels = SHAPES[name]
+    out = sum(rows)
+    label = f"lora extended {name}{', gate' if gate else ''}: {num_slots} slots, rank {rank}"
+    if not checks.wants(label):
+        return
+    weights = random_slots(num_slots, rank, channels, rows, dtype=BF16, device=checks.device)
+    weight = checks.random(out, channels, dtype=F32).mul_(channels**-0.5).bfloat16()
+    extended = torch.cat([weight, weights.down.flatten(0, 1)])
+    for count in (9, 32, 256, 1023, 2000):
+        x = checks.random(count, channels)
+        y = x.double() @ weight.double().T
+        generator = torch.Generator().manual_seed(count)
+        some = torch.randint(-1, num_slots, (count,), dtype=torch.int32, generator=generator)
+        for kind, slots in (("one adapter", torch.full_like(some, 3)), ("some", some)):
+            slots = slots.to(checks.device)
+            tokens = kernels.AdapterTokens(slots, num_slots)
+            want = merged(y, x, weights, slots)
+            want = want if gate is None else kernels.reference.gate_and_mul(want, gate)
+
+            def call(tokens: kernels.AdapterTokens = tokens, x: Tensor = x) -> Tensor:
+                return expand_extended(torch.nn.functional.linear(x, extended), weights, tokens, gate)
+
+            timed = call if count == 256 else None
+            full = f"{label}, {count} tokens, {kind}"
+            checks.add(full, relative_error(call(), want), 2 * LIMITS[BF16], timed, extended.nbytes, graph=True)
+
+
 def check_expert_adapters(checks: Checks) -> None:
     """Experts with adapters, of Qwen3-30B-A3B's shape and an eighth of its experts."""
     count, hidden, inner, chosen = 16, 2048, 768, 8
@@ -191,16 +231,36 @@ def check_lora_engine(checks: Checks) -> None:
             whole = write_model(root / f"merged {number}")
             save_file(merge(stored, tensors, 8 / (4 + 3 * number)), whole / "model.safetensors")
             expected.append(_texts(checks, whole))
+        wanted = [text for each in expected for text in each]
         for settings in ({"enforce_eager": True}, {}, {"max_loras": 2}, {"max_num_batched_tokens": 64}):
-            llm = _start(checks, base, enable_lora=True, max_lora_rank=16, **{"max_loras": NUM_ADAPTERS, **settings})
-            for again in ("", " again"):  # then from the prefix cache
-                given = [each for each in requests for _ in PROMPTS]
-                answers = llm.generate(PROMPTS * len(requests), SAMPLING, use_tqdm=False, lora_request=given)
-                texts = [answer.outputs[0].token_ids for answer in answers]
-                wanted = [text for each in expected for text in each]
-                differs = sum(a != b for a, b in zip(texts, wanted, strict=True)) / len(wanted)
-                checks.add(f"lora engine, {settings or 'graphs'}{again}: texts differ", differs, 0.0)
-            llm.close()
+            _compare_texts(checks, base, settings, requests, wanted)
+        if checks.device != "cpu":
+            from kernels.cuda import lora
+            from kernels.cuda.choice import CHOICE
+
+            vars(lora)["CHOICE"] = replace(CHOICE, extended_tokens=1023, extended_share=8.0)
+            try:
+                _compare_texts(checks, base, {"max_loras": 2}, requests, wanted, ", extended weights")
+            finally:
+                vars(lora)["CHOICE"] = CHOICE
+
+
+def _compare_texts(
+    checks: Checks,
+    base: Path,
+    settings: dict[str, Any],
+    requests: list[LoRARequest | None],
+    wanted: list[list[int]],
+    note: str = "",
+) -> None:
+    llm = _start(checks, base, enable_lora=True, max_lora_rank=16, **{"max_loras": NUM_ADAPTERS, **settings})
+    for again in ("", " again"):  # then from the prefix cache
+        given = [each for each in requests for _ in PROMPTS]
+        answers = llm.generate(PROMPTS * len(requests), SAMPLING, use_tqdm=False, lora_request=given)
+        texts = [answer.outputs[0].token_ids for answer in answers]
+        differs = sum(a != b for a, b in zip(texts, wanted, strict=True)) / len(wanted)
+        checks.add(f"lora engine, {settings or 'graphs'}{note}{again}: texts differ", differs, 0.0)
+    llm.close()
 
 
 PROMPTS: list[Any] = [{"prompt_token_ids": [7 * i % 250 + 1 for i in range(length)]} for length in (60, 5, 17)]

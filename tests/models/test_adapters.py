@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import kernels
 from engine.models import download
-from engine.models.adapters import AdapterLayout, LoadedAdapter
+from engine.models.adapters import AdapterLayout, LayerLayout, LoadedAdapter
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.lora import CONFIG, WEIGHTS, adapter_version, read_adapter_config
@@ -238,3 +239,36 @@ def test_an_adapter_of_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.M
     assert find_adapter("a", "someone/their-adapter") == find_adapter("a", str(folder))
     with pytest.raises(ModelError, match="is no folder"):
         find_adapter("a", "some/other/folder")
+
+
+def test_a_of_every_slot_follows_a_weight_that_has_room(
+    layout: AdapterLayout, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extended(weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+        return torch.cat([weight, weight.new_zeros(num_rows, weight.shape[1])]) if len(weight) == 64 else None
+
+    monkeypatch.setattr(kernels, "extended_weight", extended)
+    before = [_weight(layer).clone() for layer in layout.layers]
+    values, floats = torch.full((3, layout.num_values), torch.nan), torch.full((3, layout.num_floats), torch.nan)
+    layout.attach(values, floats)
+    loaded = read(layout, folder)
+    values[1] = loaded.values
+    layout.place(loaded, 1, floats)
+    num_extended, num_filled = 0, 0
+    for layer, weight in zip(layout.layers, before, strict=True):
+        weights = layer.linear.adapters
+        assert weights is not None
+        assert torch.equal(_weight(layer), weight)
+        if weights.extended is not None:
+            num_extended += 1
+            rows = weights.extended[layer.out :].view(weights.down.shape)
+            assert torch.equal(rows, weights.down)
+            num_filled += bool(rows[1].any())
+            assert weights.extended.data_ptr() == _weight(layer).data_ptr()
+    assert 0 < num_filled < num_extended < len(layout.layers)
+
+
+def _weight(layer: LayerLayout) -> torch.Tensor:
+    weight = layer.linear.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

@@ -352,6 +352,7 @@ def prepare() -> None:
 
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     from kernels.data.lora import LARGE_TILE, SMALL_TILE, AdapterTokens, LoraWeights, RowGroup, Tiles
+    from kernels.triton.extended_lora import expand_extended
     from kernels.triton.lora import both, is_one_launch, lora_add, shrink
 
     factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
@@ -366,6 +367,8 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
         for gate in (None, "silu"):
             y, x = tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype)
             both(y, x, weights, step, gate)  # type: ignore[arg-type]
+    for gate in (None, "silu"):
+        expand_extended(tensor(tokens, 6144 + 4 * rank, dtype=dtype), weights, step, gate)  # type: ignore[arg-type]
 
 
 def adapted_linear(tokens: int, rank: int) -> None:

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from kernels import AdapterTokens, reference
 from kernels.cuda import lora
 from kernels.cuda.choice import CHOICE
+from kernels.data.activation import Gate
+from kernels.data.lora import LoraWeights
 from kernels.triton.lora import both, expand, gates, is_one_launch, lora_add, shrink
 from tests.oracles.random_adapters import merged, random_slots
 
@@ -69,6 +71,32 @@ def test_the_gated_activation_follows_the_adapters(
     want += residual.double()
     got = lora.adapted_linear(x, matrix, None, weights, tokens, norm=(scale, 1e-6), residual=residual)
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "gate"),
+    [((96, 32, 32), 16, None), ((64, 64), 16, "silu"), ((128,), 48, "silu"), ((40, 24), 16, "silu")],
+)
+def test_one_gemm_computes_the_weight_and_a_of_all_slots(
+    rows: tuple[int, ...], rank: int, gate: Gate | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "CHOICE", replace(CHOICE, extended_tokens=64, extended_share=4.0))
+    torch.manual_seed(0)
+    weights, slots = random_slots(3, rank, 96, rows), torch.randint(-1, 3, (37,), dtype=torch.int32)
+    matrix, x = torch.randn(sum(rows), 96) / 10, torch.randn(37, 96)
+    extended = lora.extended_weight(matrix, weights.down.shape[:2].numel())
+    assert extended is not None
+    extended[sum(rows) :] = weights.down.flatten(0, 1)
+    # What the two kernels would read is no number, so that they cannot have run.
+    weights = replace(weights, extended=extended, down=torch.full_like(weights.down, torch.nan))
+    want = merged(x.double() @ matrix.double().T, x, replace(weights, down=_after(extended, sum(rows), weights)), slots)
+    want = want if gate is None else reference.gate_and_mul(want, gate)
+    got = lora.adapted_linear(x, extended[: sum(rows)], None, weights, AdapterTokens(slots, 3), gate=gate)
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def _after(extended: torch.Tensor, first: int, weights: LoraWeights) -> torch.Tensor:
+    return extended[first:].view(weights.down.shape)
 
 
 def test_large_steps_have_large_tiles() -> None:
