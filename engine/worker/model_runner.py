@@ -64,7 +64,6 @@ class ModelRunner:
         max_seqs, max_blocks = options.max_num_seqs, -(-options.max_model_len // options.block_size)
         self.kv_layout = KVCacheLayout.of_model(model.spec, options, model.stage)
         self.cache_groups = self.kv_layout.groups
-        num_groups = len(self.cache_groups)
         self.mapped: MappedMemory | None = None  # of weights, KV cache and graphs; None: they are in PyTorch's own
         self.host: HostBlocks | None = None
         if options.host_cache_bytes:
@@ -73,7 +72,7 @@ class ModelRunner:
         if options.adapters is not None:
             self.adapters = AdapterSlots(model, spec, options.adapters, options.dtype, self.device)
         self.batch = InputBatch(
-            max_seqs, num_groups, max_blocks, self.device, options.num_step_buffers, options.max_step_drafts
+            max_seqs, len(self.cache_groups), max_blocks, self.device, options.num_step_buffers, options.max_step_drafts
         )
         if self.adapters is not None:
             self.batch.slot_of = self.adapters.slot_of
@@ -174,10 +173,9 @@ class ModelRunner:
         self.batch.clear()
         self.sampler.clear()
         self._sampling.clear()
-        if self.images is not None:
-            self.images.clear()
-        if self.host is not None:
-            self.host.clear()
+        for kept in (self.images, self.host):
+            if kept is not None:
+                kept.clear()
         self.device.reset_peak_memory()
 
     @torch.inference_mode()
@@ -267,6 +265,8 @@ class ModelRunner:
             assert computed.hidden is not None
             self._link.send(computed.hidden)
             self._sampling.skip(handle, packed)
+        if self.host is not None:
+            self.host.after_launch()
         return handle
 
     def _computes_images(self, output: SchedulerOutput) -> bool:

@@ -28,7 +28,7 @@ LENGTH = 12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of tokens is loaded; host memory comes in small chunks of NaN, at once; copies in parts."""
+    """Any number of tokens is loaded; host memory comes in small chunks of NaN, at once; a step copies one part."""
 
     def use(self: host_blocks.HostChunks, slot: int) -> None:
         use_later(self, slot)
@@ -40,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "MIN_LOADED_TOKENS", 1)
     monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(host_blocks, "STAGING_BYTES", 1 << 16)
+    monkeypatch.setattr(host_blocks, "LOADING_SHARE", 0)
     allocate = host_blocks.HostChunks._allocate
     monkeypatch.setattr(host_blocks.HostChunks, "_allocate", lambda self: allocate(self).fill_(255))
 
@@ -123,6 +124,26 @@ def test_requests_run_while_blocks_are_on_their_way(
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.external_hits > 0
+    engine.close()
+
+
+def test_a_load_arrives_in_parts_while_a_request_decodes(tiny_model: Path, expected: list[list[int]]) -> None:
+    engine = start(tiny_model, num_gpu_blocks_override=40, kv_offloading_size=8 * MIB)
+    answer = greedy_answers(engine, PROMPTS[:1], LENGTH)[0]
+    for n in range(6):
+        greedy_answers(engine, [[n] * 100], 20)  # evicts it
+    decodes = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request(EngineRequest("decodes", [5] * 9, decodes))
+    engine.step()
+    again = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    engine.add_request(EngineRequest("again", [*PROMPTS[0], *answer, 1, 2, 3], again))
+    found: dict[str, list[int]] = {"decodes": [], "again": []}
+    while len(found["again"]) < LENGTH:
+        for output in engine.step():
+            found[output.request_id].extend(output.new_token_ids)
+    assert len(found["decodes"]) < 50, "it had to wait until nothing else ran"
+    assert found["again"] == expected[len(PROMPTS)]
+    assert engine.stats().external_hits > 0
     engine.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from operator import itemgetter
+from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -24,6 +26,7 @@ STAGING_BYTES = 32 << 20  # of device memory, where blocks are packed before the
 NUM_STAGES = 4  # such pieces of memory for either way
 MAX_IDS = 1024  # blocks copied by one kernel
 NUM_IDS = 256  # such lists of blocks on their way
+LOADING_SHARE = 0.1  # of the time between steps that the CPU queues copies of loads
 
 
 class HostChunks:
@@ -128,7 +131,8 @@ class HostBlocks:
     """Copies blocks to slots in host memory and back, see `BlockMoves`.
 
     Blocks are packed by a kernel in the device's own queue, between two steps, which takes little time. They cross the
-    bus in a queue beside it. Loads cross the bus and are unpacked beside the steps: no step uses their blocks yet.
+    bus in a queue beside it. Loads cross the bus and are unpacked beside the steps: no step uses their blocks yet. To
+    queue a long load takes the CPU milliseconds, so that is done in parts, each after a step has been launched.
     """
 
     def __init__(self, device: Device, block_bytes: Sequence[int]) -> None:
@@ -142,7 +146,9 @@ class HostBlocks:
         self._spill_ids, self._load_ids = IdRing(device), IdRing(device)
         self._spill_queue, self._load_queue = device.side_queue(), device.side_queue()
         self._last_spill: Event | None = None
-        self._loads: dict[int, Event] = {}  # that have not `arrived`
+        self._to_queue: deque[Iterator[None]] = deque()  # loads, a part at a time
+        self._loads: dict[int, Event] = {}  # that are queued and have not `arrived`
+        self._last_part = 0.0  # the time when parts were queued last
         self._unreported: list[int] = []
 
     def _new_staging(self) -> list[Staging]:
@@ -186,6 +192,8 @@ class HostBlocks:
     def move(self, moves: BlockMoves) -> None:
         """Queue copies."""
         for number in moves.arrived:
+            if number not in self._loads:  # this rank is later than rank 0
+                self._queue_loads()
             if (event := self._loads.pop(number, None)) is not None:
                 self._device.wait(event)  # rank 0 has seen it; this rank may be later
                 self._spill_queue.wait(event)
@@ -200,8 +208,23 @@ class HostBlocks:
             self._load_queue.wait(self._device.record_event())  # the blocks may still be used by their last holder
             if self._last_spill is not None:
                 self._load_queue.wait(self._last_spill)
-            for load in moves.loads:
-                self._load(load)
+            self._to_queue.extend(map(self._load, moves.loads))
+
+    def after_launch(self) -> None:
+        """Queue copies of loads for a moment, while the device computes the step that was just launched."""
+        start, last = perf_counter(), self._last_part
+        if self._to_queue:
+            self._queue_loads(start + LOADING_SHARE * (start - last))
+        self._last_part = start
+
+    @torch.inference_mode()
+    def _queue_loads(self, until: float = math.inf) -> None:
+        """Queue copies of loads, at least one part, until this time."""
+        while self._to_queue:
+            for _ in self._to_queue[0]:
+                if perf_counter() >= until:
+                    return
+            self._to_queue.popleft()
 
     def _spill(self, pool: int, place: kernels.BlockParts, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         number, packed, event = self._staging[0].take(self._block_bytes[pool], len(slots))
@@ -215,21 +238,27 @@ class HostBlocks:
             self._last_spill = self._device.record_event()
         self._staging[0].give_back(number, self._last_spill)
 
-    def _load(self, load: BlockLoad) -> None:
+    def _load(self, load: BlockLoad) -> Iterator[None]:
+        """Queue a part of a load for each item."""
+        for pool, place in enumerate(self._parts):
+            copies = sorted((slot, block_id) for of_pool, slot, block_id in load.copies if of_pool == pool)
+            if place is None:
+                continue
+            for part in _batched(copies, self._staging[1].rows(self._block_bytes[pool])):
+                slots, block_ids = zip(*part, strict=True)
+                with self._load_queue:
+                    self._load_part(pool, place, slots, block_ids)
+                yield
         with self._load_queue:
-            for pool, place in enumerate(self._parts):
-                copies = sorted((slot, block_id) for of_pool, slot, block_id in load.copies if of_pool == pool)
-                if place is None:
-                    continue
-                for part in _batched(copies, self._staging[1].rows(self._block_bytes[pool])):
-                    slots, block_ids = zip(*part, strict=True)
-                    number, packed, _ = self._staging[1].take(self._block_bytes[pool], len(slots))  # in queue order
-                    for start, rows in self._chunks[pool].runs(slots):
-                        packed[start : start + len(rows)].copy_(rows, non_blocking=True)
-                    kernels.scatter_blocks(packed, place, self._load_ids.upload(block_ids))
-                    self._staging[1].give_back(number, self._device.record_event())
             self._loads[load.number] = self._device.record_event()
         self._unreported.append(load.number)
+
+    def _load_part(self, pool: int, place: kernels.BlockParts, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        number, packed, _ = self._staging[1].take(self._block_bytes[pool], len(slots))  # in queue order
+        for start, rows in self._chunks[pool].runs(slots):
+            packed[start : start + len(rows)].copy_(rows, non_blocking=True)
+        kernels.scatter_blocks(packed, place, self._load_ids.upload(block_ids))
+        self._staging[1].give_back(number, self._device.record_event())
 
     def rows(self, pool: int, slots: Iterable[int]) -> list[Tensor]:
         """Return the memory of these slots, which holds all spills once `last_spill` is done."""
@@ -247,11 +276,13 @@ class HostBlocks:
 
     def wait_for_load(self) -> None:
         """Wait until the oldest load has ended."""
+        self._queue_loads()
         if self._unreported:
             self._loads[self._unreported[0]].synchronize()
 
     def clear(self) -> None:
         """Forget all loads, which have ended, or the device has failed."""
+        self._to_queue.clear()
         self._loads.clear()
         self._unreported.clear()
 
