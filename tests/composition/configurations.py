@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from tests.composition.features import BY_NAME, CHECKPOINTS, FEATURES, reason_against
+from tests.composition.features import BY_NAME, CHECKPOINTS, FEATURES, MODEL_DRAFTERS, reason_against
 
 PROCESS_COST = 12  # pairs that a configuration with more processes must gain, since these start slowly
 TRIES = 300  # random configurations; the one with the most new pairs is taken
 REQUESTS = frozenset(feature.name for feature in FEATURES if feature.kind == "request")
 MODELS = [feature.name for feature in FEATURES if feature.kind == "model"]
 WEIGHTS = [feature.name for feature in FEATURES if feature.kind == "weights"]
-SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting"]
+DRAFTER, *OTHER_DRAFTERS = MODEL_DRAFTERS  # the others are in configurations for their own pairs only
+SETTINGS = [feature.name for feature in FEATURES if feature.kind == "setting" and feature.name not in OTHER_DRAFTERS]
 # Settings that multiply the processes: at most one in a configuration, unless it is there for a pair of them.
 PROCESSES = ["tensor parallel", "pipeline parallel", "data parallel"]
-DRAFTER = "draft models"  # not without a layer that attends to all tokens
 RESTARTING = ["sleep", "prefix-cache file", "step isolation"]  # settings that start or try several times
 
 
@@ -49,17 +49,22 @@ def possible_pairs() -> set[frozenset[str]]:
     return {frozenset(pair) for pair in pairs if reason_against(*pair) is None}
 
 
+def pairs_of_drafters() -> set[frozenset[str]]:
+    """Return the possible pairs of block drafters and of rejection sampling."""
+    return {pair for pair in possible_pairs() if not pair.isdisjoint(OTHER_DRAFTERS)}
+
+
 def quick_pairs() -> set[frozenset[str]]:
     """Return the possible pairs without those of a weight format and a kind of model, of either and draft models or a
     way to run processes, or of two ways: these need many configurations, which start slowly. Without those that start
     processes again and again, too: tests/engine has test_rank_isolation.py, test_prefix_cache_ranks.py and
-    test_sleep.py.
+    test_sleep.py. `pairs_of_drafters` are apart.
     """
     weights, models, ways = set(WEIGHTS), set(MODELS), {*PROCESSES, "async engine"}
     on_ranks = {frozenset({name, other}) for name in PROCESSES for other in RESTARTING}
     return {
         pair
-        for pair in possible_pairs() - on_ranks
+        for pair in possible_pairs() - on_ranks - pairs_of_drafters()
         if not (pair & weights and pair & models)
         and not (DRAFTER in pair and pair & (weights | models))
         and not (pair & ways and pair & (weights | models))
@@ -106,7 +111,7 @@ def _around(pair: frozenset[str], draw: random.Random) -> Configuration:
             for name, own in CHECKPOINTS.items()
             if models <= own.features
             and own.stacks_experts <= _is_float(pair)
-            and (own.has_full_attention or DRAFTER not in pair)
+            and (own.has_full_attention or pair.isdisjoint(MODEL_DRAFTERS))
         ]
     )
     chosen = set(pair)

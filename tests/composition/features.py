@@ -69,6 +69,24 @@ FEATURES = (
         },
         how="`--speculative-config`",
     ),
+    Feature(
+        "block drafters",
+        "setting",
+        {
+            "speculative_config": '{"method": "dflash", "model": "{folder}/model/block", '
+            '"num_speculative_tokens": 4, "prompt_lookup_min": 16, "enable_adaptive_verification": false}'
+        },
+        how="`--speculative-config`",
+    ),
+    Feature(
+        "rejection sampling",
+        "setting",
+        {
+            "speculative_config": '{"method": "draft_model", "model": "{folder}/model/draft", '
+            '"num_speculative_tokens": 3, "rejection_sample_method": "standard", "enable_adaptive_verification": false}'
+        },
+        how="`--speculative-config`",
+    ),
     Feature("deterministic", "setting", {"deterministic": True}),
     Feature("deferred sampling", "setting", how="a grammar's mask is late"),
     Feature("step isolation", "setting", how="a step fails"),
@@ -89,6 +107,7 @@ FEATURES = (
     Feature("embeddings", "request"),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
+MODEL_DRAFTERS = ("draft models", "block drafters", "rejection sampling")  # not if all layers have windows
 
 
 @dataclass(frozen=True)
@@ -139,7 +158,8 @@ CHECKPOINTS = {
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
-    frozenset({"draft models", "pipeline parallel"}): "cannot be used with pipeline_parallel_size",
+    **{frozenset({name, "pipeline parallel"}): "cannot be used with pipeline_parallel_size" for name in MODEL_DRAFTERS},
+    frozenset({"rejection sampling", "deterministic"}): "standard cannot be used with deterministic",
     frozenset({"data parallel", "offline"}): "data_parallel_size must be 1 offline",
 }
 
@@ -150,7 +170,12 @@ NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "recurrent layers"}): "no family has both",
     frozenset({"latent attention", "recurrent layers"}): "Kimi Linear alone has both: tests/engine/test_hybrids.py",
     frozenset({"deterministic", "tensor parallel"}): "not with every model: tests/engine/test_deterministic_ranks.py",
-    frozenset({"drafts", "draft models"}): "two values of one flag",
+    **{
+        frozenset({one, other}): "two values of one flag"
+        for one in ("drafts", *MODEL_DRAFTERS)
+        for other in MODEL_DRAFTERS
+        if one != other
+    },
     frozenset({"async engine", "offline"}): "two ways to run the engine",
     frozenset({"async engine", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",
     frozenset({"data parallel", "beam search"}): "the API's own: tests/server/openai/test_beam_search.py",

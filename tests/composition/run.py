@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from engine.processing.adapters import find_adapter
 from engine.processing.output_collector import EmbeddingOutput, Logprob, logprobs_by_id, with_samples
 from tests.composition import faults
 from tests.composition.configurations import Configuration
-from tests.composition.features import BY_NAME, CHECKPOINTS
+from tests.composition.features import BY_NAME, CHECKPOINTS, MODEL_DRAFTERS
+from tests.oracles.block_drafters import make_block_drafter
 from tests.oracles.families import make_checkpoint
 from tests.oracles.quantised import make_quantised
 from tests.oracles.random_adapters import write_random_adapter
@@ -110,8 +113,12 @@ def make_model(configuration: Configuration, folder: Path, tokenizer: Path) -> P
         make_quantised(formats[0], folder, shape=shape, family=configuration.checkpoint)
     else:
         make_checkpoint(configuration.checkpoint, folder, shape)
-    if "draft models" in configuration:
+    if {"draft models", "rejection sampling"} & configuration.features:
         make_checkpoint("qwen3", folder / "draft", {"num_hidden_layers": 1})
+    if "block drafters" in configuration:
+        config = json.loads((folder / "config.json").read_text())
+        of = SimpleNamespace(**config.get("text_config", config))
+        make_block_drafter("dflash", folder / "block", SimpleNamespace(config=of))
     if "LoRA adapters" in configuration:
         for seed, name in enumerate(ADAPTERS):
             write_random_adapter(folder / name, folder, 8, seed)
@@ -174,7 +181,7 @@ def together(configuration: Configuration, model: Path, folder: Path) -> list[di
                     assert culprit.ends == ["error"]
             if "preemption" in configuration and "data parallel" not in configuration:
                 assert stats.num_preemptions > 0, "nothing was preempted"
-            if "draft models" in configuration:
+            if not configuration.features.isdisjoint(MODEL_DRAFTERS):
                 assert stats.num_draft_tokens > 0, "nothing was proposed"
             if "drafts" in configuration:
                 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, "none was accepted or none rejected"
@@ -331,6 +338,16 @@ async def _embed(engine: AsyncEngine, number: str) -> Answer:
     async for update in engine.generate(request):
         data = update.embedding or data
     return Answer([], [], values=EmbeddingOutput.read(data).embedding)
+
+
+def kept_by(configuration: Configuration, answers: dict[str, Answer]) -> dict[str, Answer]:
+    """Return the answers that are the same in this configuration: with rejection sampling, those that do not sample."""
+    if "rejection sampling" not in configuration:
+        return answers
+    wanted = _wanted(configuration)
+    return {
+        name: answer for name, answer in answers.items() if name not in wanted or not wanted[name].sampling.temperature
+    }
 
 
 def differing(expected: dict[str, Answer], got: dict[str, Answer], tolerance: float) -> dict[str, str]:

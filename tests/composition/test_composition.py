@@ -12,12 +12,26 @@ pytest.importorskip("transformers")
 
 from engine import LLM, AsyncEngine, ConfigError, EngineConfig, EngineError
 from tests.composition import table
-from tests.composition.configurations import WEIGHTS, Configuration, covering, possible_pairs, quick_pairs
+from tests.composition.configurations import (
+    REQUESTS,
+    WEIGHTS,
+    Configuration,
+    covering,
+    pairs_of_drafters,
+    possible_pairs,
+    quick_pairs,
+)
 from tests.composition.features import BY_NAME, CHECKPOINTS, NO_PAIR, REFUSED
-from tests.composition.run import COMMON, alone, differing, make_model, together
+from tests.composition.run import COMMON, alone, differing, kept_by, make_model, together
 
 QUICK = covering(quick_pairs())
-REST = covering(possible_pairs() - quick_pairs())
+REST = covering(possible_pairs() - quick_pairs() - pairs_of_drafters())
+OF_DRAFTERS = covering(pairs_of_drafters())
+MUCH = {"prefix cache", "chunked prefill", "preemption", "recorded steps", "LoRA adapters", "deferred sampling"}
+DRAFTED = [
+    Configuration("qwen3", frozenset({name, "offline", *MUCH, *REQUESTS}))
+    for name in ("block drafters", "rejection sampling")
+]
 NUM_FIRST = 8  # configurations by default: each later one adds few pairs
 # Of log-probabilities of float32 logits of about 1: sums over ranks and steps of other sizes round differently. Where
 # values are rounded to 8 bits (keys and values, the inputs of quantised weights), a last bit can become one of eight.
@@ -29,22 +43,23 @@ MAX_FLIPPED = 2  # answers that may differ where rounding can also send a token 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "configuration",
-    [*(pytest.param(each, id=str(each)) for each in QUICK[:NUM_FIRST]),
-     *(pytest.param(each, id=str(each), marks=pytest.mark.slow) for each in (*QUICK[NUM_FIRST:], *REST))],
+    [*(pytest.param(each, id=str(each)) for each in (*QUICK[:NUM_FIRST], *DRAFTED)),
+     *(pytest.param(each, id=str(each), marks=pytest.mark.slow)
+       for each in (*QUICK[NUM_FIRST:], *REST, *OF_DRAFTERS))],
 )  # fmt: skip
 def test_answers_are_those_of_each_request_alone(
     configuration: Configuration, tiny_model: Path, tmp_path: Path
 ) -> None:
     model = make_model(configuration, tmp_path / "model", tiny_model)
-    expected = alone(configuration, model)
+    expected = kept_by(configuration, alone(configuration, model))
     is_rounded = bool(ROUNDED & configuration.features)
     for number, got in enumerate(together(configuration, model, tmp_path)):
-        wrong = differing(expected, got, ROUNDED_TOLERANCE if is_rounded else TOLERANCE)
+        wrong = differing(expected, kept_by(configuration, got), ROUNDED_TOLERANCE if is_rounded else TOLERANCE)
         assert len(wrong) <= (MAX_FLIPPED if is_rounded and "experts" in configuration else 0), (number, wrong)
 
 
 def test_every_possible_pair_is_in_a_configuration() -> None:
-    assert possible_pairs() <= set().union(*(each.pairs for each in (*QUICK, *REST)))
+    assert possible_pairs() <= set().union(*(each.pairs for each in (*QUICK, *REST, *OF_DRAFTERS)))
 
 
 def test_most_quick_pairs_are_in_the_first_configurations() -> None:
