@@ -190,7 +190,8 @@ class BlockLayer(nn.Module):
             spec.num_heads, spec.num_kv_heads, layer.cos_sin, *norms, layer.q_norm.eps, interleaved=interleaved
         )
         qkv = layer.qkv.run(SublayerInput(x, normed=x))
-        kernels.rope_and_store(qkv, positions, args, kernels.KVSlots(kv[0], kv[1], slots))
+        scale = layer.kv_scale if kv.dtype == torch.float8_e4m3fn else None
+        kernels.rope_and_store(qkv, positions, args, kernels.KVSlots(kv[0], kv[1], slots, scale))
 
 
 class BlockDrafter(nn.Module):
