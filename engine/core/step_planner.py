@@ -124,7 +124,6 @@ class StepPlanner:
         self.drafts, self._encoder, self._clock = drafts, encoder, clock
         self.prompt_tokens = 0  # of all steps
         self._num_paused = 0  # successive steps for favoured tenants only
-        self._num_undrafted = 0  # coming steps before which no request wants drafts
 
     def plan(self) -> Plan | None:
         """Plan the next step. Returns None if the steps in flight must be read before there is one."""
@@ -140,28 +139,29 @@ class StepPlanner:
         budget = self._budget.num_tokens(plan.time, len(self._steps), queues.is_shared)
         self._encoder.start_step(budget)
         self._fill(plan, num_first, budget)
-        if plan.new_requests:
-            self._num_undrafted = 0
+        if plan.new_requests and self.drafts is not None:
+            self.drafts.rest = 0
         return plan
 
     def _choose_drafts(self, drafts: DraftPolicy, plan: Plan) -> bool:
         """Choose the drafts of the next step. Returns False if the steps in flight must be read before there is one."""
-        if self._num_undrafted:  # so no step in flight has drafts
-            self._num_undrafted -= 1
+        if drafts.rest:  # so no step in flight has drafts
+            drafts.rest -= 1
             return True
         one_ahead = self._limits.num_batches == 1 and len(self._steps) > 0
         if one_ahead and self._steps.have_drafts:
             return False
         running = self._queues.running
         if not drafts.may_draft(len(running)):
-            self._num_undrafted = drafts.pause
             return True
         may_draft = [request for request in running if request.may_draft(one_ahead)]
         if not may_draft:  # a step gives each of them one token
-            self._num_undrafted = max(min(each.drafts_from - len(each.token_ids) for each in running) - 1, 0)
+            drafts.rest = max(min(each.drafts_from - len(each.token_ids) for each in running) - 1, 0)
             return True
         num_seqs = -(-len(running) // self._limits.num_batches)
-        chunks = any(request.num_computed_tokens + 1 < request.num_tokens for request in running)
+        chunks = len(may_draft) < len(running) and any(
+            request.num_computed_tokens + 1 < request.num_tokens for request in running
+        )
         room = self._budget.max_num_tokens - len(running)
         chosen = drafts.choose(may_draft, num_seqs, room, beside_chunks=chunks)
         if chosen is None:

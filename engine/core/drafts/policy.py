@@ -22,8 +22,10 @@ PATIENCE = 8  # at first, and twice as many each time, up to
 MOST_PATIENCE = 32
 USELESS = 16  # steps in a row whose proposals by a drafter gave no drafts, after which it pauses
 PROBE_INTERVAL = 64  # steps between its proposals then
-MANY_WITHOUT = 8  # after so many times in a row without a proposal, each second token is looked at, then each third …
-MOST_SKIPPED = 7  # tokens
+PAUSED_TOKENS = 128  # of a request whose drafts have cost more than they gave
+MANY_WITHOUT = 8  # after so many times in a row without drafts, each second token is looked at, then each third …
+MANY_PLAIN = 4  # after so many choices in a row of no drafts at all, there is one for each second step, each third …
+MOST_SKIPPED = 7  # tokens, or steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class _Drafting:
         self._position = 0  # of its first token
         self.pause_until = 0  # tokens, before which there is no proposal
         self._patience = PATIENCE if earlier.of_kind(0) >= HOPELESS else MOST_PATIENCE // 2
-        self._num_without = 0  # times in a row that there was none
+        self._num_without = 0  # times in a row that there was none, or that it gave no drafts
 
     def next(self, token_ids: list[int], most: int) -> Proposal:
         """Compare the last proposal with the tokens that came, and return a new one."""
@@ -73,17 +75,20 @@ class _Drafting:
         if num_known >= self.pause_until:
             self.proposal = proposal = self._propose(token_ids, most)
             if not proposal.token_ids:
-                self._num_without += 1
-                self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, MOST_SKIPPED)
-            else:
-                self._num_without = 0
-                if not self._tried.token_ids:
-                    self._tried, self._position = proposal, num_known
+                self.skip(num_known)
+            elif not self._tried.token_ids:
+                self._tried, self._position = proposal, num_known
         return self.proposal
+
+    def skip(self, num_known: int) -> None:
+        """Note that no draft follows the known tokens, and propose again after the next ones."""
+        self._num_without += 1
+        self.pause_until = num_known + 1 + min(self._num_without // MANY_WITHOUT, MOST_SKIPPED)
 
     def offer(self, token_ids: list[int], num_known: int) -> None:
         """Take what a drafter on the device guesses to follow the `num_known` tokens."""
         self._by_model = Proposal(token_ids, BY_MODEL), num_known
+        self.pause_until = min(self.pause_until, num_known)  # it has been paid for
 
     def _propose(self, token_ids: list[int], most: int) -> Proposal:
         """Return a guess by lookup or by the drafter: the one with more tokens that are expected to be right."""
@@ -113,7 +118,7 @@ class _Drafting:
 
     def verify(self) -> None:
         """Note that drafts of the proposal are in the next step: they are compared there."""
-        self._tried = NO_PROPOSAL
+        self._tried, self._num_without = NO_PROPOSAL, 0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record that the first tokens of the proposal were drafts, and how many of these were accepted."""
@@ -163,16 +168,15 @@ class DraftPolicy:
         self._num_unmeasured = 0  # plain steps of one batch in a row
         self._measured: ScheduledBatch | None = None  # of the last plain step that was measured
         self._is_plain = True  # the next step to be read, unless it has drafts
-        self._num_accepted = 0  # drafts of that step
+        self._verified: list[tuple[Request, int, int]] = []  # in that step: request, its drafts, those accepted
+        self.rest = 0  # coming steps that have no drafts: there is no need to ask for them
+        self._num_plain = 0  # times in a row that no draft was chosen
         self.counts = DraftCounts(accepted_at=[0] * limits.per_request)
-
-    @property
-    def pause(self) -> int:
-        """The number of coming steps for which there is nothing of drafts, since they did not pay."""
-        return self._ledger.pause
 
     def may_draft(self, num_running: int) -> bool:
         """Return whether a step of so many running requests may have drafts at all."""
+        if self._ledger.pause:
+            self.rest = self._ledger.pause
         return 0 < num_running <= self._limits.max_seqs and not self._ledger.pause
 
     def choose(
@@ -198,16 +202,30 @@ class DraftPolicy:
             request.drafts_from = state.pause_until
             if len(proposal.token_ids) > in_flight:
                 offers.append((request, proposal, in_flight))
-        if not offers or (beside_chunks and self._adaptive):
+        if offers and beside_chunks and self._adaptive:
             return {}
         room = min(room, self._limits.per_step)
         numbers = self._best(offers, num_seqs, room) if self._adaptive else self._all(offers, room)
-        if any(n and proposal.basis == BY_MODEL for (_, proposal, _), n in zip(offers, numbers, strict=True)):
-            self._num_useless = 0
+        self._note(offers, numbers)
         if is_ahead:
             return None if any(numbers) else {}
         chosen = zip(offers, numbers, strict=True)
         return {request.request_id: proposal.token_ids[:n] for (request, proposal, _), n in chosen if n}
+
+    def _note(self, offers: list[tuple[Request, Proposal, int]], numbers: list[int]) -> None:
+        """Note how many drafts of each offer were chosen: what gives none is asked for less often."""
+        if not any(numbers):
+            self._num_plain += 1
+            self.rest = min(self._num_plain // MANY_PLAIN, MOST_SKIPPED) if self._adaptive else 0
+        else:
+            self._num_plain = 0
+        for (request, proposal, _), number in zip(offers, numbers, strict=True):
+            if number and proposal.basis == BY_MODEL:
+                self._num_useless = 0
+            if not number and self._adaptive:
+                state = self._state(request)
+                state.skip(len(request.token_ids))
+                request.drafts_from = state.pause_until
 
     def _state(self, request: Request) -> _Drafting:
         if request.drafting is None:
@@ -234,6 +252,7 @@ class DraftPolicy:
     def offer(self, request: Request, token_ids: list[int]) -> None:
         """Take what the drafter on the device guesses to follow the request's known tokens."""
         self._state(request).offer(token_ids, len(request.token_ids))
+        self.rest = request.drafts_from = 0
 
     def verify(self, request: Request) -> None:
         """Note that drafts of the request are in the next step."""
@@ -249,7 +268,7 @@ class DraftPolicy:
         if request.drafting.proposal.from_prediction:
             request.num_predicted[0] += num_accepted
             request.num_predicted[1] += num_drafts - num_accepted
-        self._num_accepted += num_accepted
+        self._verified.append((request, num_drafts, num_accepted))
         counts = self.counts
         counts.num_drafts += 1
         counts.num_draft_tokens += num_drafts
@@ -279,8 +298,8 @@ class DraftPolicy:
         num_steps = max(self._num_unmeasured, 1)
         costs.num_steps += num_steps
         self._ledger.pause = max(self._ledger.pause - num_steps, 0)
-        num_accepted, is_plain = self._num_accepted, self._is_plain and not num_drafts and not has_proposals
-        self._num_unmeasured, self._measured, self._num_accepted = 0, None, 0
+        verified, is_plain = self._verified, self._is_plain and not num_drafts and not has_proposals
+        self._num_unmeasured, self._measured, self._verified = 0, None, []
         self._is_plain = not num_drafts  # the step after one with drafts takes longer
         if batch.total_num_tokens != num_seqs + sum(num_drafts):
             return  # with chunks of prompts
@@ -290,7 +309,9 @@ class DraftPolicy:
             if not costs.is_new(num_seqs):
                 self._measured = batch
         elif self._adaptive and (plain := costs.mean_plain(num_seqs)):
-            self._ledger.record(seconds, plain, 1 + num_accepted / num_seqs, has_proposals)
+            parts = [(request, number, accepted / num_seqs) for request, number, accepted in verified]
+            for request in self._ledger.record(seconds, plain, parts, has_proposals):
+                self._state(request).pause_until = request.drafts_from = len(request.token_ids) + PAUSED_TOKENS
 
     @staticmethod
     def _all(offers: list[tuple[Request, Proposal, int]], room: int) -> list[int]:
@@ -304,23 +325,27 @@ class DraftPolicy:
         """Return the number of drafts of each offer with which a token takes least time; zeros if none is faster."""
         plain = self._costs.plain(num_seqs)
         numbers = [0] * len(offers)
-        if not plain:
+        if not plain or not offers:
+            return numbers
+        survivals = [
+            self._state(request).acceptance.survival(proposal.basis, len(proposal.token_ids))[in_flight:]
+            for request, proposal, in_flight in offers
+        ]
+        least = num_seqs * plain / LEAST_GAIN
+        fewest = num_seqs - len(offers) + sum(1 / (1 + sum(survival)) for survival in survivals)
+        if fewest * plain >= least:  # even if the drafts took no time
             return numbers
         slots: list[tuple[float, int, int]] = []
-        for index, (request, proposal, in_flight) in enumerate(offers):
-            assert isinstance(request.drafting, _Drafting)
-            survival = request.drafting.acceptance.survival(proposal.basis, len(proposal.token_ids))
+        for index, survival in enumerate(survivals):
             expected = 1.0  # tokens of a step
-            for position, survives in enumerate(survival[in_flight:]):
+            for position, survives in enumerate(survival):
                 slots.append((1 / (expected + survives) - 1 / expected, position, index))
                 expected += survives
         if len(offers) > 1:  # of one offer they are in this order
             slots.sort()
         # Steps for a token of a request with 0, 1, 2 … drafts, the sum of all requests.
         steps = list(accumulate((change for change, *_ in slots[:room]), initial=float(num_seqs)))
-        least, best = num_seqs * plain / LEAST_GAIN, 0
-        if steps[-1] * plain >= least:  # even if the drafts took no time
-            return numbers
+        best = 0
         for number, seconds in self._costs.table(num_seqs, len(steps) - 1):
             if seconds * steps[number] < least:
                 least, best = seconds * steps[number], number

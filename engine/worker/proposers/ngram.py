@@ -29,9 +29,13 @@ class _Occurrences:
         if 2 * end > len(table):  # room for twice as many, at most half full
             table = self._table = [0] * max(1 << (4 * end).bit_length(), LEAST_SIZE)
             self._mask, self._end = len(table) - 1, length - 1
-        mask, end = self._mask, min(end, self._end + AT_ONCE)
-        for after in range(self._end + 1, end + 1):
-            table[hash(tuple(text[after - length : after])) & mask] = after
+        mask, start, end = self._mask, self._end + 1, min(end, self._end + AT_ONCE)
+        if end == start:
+            table[hash(tuple(text[end - length : end])) & mask] = end
+        elif end > start:
+            runs = zip(*(text[start - length + i : end - length + i + 1] for i in range(length)), strict=True)
+            for after, hashed in enumerate(map(hash, runs), start):
+                table[hashed & mask] = after
         self._end = max(self._end, end)
 
     def find(self, text: Sequence[int]) -> int:
@@ -45,13 +49,14 @@ class NgramGuesses:
     """The text of a request: what the client predicted, the prompt, and the output so far.
 
     As long as the output follows an earlier occurrence, the guesses go on there. Else they begin after the newest
-    occurrence of the last tokens: of the longest run that occurs, of two lengths. If that is less far back than there
-    are tokens to guess, what followed it is repeated.
+    occurrence of the last tokens: of the longest run that occurs, of two lengths, where a long one is looked up only if
+    a short one occurs. If that is less far back than there are tokens to guess, what followed it is repeated.
     """
 
     def __init__(self, least: int, longest: int, prediction: Sequence[int] = ()) -> None:
         """`least`, `longest`: tokens that must agree before a guess."""
-        self._occurrences = [_Occurrences(length) for length in sorted({longest, least}, reverse=True)]
+        self._short = _Occurrences(least)
+        self._long = _Occurrences(longest) if longest > least else None
         self._text = list(prediction)
         self._num_predicted = len(self._text)
         self._num_known = 0  # tokens of prompt and output in the text
@@ -83,13 +88,15 @@ class NgramGuesses:
 
     def _look_up(self) -> tuple[int, int]:
         """Return the index after an earlier occurrence of the last tokens, and how many agree; (-1, 0): none."""
-        text, source = self._text, -1
-        for occurrences in self._occurrences:
-            occurrences.extend(text, len(text) - 1)
-            if source < 0:
-                source = occurrences.find(text)
+        text = self._text
+        self._short.extend(text, len(text) - 1)
+        source = self._short.find(text)
         if source < 0:
             return -1, 0
+        if self._long is not None:
+            self._long.extend(text, len(text) - 1)
+            longer = self._long.find(text)
+            source = longer if longer >= 0 else source
         basis, end = 0, len(text)
         while basis < min(MAX_BASIS, source) and text[source - 1 - basis] == text[end - 1 - basis]:
             basis += 1

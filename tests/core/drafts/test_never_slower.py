@@ -57,7 +57,9 @@ def simulated(
             request.num_tokens = len(request.token_ids)
             request.num_computed_tokens = request.num_tokens - 1
         chosen: dict[str, list[int]] | None = {}
-        if policy is not None and policy.may_draft(len(running)):
+        if policy is not None and policy.rest:
+            policy.rest -= 1
+        elif policy is not None and policy.may_draft(len(running)):
             may_draft = [request for request in running if len(request.token_ids) >= request.drafts_from]
             before = policy._proposer.num_proposals  # type: ignore[attr-defined]
             chosen = policy.choose(may_draft, len(running), 64) if may_draft else {}

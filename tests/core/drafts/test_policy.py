@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import PRIOR, Acceptance, kind_of
+from engine.core.drafts.ledger import Ledger
 from engine.core.drafts.policy import LEAST_GAIN, DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import CERTAIN, Proposal
 from engine.core.drafts.step_costs import STALE, StepCosts, size_class
@@ -191,6 +193,35 @@ def test_tokens_of_a_prediction_are_counted_by_request() -> None:
     policy.verified(request, 3, 2)
     policy.verified(request, 3, 0)
     assert request.num_predicted == [2, 4]
+
+
+def test_what_gives_no_drafts_is_asked_for_less_and_less_often() -> None:
+    policy, request = DraftPolicy(Fixed([]), DraftLimits(4, 100, 64)), decoding(max_tokens=1000)
+    read(policy, 1.0, 1)
+    asked = []
+    for step in range(200):
+        if policy.rest:
+            policy.rest -= 1
+        elif policy.may_draft(1):
+            asked.append(step)
+            assert policy.choose([request], 1, 100) == {}
+        request.token_ids.append(4)
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1]) == (1, 8)
+    policy.offer(request, [5])
+    assert not policy.rest, "a drafter's guess is looked at before it is stale"
+
+
+def test_only_the_requests_whose_drafts_lost_time_pause() -> None:
+    ledger, good, bad = Ledger(), decoding("good"), decoding("bad")
+    paused: list[Request] = []
+    while not paused:
+        paused += ledger.record(1.4, 1.0, [(good, 2, 0.35), (bad, 8, 0.0)])
+    assert paused == [bad]
+    assert not ledger.pause
+    while not ledger.pause:  # each of them has lost some
+        assert ledger.record(1.4, 1.0, [(good, 2, 0.05), (bad, 2, 0.0)]) == ()
 
 
 def test_padded_sizes_are_estimated_by_the_devices_own_time() -> None:
