@@ -15,12 +15,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import kernels
+from benchmarks.result_files import save
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
 from kernels.data.quantized_weight import QuantizedWeight
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
                     found[key] = {"set": name, **row, "right": row["right"] and found.get(key, row)["right"]}
     print(table(flags, found))
     if flags.output_json:
-        Path(flags.output_json).write_text(json.dumps(list(found.values()), indent=1) + "\n")
+        save(list(found.values()), flags.output_json)
     return 0 if all(row["right"] for row in found.values()) else 1
 
 

@@ -24,6 +24,7 @@ from benchmarks.gguf_files import gguf_file
 from benchmarks.llama_cpp import build_programs
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, process_group
+from benchmarks.result_files import to_text
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
@@ -216,7 +217,7 @@ def main(argv: list[str]) -> int:
     result["rows"] = [
         {**row, "tokens_per_second": round(best, 1)} for row, best in zip(rows, comparison.best.values(), strict=True)
     ]
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(to_text(result))
     path.with_suffix(".md").write_text(table(comparison) + "\n")
     print(table(comparison))
     print(f"saved {path} and {path.with_suffix('.md')}")

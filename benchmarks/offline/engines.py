@@ -25,6 +25,7 @@ from benchmarks import llama_cpp, workloads
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.random_weights import write_random_weights
+from benchmarks.result_files import to_text
 from benchmarks.workloads import Workload
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load, nearest
@@ -239,10 +240,10 @@ def measure_all(
                 run_job(job, number, flags, deadline, Path(scratch), results)
                 durations[job.key] = time.time() - begin
                 result = report(results, machine)
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                path.write_text(to_text(result))
                 path.with_suffix(".md").write_text(table(result) + "\n")
     result = report(results, machine)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(to_text(result))
     path.with_suffix(".md").write_text(table(result) + "\n")
     return result
 

@@ -32,6 +32,7 @@ from benchmarks.processes import (
     wait_for_free_gpu,
     wait_until_ready,
 )
+from benchmarks.result_files import to_text
 from benchmarks.workloads import MAX_TOKEN_ID, named
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load, nearest
@@ -261,7 +262,7 @@ class Comparison:
             "settings": dataclasses.asdict(self.flags),
             "environment": self.machine,
         }
-        self.path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        self.path.write_text(to_text(result), encoding="utf-8")
         self.path.with_suffix(".md").write_text(table(result) + "\n", encoding="utf-8")
         return result
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import free_port, last_line, process_group
+from benchmarks.result_files import save
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, check, flag, load
 
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
                     starts[engine].append(figures)
     print(table(starts))
     if flags.output_json:
-        Path(flags.output_json).write_text(json.dumps(starts, indent=1) + "\n", encoding="utf-8")
+        save(starts, flags.output_json)
     return 0
 
 
