@@ -83,13 +83,14 @@ class Attention(CheckpointModule):
         super().__init__()
         self.spec = spec.for_rank(scope.shard)
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {} if spec.gated else {"q_proj": query_size}
+        gate = spec.gate
+        parts = {"q_proj": query_size} if gate is None or gate.name else {}
         if spec.kv_of is None:
             parts |= {"k_proj": kv_size} if spec.key_is_value else {"k_proj": kv_size, "v_proj": kv_size}
         fused = "qkv_proj" if spec.fused else ""
         self.gate: Linear | None = None
-        if spec.gated:
-            query, gate = _gated_parts(spec, scope)
+        if gate is not None and not gate.name:
+            query, gates = _gated_parts(spec, scope)
             kv = [
                 Part(
                     name=scope.name(name),
@@ -98,7 +99,7 @@ class Attention(CheckpointModule):
                 for name, rows in parts.items()
             ]
             self.qkv: Linear = RowsLinear(scope, hidden_size, [*query, *kv], bias=spec.qkv_bias)
-            self.gate = RowsLinear(scope, hidden_size, gate, bias=spec.qkv_bias)
+            self.gate = RowsLinear(scope, hidden_size, gates, bias=spec.qkv_bias)
         else:
             self.qkv = Linear(
                 scope,
@@ -110,6 +111,9 @@ class Attention(CheckpointModule):
                 fused=fused,
                 grouped=spec.grouped,
             )
+        if gate is not None and gate.name:
+            width = 1 if gate.of_heads else spec.head_dim
+            self.gate = Linear(scope, hidden_size, {gate.name: spec.num_heads * width}, shard="column", width=width)
         self._add_norms(spec, make_norm, scope)
         self.o = Linear(scope, query_size, {"o_proj": hidden_size}, bias=spec.o_bias, shard="row")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, rotary_dim] float32
@@ -202,10 +206,19 @@ class Attention(CheckpointModule):
             see_both_ways(query, kv, metadata, self._args(kv_scale), span, out)
         if self.gate is not None:
             assert isinstance(out, Tensor)
-            out = kernels.gated(out.flatten(1), self.gate.run(x), "sigmoid", rounded=True).view(out.shape)
+            out = self._gated(out, self.gate.run(x))
         if isinstance(out, kernels.QuantizedRows):
             return self.o.run(out, epilogue)
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Multiply out [T, H, D] by its gates [T, H D] or [T, H], before their activation; may be in place."""
+        spec = self.spec.gate
+        assert spec is not None
+        if spec.activation == "sigmoid" and not spec.of_heads:
+            return kernels.gated(out.flatten(1), gate, "sigmoid", rounded=True).view(out.shape)
+        gate = F.softplus(gate.float()).to(out.dtype) if spec.activation == "softplus" else gate.sigmoid()
+        return out.mul_(gate.unflatten(1, (out.shape[1], -1)))
 
     def _args(self, kv_scale: Tensor | None) -> kernels.AttentionArgs:
         """Return the kernels' arguments; kv_scale: None, or the layer's if its cache is e4m3."""

@@ -23,7 +23,7 @@ from engine.models.matrix import Matrix, Scope
 from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
 from engine.models.moe import DenseAndExperts, MoE
-from engine.models.norms import LayerNorm, MakeNorm, NoNorm, Norm, PlainLayerNorm, RMSNorm
+from engine.models.norms import LayerNorm, MakeNorm, NoNorm, Norm, PlainLayerNorm, RMSNorm, unweighted
 from engine.models.per_layer import PerLayerEmbedding, PerLayerInput
 from engine.models.pooling_head import PoolingHead
 from engine.models.relative import RelativeBias
@@ -81,6 +81,8 @@ class Decoder(nn.Module):
         self._share_scales(spec)
         self._share_biases(spec, body)
         body, scope = body.only_if(is_last), scope.only_if(is_last)
+        if spec.final_norm_offset is not None:
+            make_norm = norm_maker(replace(spec, norm_offset=spec.final_norm_offset))
         self.norm = (make_norm if spec.final_norm else no_norm)(body / "norm", spec.hidden_size)
         self.head = PoolingHead(spec.head, spec.hidden_size, spec.norm_eps, scope) if spec.head else None
         if spec.tie_word_embeddings:
@@ -112,6 +114,7 @@ class Decoder(nn.Module):
         if spec.positions is not None:
             self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
         if spec.embedding_norm:
+            make_norm = unweighted(make_norm) if spec.embedding_norm == "unweighted" else make_norm
             self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
 
     def _check_stage(self, spec: ModelSpec) -> None:
@@ -289,6 +292,9 @@ class DecoderLayer(nn.Module):
         self.mlp_sum = OutputSum(
             norm(names.after_mlp), multiplier if layer.mlp_multiplier is None else layer.mlp_multiplier
         )
+        for after in (self.attention_sum.after, self.mlp_sum.after):
+            if after is not None and names.after_eps:
+                after.eps = names.after_eps
         self.attention_sum_norm, self.mlp_sum_norm = norm(names.sum_mixer), norm(names.sum_mlp)
         self.attention: Mixer = make_mixer(layer.mixer, hidden_size, cos_sin, make_norm, scope)
         self.mlp: MLP | MoE | DenseAndExperts | None

@@ -54,6 +54,15 @@ class SparseSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateSpec:
+    """Gates of an attention's output: activation(projection of its input)."""
+
+    name: str = ""  # of their matrix; "": in q_proj, each head's query is followed by its gate
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    of_heads: bool = False  # a head has one gate, else each channel has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention."""
 
@@ -73,7 +82,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head
-    gated: bool = False  # each head's output is scaled by σ(gate); q_proj has a head's query, then its gate
+    gate: GateSpec | None = None  # of the output of each head
     qk_norm_over_heads: bool = False  # RMSNorm over all query heads together, and over all key heads
     # The norms of heads have weights of their own for each head: in one tensor, or in one for each.
     qk_norm_of_each: Literal["", "stacked", "separate"] = ""
@@ -263,6 +272,7 @@ class Norms:
     after_mlp: str = ""
     sum_mixer: str = ""  # of the residual stream, after the mixer's output is added to it
     sum_mlp: str = ""
+    after_eps: float = 0.0  # of the norms after mixer and MLP; 0: that of all norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,10 +426,11 @@ class ModelSpec:
     # RMSNorm; LayerNorm with weights only, with biases too, or without either
     norm: Literal["rms", "layer", "layer_bias", "layer_plain"] = "rms"
     norm_offset: float = 0.0  # added to the stored weights of norms
+    final_norm_offset: float | None = None  # of the final one; None: `norm_offset`
     embedding_multiplier: float = 1.0
     positions: LearntPositions | None = None
     query_scaling: QueryScaling | None = None  # of layers with `scales_queries`
-    embedding_norm: bool = False  # embeddings are normalised before the first layer
+    embedding_norm: Literal["", "norm", "unweighted"] = ""  # of the embeddings, before the first layer
     token_types: int = 0  # rows of the table of token types, which tokens' ids tell; 0: there is none
     final_norm: bool = True
     head_bias: bool = False  # of the output head

@@ -455,6 +455,29 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolVLMForConditionalGeneration",
         {"text_config": {"model_type": "llama"}, "vision_config": SMALL_TOWER, "pad_token_id": 0},
     ),
+    "muse_glimmer": (
+        "MuseGlimmerForConditionalGeneration",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "num_hidden_layers": 4,
+                "sliding_window": 24,
+                "final_logit_softcapping": 20.0,
+                "output_multiplier": 0.2,
+                "pad_token_id": 0,
+                "bos_token_id": None,
+                "eos_token_id": None,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "out_hidden_size": 128,
+            "projector_hidden_size": 32,
+        },
+    ),
     "mllama": (
         "MllamaForConditionalGeneration",
         {
@@ -618,6 +641,7 @@ CASES |= {
 }
 NONE = {"bos_token_id": None, "eos_token_id": None}
 GPT = {"n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": 192, **NONE}
+ALTERNATING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SCALED_YARN = YARN | {"llama_4_scaling_beta": 0.3}
 CASES |= {
@@ -741,6 +765,36 @@ CASES |= {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "laguna": (
+        "Laguna",
+        {
+            **EXPERTS,
+            **ALTERNATING,
+            "head_dim": 32,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "shared_expert_intermediate_size": 80,
+            "moe_routed_scaling_factor": 2.5,
+            **NONE,
+        },
+    ),
+    "laguna-channels": (
+        "Laguna",
+        {**EXPERTS, "head_dim": 32, "gating": "per-element", "shared_expert_intermediate_size": 80, **NONE},
+    ),
+    "afmoe": ("Afmoe", {**EXPERTS, **ALTERNATING, "head_dim": 32, "route_scale": 2.5, "mup_enabled": True}),
+    "granite_swa": (
+        "GraniteSWA",
+        {
+            **ALTERNATING,
+            "layer_rope_theta": [10000.0, 0, 10000.0],
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            **NONE,
+        },
+    ),
+    "cwm": ("Cwm", {**ALTERNATING, "head_dim": 32, "bos_token_id": 1, "eos_token_id": [0]}),
     "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 32, "num_shared_experts": 2}),
     "exaone_moe": (
         "ExaoneMoe",

@@ -15,6 +15,7 @@ from engine.models.families import (
     deci,
     encoders,
     experts,
+    gated,
     gemma4,
     hybrid,
     kimi,
@@ -204,6 +205,10 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "FalconH1ForCausalLM": state_space.falcon_h1,
     "BambaForCausalLM": state_space.bamba,
     "KimiLinearForCausalLM": kimi.kimi_linear,
+    "LagunaForCausalLM": gated.laguna,
+    "AfmoeForCausalLM": gated.afmoe,
+    "GraniteSWAForCausalLM": newest.granite_swa,
+    "CwmForCausalLM": newest.cwm,
 }
 
 
@@ -226,6 +231,7 @@ TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that 
     "mllama_text_model": newest.mllama,
     "paddleocr_vl_text": llama_like.llama,
     "kimi_k2": experts.deepseek_v3,
+    "muse_glimmer_text": gated.muse_glimmer,
     "ministral3": recent.ministral3,
     "mistral4": recent.mistral4,
 }

@@ -171,7 +171,7 @@ def bloom(config: Config) -> ModelSpec:
     }
     mixer = replace(_without_rope(config, bias=True), alibi=alibi_slopes(heads), fused=True, grouped=True)
     mlp = _mlp(config, names=("dense_h_to_4h", "dense_4h_to_h"))
-    return replace(_layer_norm(config, mixer, mlp, BLOOM), embedding_norm=True)
+    return replace(_layer_norm(config, mixer, mlp, BLOOM), embedding_norm="norm")
 
 
 def falcon(config: Config) -> ModelSpec:

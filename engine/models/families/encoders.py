@@ -259,7 +259,7 @@ def modern_bert(config: Config) -> ModelSpec:
         with_names(spec, MODERN, unused=unused),
         layers=(first, *spec.layers[1:]),
         norm="layer_bias" if norm_bias else "layer",
-        embedding_norm=True,
+        embedding_norm="norm",
     )
     return _with_head(config, spec, (head,), config.get("classifier_pooling", "cls"), head_of_tokens=(head,))
 
@@ -332,7 +332,7 @@ def _attention(config: Config, *, bias: bool, layer_type: str = "") -> Attention
 def _with_embeddings(config: Config, spec: ModelSpec) -> ModelSpec:
     """Return the encoder with BERT's embeddings and norms."""
     types = integer(config, "type_vocab_size", 2, minimum=0)
-    return replace(spec, norm="layer_bias", embedding_norm=True, token_types=types, final_norm=False)
+    return replace(spec, norm="layer_bias", embedding_norm="norm", token_types=types, final_norm=False)
 
 
 def _is_classifier(config: Config) -> bool:

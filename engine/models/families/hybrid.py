@@ -10,7 +10,7 @@ from engine.models.families.common import MAX_HEAD_DIM, attention, decoder, dens
 from engine.models.families.experts import every, experts
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.recurrent_spec import DeltaNetSpec, ShortConvSpec
-from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, Norms
+from engine.models.spec import DenseSpec, ExpertNames, GateSpec, ModelSpec, MoESpec, Norms
 
 MAX_KERNEL = 32  # inputs of a convolution that a token sees
 
@@ -129,7 +129,7 @@ def _delta_net(config: Config, mlp: DenseSpec | MoESpec | Sequence[DenseSpec | M
     interval = integer(config, "full_attention_interval", 4)
     default = [(layer + 1) % interval == 0 for layer in range(num_layers(config))]
     attends = _attends(config, "linear_attention", default)
-    mixers = [replace(mixer, gated=True) if each else net for each in attends]
+    mixers = [replace(mixer, gate=GateSpec()) if each else net for each in attends]
     spec = decoder(config, mixers, mlp)
     return replace(spec, norm_offset=1.0, mtp="mtp", unused=("mtp.", *spec.unused))
 

@@ -33,7 +33,7 @@ NAMES = (
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),
     *("audio_tower.", "audio_model.", "embed_audio.", "multi_modal_projector.", "mm_projector.", "mlp1.", "projector."),
-    "vision_projection.",
+    *("vision_projection.", "vision_adapter."),
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
 )
 UNUSED = ("vision_tower.head.",)  # SigLIP's pooling
@@ -82,6 +82,7 @@ MODELS: dict[str, tuple[str, Config]] = {
     "Qwen2AudioForConditionalGeneration": ("Qwen2-Audio", {"model_type": "qwen2"}),
     "GotOcr2ForConditionalGeneration": ("GOT-OCR 2", {"model_type": "qwen2"}),
     "LightOnOCRForConditionalGeneration": ("LightOnOCR", {"model_type": "qwen3"}),
+    "MuseGlimmerForConditionalGeneration": ("Muse Glimmer", {"model_type": "muse_glimmer_text"}),
     "PaddleOCRVLForConditionalGeneration": ("PaddleOCR-VL", {"model_type": "ernie4_5"}),
 }
 

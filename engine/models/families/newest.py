@@ -17,7 +17,7 @@ from engine.models.families.common import (
 )
 from engine.models.families.experts import MIXTRAL, deepseek_mlps, experts
 from engine.models.families.fields import Config, flag, integer, number
-from engine.models.families.llama_like import llama
+from engine.models.families.llama_like import granite, llama
 from engine.models.families.renamed import minicpm
 from engine.models.families.rope import phi_longrope
 from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec
@@ -32,7 +32,7 @@ def mellum(config: Config) -> ModelSpec:
     slide, bias = slides(config), flag(config, "attention_bias")
     mixers = [_of_kind({"head_dim": 128, **config}, KINDS[here], bias) for here in slide]
     mlp = experts(config, renormalise=flag(config, "norm_topk_prob", True))
-    mlps = [mlp if here else dense(config) for here in _sparse(config, first_dense=0)]
+    mlps = [mlp if here else dense(config) for here in sparse_layers(config, first_dense=0)]
     return decoder(config, mixers, mlps, windows=windows_of(config, slide))
 
 
@@ -51,7 +51,7 @@ def hy3(config: Config) -> ModelSpec:
     router = replace(mlp.router, scale=number(config, "router_scaling_factor", 1.0))
     shared = DenseSpec(intermediate_size=integer(config, "num_shared_experts", 1) * mlp.intermediate_size)
     mlp = replace(mlp, router=router, correction=True, shared=shared, names=HY3_EXPERTS)
-    mlps = [mlp if here else dense(config) for here in _sparse(config, first_dense=1)]
+    mlps = [mlp if here else dense(config) for here in sparse_layers(config, first_dense=1)]
     return decoder(config, mixer, mlps)
 
 
@@ -66,7 +66,7 @@ def exaone_moe(config: Config) -> ModelSpec:
     assert isinstance(mlp, MoESpec)
     mlp = replace(mlp, names=EXAONE_EXPERTS)
     first = integer(config, "first_k_dense_replace", 0, minimum=0)
-    mlps = [mlp if here else dense(config) for here in _sparse(config, first_dense=first)]
+    mlps = [mlp if here else dense(config) for here in sparse_layers(config, first_dense=first)]
     spec = decoder(config, mixers, mlps, windows=windows_of(config, slide))
     return replace(spec, unused=("mtp.",))
 
@@ -95,6 +95,37 @@ def minicpm3(config: Config) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
 
 
+def granite_swa(config: Config) -> ModelSpec:
+    """Granite with windows and attention sinks: Granite's multipliers, RoPE in some layers."""
+    count = num_layers(config)
+    default = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(count)]
+    config = {"sliding_window": 128, "num_key_value_heads": 4, **config}
+    config["layer_types"] = config.get("layer_types") or default
+    thetas = config.get("layer_rope_theta") or [1] * count
+    if not isinstance(thetas, list) or len(thetas) != count or len({theta for theta in thetas if theta}) > 1:
+        raise ModelError(f"'layer_rope_theta' must be 0 or the same number for each of {count} layers, got {thetas!r}")
+    spec, windows = granite(config), windows_of(config, slides(config))
+    layers = []
+    for layer, theta, window in zip(spec.layers, thetas, windows, strict=True):
+        assert isinstance(layer.mixer, AttentionSpec)
+        mixer = replace(layer.mixer, window=window, learnt=("sinks",), rope=layer.mixer.rope if theta else None)
+        layers.append(replace(layer, mixer=mixer))
+    return replace(spec, layers=tuple(layers))
+
+
+def cwm(config: Config) -> ModelSpec:
+    """CWM (Meta): Llama with a sliding window in three of four layers."""
+    default = ["sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers(config))]
+    config = {"sliding_window": 8192, "rope_theta": 1e6, **config}
+    config["layer_types"] = config.get("layer_types") or default
+    spec, windows = llama(config), windows_of(config, slides(config))
+    layers = []
+    for layer, window in zip(spec.layers, windows, strict=True):
+        assert isinstance(layer.mixer, AttentionSpec)
+        layers.append(replace(layer, mixer=replace(layer.mixer, window=window)))
+    return replace(spec, layers=tuple(layers))
+
+
 def mllama(config: Config) -> ModelSpec:
     """Llama 3.2 Vision, text: the layers that look at images are left out, as they are without one."""
     count, crossed = num_layers(config), config.get("cross_attention_layers") or []
@@ -112,7 +143,7 @@ def _of_kind(config: Config, kind: str, bias: bool) -> AttentionSpec:
     return attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, layer_type=kind)
 
 
-def _sparse(config: Config, *, first_dense: int) -> list[bool]:
+def sparse_layers(config: Config, *, first_dense: int) -> list[bool]:
     """Return which layers have experts: by `mlp_layer_types`, else all but the first ones."""
     count, kinds = num_layers(config), config.get("mlp_layer_types")
     if kinds is None:
