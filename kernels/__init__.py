@@ -179,6 +179,9 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
             "route_norms_apart",
             "token_logprobs",
         ),
+        "kernels.cuda.fixed_latent": ("absorb_and_store", "head_linear", "latent_attention_decode"),
+        "kernels.cuda.fixed_lora": ("adapted_experts", "adapted_linear", "fuses_adapters"),
+        "kernels.triton.fixed_scan": ("delta_rule", "kda", "mamba2"),
         "kernels.cuda.split_sums": ("split_experts", "split_linear", "split_weight"),
     },
 }

@@ -11,9 +11,9 @@ from engine.setup.speculative import speculative_config
 from engine.worker.device import Device
 
 # What has no deterministic form on GPUs, and what has one that no GPU has run yet: `python -m tests.gpu determinism`.
-MISSING = frozenset({"latent attention", "recurrent layers", "block-sparse attention", "compress_experts"})
-MISSING |= {"enable_lora", "kv_cache_dtype fp8"}
-UNCHECKED = frozenset({"tensor_parallel_size", "speculative_config"})
+MISSING = frozenset({"block-sparse attention", "compress_experts"})
+UNCHECKED = frozenset({"latent attention", "recurrent layers", "enable_lora", "kv_cache_dtype fp8"})
+UNCHECKED |= {"tensor_parallel_size", "speculative_config"}
 
 
 def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:

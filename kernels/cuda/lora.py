@@ -162,12 +162,12 @@ def adapted_experts(
     assert not isinstance(down, CompressedWeight)
     chosen, count = ids.shape[1], len(stack)
     routed = lora.routed(ids, stack.first, count, tokens)
-    routed.tiles = _tiles(routed, chosen)
+    routed.tiles = tiles_of_routed(routed, chosen)
     tiles = sort_pairs(ids, count, stack.first, tile_height(ids.numel() / count))
     x, order, ones = x.repeat_interleave(chosen, 0), tiles.order.long(), torch.ones_like(weights)
     y = x.new_zeros(len(x), lora.gate_up.up.shape[1])  # routed tokens of other ranks are not written
     grouped(x[order], gate_up, stack.gate_up_bias, ones, tiles, y, "", chosen)
-    inner = _activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
+    inner = activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
     parts = torch.zeros_like(x)
     grouped(inner[order], down, stack.down_bias, ones, tiles, parts, "", chosen)
     parts = lora_add(parts, inner, lora.down, routed) * weights.flatten()[:, None]
@@ -176,7 +176,7 @@ def adapted_experts(
     return out
 
 
-def _activated(y: Tensor, activation: ExpertActivation) -> Tensor:
+def activated(y: Tensor, activation: ExpertActivation) -> Tensor:
     """Return the activation of gate and up [n, 2I], or of up alone [n, I]: [n, I]."""
     if activation == "relu2":
         return F.relu(y).square()
@@ -187,7 +187,7 @@ def _activated(y: Tensor, activation: ExpertActivation) -> Tensor:
     return gate_and_mul(y, activation)
 
 
-def _tiles(routed: AdapterTokens, chosen: int) -> Tiles:
+def tiles_of_routed(routed: AdapterTokens, chosen: int) -> Tiles:
     """Return `AdapterTokens.tiles` of routed tokens, sorted as experts' tokens are."""
     assert routed.numbers is not None
     found = sort_pairs(routed.slots.view(-1, chosen), routed.num_slots, 0, SMALL_TILE)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs
+from kernels.cuda.fixed_lora import adapted_outputs
 from kernels.data.lora import AdapterTokens, ExpertLora
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import QuantizedWeight, Weight
@@ -56,8 +57,10 @@ def split_experts(
     tokens: AdapterTokens | None = None,
 ) -> Tensor:
     """See `kernels.reference.split_experts`."""
-    assert adapters is None, "adapters have no deterministic form on GPUs yet"
-    outputs = expert_outputs(x, ids, weights, stack)
+    if adapters is None or tokens is None:
+        outputs = expert_outputs(x, ids, weights, stack)
+    else:
+        outputs = adapted_outputs(x, ids, weights, stack, adapters, tokens)
 
     def total(i: int) -> Tensor:
         out, own = torch.zeros(x.shape, dtype=torch.float32, device=x.device), pieces[i]

@@ -44,6 +44,11 @@ class Forms:
         return not self.deterministic
 
     @property
+    def copies_pages(self) -> bool:
+        """Return True if steps may upcast pages of an e4m3 cache: prefill then rounds otherwise than decode."""
+        return not self.deterministic
+
+    @property
     def sums_in_eighths(self) -> bool:
         """Return True if sums that ranks share are added up in eighths, so that they do not depend on the ranks."""
         return self.deterministic

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.data.forms import FORMS
+
 BLOCK_ROWS, WIDE_ROWS = 64, 256  # rows of a layer's result that a program computes: in large steps, in others
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
 LARGE_STEP = 1024  # tokens from which tiles are large
@@ -111,7 +113,7 @@ class AdapterTokens:
     def tiles(self) -> Tiles:
         """Computed without waiting for the device, in shapes that depend on T alone: a CUDA graph can do so."""
         slots, num_slots, count, device = self.slots, self.num_slots, len(self.slots), self.slots.device
-        size = LARGE_TILE if count >= LARGE_STEP else SMALL_TILE
+        size = LARGE_TILE if count >= LARGE_STEP and not FORMS.deterministic else SMALL_TILE
         keys = torch.where(slots < 0, num_slots, slots).long()
         order = torch.argsort(keys, stable=True)
         counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)

@@ -82,7 +82,7 @@ def absorb_and_store(query: Tensor, key_up: Tensor, new: NewLatents) -> Tensor:
     """See `kernels.reference.absorb_and_store`."""
     plain, size = key_up.shape[1:]
     out = query.new_empty(*query.shape[:2], new.latent.shape[1])
-    _rotate_and_store(query, new, out, plain, size)
+    rotate_into(query, new, out, plain, size)
     torch.bmm(query[..., :plain].transpose(0, 1), key_up, out=out[..., :size].transpose(0, 1))
     return out
 
@@ -90,10 +90,10 @@ def absorb_and_store(query: Tensor, key_up: Tensor, new: NewLatents) -> Tensor:
 def rotate_and_store(query: Tensor, new: NewLatents) -> None:
     """See `kernels.reference.rotate_and_store`."""
     plain = query.shape[2] - new.cos_sin.shape[1]
-    _rotate_and_store(query, new, query, plain, plain)
+    rotate_into(query, new, query, plain, plain)
 
 
-def _rotate_and_store(query: Tensor, new: NewLatents, out: Tensor, plain: int, at: int) -> None:
+def rotate_into(query: Tensor, new: NewLatents, out: Tensor, plain: int, at: int) -> None:
     """Store the latents; rotate the query's channels from `plain` on, to those of `out` from `at` on."""
     num_tokens, num_heads, width = query.shape
     latent, cache, cos_sin = new.latent, new.cache, new.cos_sin

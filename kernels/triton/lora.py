@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import Gate
+from kernels.data.forms import FORMS
 from kernels.data.lora import BLOCK_ROWS, LARGE_STEP, SMALL_TILE, WIDE_ROWS, AdapterTokens, LoraWeights
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.activation import activate
@@ -26,6 +27,7 @@ MAX_RANKS = 64  # rows of A of a program
 # tile at once.
 SPLITS = ((64, 16), (256, 8), (LARGE_STEP - 1, 4))
 LARGE_SPLITS = 2
+FIXED_SPLITS = 8  # of all steps, in deterministic mode
 REDUCED_SPLITS = ((256, 16), (LARGE_STEP - 1, 8))  # if A's kernel sums the parts
 GATED_ROWS = 128  # of a program that computes the gated activation: more need too many registers
 
@@ -267,6 +269,7 @@ def _channels_of_split(num_tokens: int, channels: int, reduced: bool) -> int:
     """Return how many channels of A · x a program multiplies."""
     limits = REDUCED_SPLITS if reduced else SPLITS
     wanted = next((splits for tokens, splits in limits if num_tokens <= tokens), LARGE_SPLITS)
+    wanted = FIXED_SPLITS if FORMS.deterministic else wanted
     return cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), 128) * 128
 
 

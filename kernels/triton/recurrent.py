@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.forms import FORMS
 from kernels.data.state import StateContext
 from kernels.gpu.launch import cdiv, next_power_of_2
 
@@ -121,8 +122,9 @@ def _causal_conv(
     assert c.sequence_of is not None
     out = x.new_empty(num_tokens, num_channels)
     # Decodes store with what they have loaded. Where a sequence has several programs, all read before one writes.
-    modes = [(True, True)] if c.only_decodes else [(True, False), (False, True)]
-    block_t = min(next_power_of_2(max(num_tokens, 1)), 16)
+    one_launch = c.only_decodes and not FORMS.deterministic
+    modes = [(True, True)] if one_launch else [(True, False), (False, True)]
+    block_t = 16 if FORMS.deterministic else min(next_power_of_2(max(num_tokens, 1)), 16)
     for computes, stores in modes:
         _causal_conv_kernel[(cdiv(num_tokens, block_t), cdiv(num_channels, BLOCK_C))](
             x, weight, bias, inputs, out,

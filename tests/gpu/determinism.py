@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.model_shapes import model_folder
-from engine import LLM, SamplingParams
+from engine import LLM, LoRARequest, SamplingParams
 from engine.models.families import read_spec
 from engine.setup import deterministic as refusals
 from kernels import (
@@ -32,12 +32,35 @@ from kernels import (
     RouterArgs,
 )
 from kernels.cuda import deterministic
-from tests.gpu.checks import BF16, F16, F32, Checks
+from tests.gpu.checks import BF16, E4M3, F16, F32, Checks
+from tests.gpu.deterministic_layers import (
+    check_deterministic_adapters,
+    check_deterministic_latents,
+    check_deterministic_states,
+)
 from tests.oracles.families import VOCAB, make_checkpoint
+from tests.oracles.random_adapters import write_random_adapter
 from tests.support.loaded import load
 from tests.support.parting import parting
 
 MOST, CROWDS, COUNT = 300, (1, 7, 44, 256), 60
+HYBRIDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2")
+# Tiny engines: name, family and settings.
+ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("qwen3_moe", "qwen3_moe", {}),
+    ("gemma2", "gemma2", {}),
+    ("fp8 cache", "qwen3", {"kv_cache_dtype": "fp8"}),
+    ("fp8", "qwen3_moe", {"quantization": "fp8"}),
+    ("int4", "qwen3_moe", {"quantization": "int4"}),
+    ("latent", "deepseek_v3", {}),
+    ("adapters", "qwen3", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}),
+    ("adapters of experts", "qwen3_moe", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}),
+    *((family, family, {}) for family in HYBRIDS),
+)
+NGRAMS = {
+    "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    "enable_adaptive_verification": False,
+}  # fmt: skip
 Forms = Callable[[slice], Sequence[Tensor]]
 
 
@@ -56,6 +79,9 @@ def check_forms(checks: Checks) -> None:
         call: Forms = lambda at: [deterministic.norm_gated(x[at].clone(), norm, 1e-6, weight_of)]  # noqa: B023, E731
         _compare(checks, f"deterministic norm_gated {kind}", call)
     _check_attention(checks)
+    check_deterministic_latents(checks, _compare)
+    check_deterministic_states(checks)
+    check_deterministic_adapters(checks, _compare)
     _check_experts(checks)
     FORMS.choose(True)
     try:
@@ -94,18 +120,21 @@ def _check_attention(checks: Checks) -> None:
     """The newest tokens decoded, among 300 sequences and alone, and prefilled in chunks."""
     device, size, length = checks.device, 16, 1500
     blocks = length // size + 1
-    for heads, kv_heads, head_dim, dtype in (
-        (16, 8, 128, BF16),
-        (32, 4, 128, BF16),
-        (8, 8, 64, F16),
-        (8, 2, 256, BF16),
+    for heads, kv_heads, head_dim, dtype, kept in (
+        (16, 8, 128, BF16, BF16),
+        (32, 4, 128, BF16, BF16),
+        (8, 8, 64, F16, F16),
+        (8, 2, 256, BF16, BF16),
+        (32, 8, 128, BF16, E4M3),
+        (8, 2, 256, F16, E4M3),
     ):
         for window in (0, 300):
-            name = f"deterministic attention {heads}/{kv_heads} {head_dim} window {window} {dtype}"
+            name = f"deterministic attention {heads}/{kv_heads} {head_dim} window {window} {dtype}, cache {kept}"
             if not checks.wants(name.replace("torch.", "")):
                 continue
-            args = AttentionArgs(head_dim**-0.5, window=window)
-            cache = checks.random(2, blocks, kv_heads, size, head_dim, dtype=dtype)
+            scales = torch.rand(2, kv_heads, device=device) + 0.5 if kept == E4M3 else None
+            args = AttentionArgs(head_dim**-0.5, window=window, kv_scale=scales)
+            cache = checks.random(2, blocks, kv_heads, size, head_dim, dtype=dtype).to(kept)
             tables = torch.randperm(blocks, device=device).view(1, -1).int()
             query = checks.random(length, heads, head_dim, dtype=dtype)
 
@@ -207,16 +236,16 @@ def check_deterministic_engine(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as root:
             folder = str(model_folder("qwen3-0.6b", Path(root)))
             _check_engine(checks, "deterministic engine 0.6B", folder, 151000, load_format="dummy")
-    for family in ("qwen3_moe", "gemma2"):
-        name = f"deterministic engine {family}"
+    for what, family, settings in ENGINES:
+        name = f"deterministic engine {what}"
         if not checks.wants(name):
             continue
         if importlib.util.find_spec("transformers") is None:
             print(f"left out: {name} (transformers is not installed)")
             continue
         with tempfile.TemporaryDirectory() as own:
-            make_checkpoint(family, Path(own))
-            _check_engine(checks, name, own, VOCAB, max_model_len=256)
+            make_checkpoint(family, Path(own), {"max_position_embeddings": 512} if family in HYBRIDS else {})
+            _check_engine(checks, name, own, VOCAB, max_model_len=256, **settings)
 
 
 def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings: Any) -> None:
@@ -239,9 +268,16 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
         **settings,
     }  # fmt: skip
 
+    adapters: list[LoRARequest | None] = [None] * len(prompts)
+    if settings.get("enable_lora"):
+        for number in (1, 2):
+            written = write_random_adapter(Path(folder) / f"adapter {number}", Path(folder), 8 * number, number)
+            adapters[number::3] = [LoRARequest(written.name, number, str(written))] * len(adapters[number::3])
+
     def ask(llm: LLM, some: Sequence[int]) -> list[Any]:
         given = [{"prompt_token_ids": prompts[i]} for i in some]
-        results = llm.generate(given, [params[i] for i in some], use_tqdm=False)
+        own = [adapters[i] for i in some] if settings.get("enable_lora") else None
+        results = llm.generate(given, [params[i] for i in some], use_tqdm=False, lora_request=own)
         return [
             (
                 r.outputs[0].token_ids,
@@ -270,6 +306,7 @@ def _check_engine(checks: Checks, name: str, folder: str, vocab: int, **settings
         ways: dict[str, dict[str, Any]] = {
             "in chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 64, "enforce_eager": True},
             "preempted": {"num_gpu_blocks_override": 300, "enforce_eager": True},
+            "with drafts": {"speculative_config": NGRAMS},
         }
         for way, more in ways.items():
             llm = LLM(folder, deterministic=True, **settings | more)

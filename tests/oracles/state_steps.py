@@ -122,6 +122,22 @@ class StateSteps:
             largest = max(largest, float((got - want).abs().max()))
         return largest
 
+    def collect(self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], device: str = "cpu") -> Tensor:
+        """Return what compute(*inputs, context) gives in all steps for each token: [all tokens, ...]. A token that is
+        computed again must get the same bytes.
+        """
+        found: Tensor | None = None
+        for indices, context in self.steps(device):
+            real = indices >= 0
+            out = compute(*(torch.where(real[:, None], each[indices.clamp(min=0)], 0.5) for each in inputs), context)
+            if found is None:
+                found = out.new_full((sum(self.lengths), *out.shape[1:]), torch.nan)
+            before = found[indices[real]]
+            assert (before.isnan() | (before == out[real])).all()
+            found[indices[real]] = out[real]
+        assert found is not None
+        return found
+
     def _context(
         self, rows: list[int], starts: list[int], lens: list[int], device: str, num_decodes: int
     ) -> StateContext:

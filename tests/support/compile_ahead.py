@@ -231,6 +231,32 @@ def deterministic(dtype: torch.dtype) -> None:
         forms.experts(x, tensor(9, 2, dtype=I32), tensor(9, 2, dtype=F32), stack)
 
 
+def deterministic_layers(dtype: torch.dtype) -> None:
+    """Latent attention, recurrent layers and adapters in deterministic mode."""
+    from kernels.cuda import fixed_latent
+    from kernels.triton import fixed_scan
+
+    query, out = tensor(9, 20, 576, dtype=dtype), tensor(9, 20, 512, dtype=dtype)
+    rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
+    latents = kernels.PagedLatents(tensor(9, 1, 16, 576, dtype=dtype), tables, rows, rows)
+    fixed_latent.latent_attention_decode(query, latents, scale=0.1, out=out)
+    both = tensor(20, 320, 512, dtype=dtype)
+    fixed_latent.head_linear(out, both[:, 192:])
+    fixed_latent.head_linear(query[..., :192], both[:, :192].mT)
+    context = kernels.StateContext.of_step(
+        tensor(5, 100, dtype=I32), tensor(2, dtype=I32), tensor(3, dtype=I32), tensor(2, dtype=I32), 70, 16
+    )
+    keys, updates = tensor(9, 16, 16, 128, dtype=dtype), tensor(9, 16, 32, 128, dtype=F32)
+    states = kernels.DeltaStates(tensor(9, 32, 128, 128, dtype=F32), keys, updates, tensor(9, 16, 32, dtype=F32))
+    heads, gates, inputs = tensor(32, dtype=F32), tensor(70, 64, dtype=dtype), tensor(70, 8192, dtype=dtype)
+    fixed_scan.delta_rule(inputs, gates, heads, heads, states, context)
+    fixed_scan.mamba2(inputs, gates[:, :32], heads, heads, heads, (0.0, 1.0), states, context)
+    halves = tensor(9, 32, 128, 128, dtype=F16), tensor(9, 16, 32, 128, dtype=dtype)
+    states, forget = kernels.DeltaStates(*halves, updates, updates), tensor(70, 4096, dtype=dtype)
+    qkv = tensor(70, 3 * 4096, dtype=dtype)
+    fixed_scan.kda(qkv, gates[:, :32], forget, heads, tensor(4096, dtype=F32), states, context)
+
+
 def router(tokens: int, dtype: torch.dtype, **rule: Any) -> None:
     from kernels.cuda.router import norm_route, route
     from kernels.data.moe import Router
@@ -469,7 +495,7 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 128, 7, 16, few=False),
     functools.partial(attention, 128, 4, 16, queries=4),
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
-    *(functools.partial(deterministic, dtype) for dtype in (F32, BF16)),
+    *(functools.partial(form, dtype) for form in (deterministic, deterministic_layers) for dtype in (F32, BF16)),
     functools.partial(latent, 20, 3),
     functools.partial(matmul, 1, F16),
     functools.partial(matmul, 5, BF16),

@@ -36,6 +36,7 @@ from tests.support.kernel_choices import (
     Operations,
     attention,
     experts,
+    latent,
     linear,
     router,
     tensor,
@@ -111,6 +112,81 @@ def split_experts(hidden: int = 2048, inner: int = 768) -> Operations:
     yield "split_experts", call
 
 
+def latent_projections(num_heads: int) -> Operations:
+    both, cache = tensor(num_heads, 256, 512), tensor(10, 1, 16, 576)
+    norm, table = tensor(512), tensor(4096, 64, dtype=F32)
+
+    def absorb(m: int) -> Tensor:
+        new = kernels.NewLatents(
+            tensor(m, 576), norm, 1e-6, tensor(m, dtype=I32), table, cache, tensor(m, dtype=I64), True
+        )
+        return kernels.absorb_and_store(tensor(m, num_heads, 192), both[:, :128], new)
+
+    yield "absorb_and_store", absorb
+    yield "head_linear", lambda m: kernels.head_linear(tensor(m, num_heads, 512), both[:, 128:])
+
+
+def states_of(m: int) -> kernels.StateContext:
+    """A step of m decodes, or for odd m of one prompt."""
+    prompts = 1 if m % 2 else m
+    found = torch.zeros(m, dtype=I32)
+    rows, starts = tensor(prompts, dtype=I32), tensor(prompts + 1, dtype=I32)
+    return kernels.StateContext(tensor(m + 1, 40, dtype=I32), rows, starts, rows, found, 16, only_decodes=m % 2 == 0)
+
+
+def recurrent(dtype: torch.dtype) -> Operations:
+    heads = tensor(32, dtype=F32)
+    updates = tensor(9, 16, 32, 128, dtype=F32)
+    states = kernels.DeltaStates(
+        tensor(9, 32, 128, 128, dtype=F32), tensor(9, 16, 16, 128, dtype=dtype), updates, tensor(9, 16, 32, dtype=F32)
+    )
+    of_channels = kernels.DeltaStates(states.before, tensor(9, 16, 32, 128, dtype=dtype), updates, updates)
+    taps, cached = tensor(1024, 4, dtype=dtype), tensor(9, 4, 1024, dtype=dtype)
+
+    def kda(m: int) -> Tensor:
+        given = tensor(m, 3 * 4096, dtype=dtype), tensor(m, 32, dtype=dtype), tensor(m, 4096, dtype=dtype)
+        return kernels.kda(*given, heads, tensor(4096, dtype=F32), of_channels, states_of(m))
+
+    def delta_rule(m: int) -> Tensor:
+        given = tensor(m, 8192, dtype=dtype), tensor(m, 64, dtype=dtype)
+        return kernels.delta_rule(*given, heads, heads, states, states_of(m))
+
+    def mamba2(m: int) -> Tensor:
+        given = tensor(m, 8192, dtype=dtype), tensor(m, 32, dtype=dtype)
+        return kernels.mamba2(*given, heads, heads, heads, (0.0, 1.0), states, states_of(m))
+
+    def gated_norm(m: int) -> Tensor:
+        return kernels.gated_rms_norm(tensor(m, 32, 128, dtype=dtype), tensor(m, 4096, dtype=dtype), norm, 1e-6)
+
+    def grouped_norm(m: int) -> Tensor:
+        x = tensor(m, 4096, dtype=dtype)
+        return kernels.grouped_rms_norm(x, x, tensor(4096, dtype=dtype), 1e-6, 8, True)
+
+    norm = tensor(128, dtype=dtype)
+    yield "kda", kda
+    yield "delta_rule", delta_rule
+    yield "mamba2", mamba2
+    yield "causal_conv", lambda m: kernels.causal_conv(tensor(m, 1024, dtype=dtype), taps, None, cached, states_of(m))
+    yield "short_conv", lambda m: kernels.short_conv(tensor(m, 3072, dtype=dtype), taps, None, cached, states_of(m))
+    yield "gated_rms_norm", gated_norm
+    yield "grouped_rms_norm", grouped_norm
+
+
+def adapters(rank: int) -> Operations:
+    blocks, factor = tensor(32, 3, dtype=I32), tensor(4, 2048, dtype=F32)
+    groups = (kernels.RowGroup(0, 1024, 0), kernels.RowGroup(1024, 2048, 1))
+    weights = kernels.LoraWeights(
+        tensor(4, 2 * rank, 4096), tensor(4, 2048, rank), factor, factor, groups, blocks, blocks
+    )
+    matrix = tensor(2048, 4096)
+
+    def linear(m: int) -> Tensor:
+        slots = kernels.AdapterTokens(tensor(m, dtype=I32), 4)
+        return kernels.adapted_linear(tensor(m, 4096), matrix, None, weights, slots, gate="silu")
+
+    yield "adapted_linear", linear
+
+
 CASES: dict[str, Callable[[], Operations]] = {
     **{
         f"{form} [{n}, {k}]": functools.partial(linear, form, n, k, False)
@@ -129,6 +205,14 @@ CASES: dict[str, Callable[[], Operations]] = {
     "attention 64, window, sinks": functools.partial(attention, 64, 8, 16, BF16, BF16, window=128, sinks=True),
     "attention 256, float16": functools.partial(attention, 256, 2, 16, F16, F16),
     "attention 128, e4m3": functools.partial(attention, 128, 4, 16, BF16, E4M3),
+    "attention 256, e4m3, window": functools.partial(attention, 256, 2, 16, BF16, E4M3, window=128),
+    "latent 16": functools.partial(latent, 16, BF16),
+    "latent 128, float32": functools.partial(latent, 128, F32),
+    "latent projections": functools.partial(latent_projections, 16),
+    "recurrent layers": functools.partial(recurrent, BF16),
+    "adapters of rank 16": functools.partial(adapters, 16),
+    "adapters of rank 128": functools.partial(adapters, 128),
+    "fp4 weights [6144, 4096]": functools.partial(linear, "mxfp4", 6144, 4096, False),
     "rows of 1024": functools.partial(rows_around, BF16, 1024),
     "rows of 4096, float32": functools.partial(rows_around, F32, 4096),
     "vocabulary": functools.partial(samples, 151936),

@@ -269,7 +269,10 @@ CASES: dict[str, Callable[[], Operations]] = {
 def item(self: Tensor, index: Any) -> Tensor:
     """`self[index]`, which in Python asks for a device that is there."""
     result, dim = self, 0
-    for part in index if isinstance(index, tuple) else (index,):
+    parts = index if isinstance(index, tuple) else (index,)
+    if parts and parts[0] is Ellipsis:
+        parts = (*(slice(None),) * (self.dim() - len(parts) + 1), *parts[1:])
+    for part in parts:
         if isinstance(part, slice):
             result = torch.ops.aten.slice(result, dim, part.start, part.stop, part.step or 1)
         elif isinstance(part, Tensor):

@@ -20,6 +20,7 @@ from engine.worker.attention.group_attention import (
 )
 from engine.worker.kv_cache import KVCacheLayout
 from engine.worker.options import RunnerOptions
+from kernels import FORMS
 from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE, can_gain, num_wide_pages, seconds_saved
 
 # Scratch memory, for one layer at a time: 131,072 positions of 8 KV heads of 128 channels. Steps that need more read
@@ -61,7 +62,7 @@ class UpcastLayers:
 def upcast_layers(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOptions) -> dict[int, UpcastLayers]:
     """Return the layers that may attend over upcast pages, by cache group. `spec`: of this rank."""
     layers: dict[int, UpcastLayers] = {}
-    if options.kv_dtype != torch.float8_e4m3fn or options.max_model_len < 2:
+    if options.kv_dtype != torch.float8_e4m3fn or options.max_model_len < 2 or not FORMS.copies_pages:
         return layers
     for group, layer in zip(layout.group_of, spec.layers, strict=True):
         mixer = layer.mixer

@@ -35,10 +35,10 @@ def test_dense_models_and_experts_have_the_mode(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("deepseek_v3", {}, "latent attention: it has no deterministic form on GPUs yet"),
-        ("lfm2", {}, "recurrent layers: it has no deterministic form on GPUs yet"),
-        ("qwen3", {"enable_lora": True}, "enable_lora: it has no"),
-        ("qwen3", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: it has no"),
+        ("deepseek_v3", {}, "latent attention: its deterministic form has not run on a GPU yet"),
+        ("lfm2", {}, "recurrent layers: its deterministic form has not run on a GPU yet"),
+        ("qwen3", {"enable_lora": True}, "enable_lora: its deterministic form has not run"),
+        ("qwen3", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: its deterministic form has not run"),
         ("qwen3", {"tensor_parallel_size": 2}, "tensor_parallel_size: its deterministic form has not run on a GPU yet"),
         ("qwen3", {"speculative_config": {"method": "ngram"}}, "speculative_config: its deterministic form has not"),
     ],

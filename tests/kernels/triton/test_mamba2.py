@@ -16,11 +16,12 @@ from tests.oracles.recurrent import Heads, whole_mamba2
 from tests.oracles.state_steps import CASE_NAMES, CASES, StateSteps
 
 scans: Any = pytest.importorskip("kernels.triton.scans")
+fixed: Any = pytest.importorskip("kernels.triton.fixed_scan")
 grouped_norm: Any = pytest.importorskip("kernels.triton.grouped_norm")
 LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
-@pytest.mark.parametrize("module", [reference, cpu, scans], ids=["reference", "cpu", "triton"])
+@pytest.mark.parametrize("module", [reference, cpu, scans, fixed], ids=["reference", "cpu", "triton", "fixed"])
 @pytest.mark.parametrize(("block_size", "only_decodes", "heads", "dtype"), CASES, ids=CASE_NAMES)
 def test_chunks_give_what_tokens_give_one_by_one(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype

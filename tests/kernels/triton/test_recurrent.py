@@ -20,7 +20,9 @@ delta: Any = pytest.importorskip("kernels.triton.delta_rule")
 recurrent: Any = pytest.importorskip("kernels.triton.recurrent")
 kda: Any = pytest.importorskip("kernels.triton.kda")
 scans: Any = pytest.importorskip("kernels.triton.scans")
+fixed: Any = pytest.importorskip("kernels.triton.fixed_scan")
 LENGTHS = [1, 5, 16, 17, 50, 133]
+IDS = ["reference", "cpu", "triton", "scans", "fixed"]
 
 
 @pytest.mark.parametrize("module", [reference, cpu, recurrent], ids=["reference", "cpu", "triton"])
@@ -87,7 +89,7 @@ def test_convolutions_of_bfloat16_on_a_cpu_are_those_of_pytorch(gated: bool, mon
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("module", [reference, cpu, delta, scans], ids=["reference", "cpu", "triton", "scans"])
+@pytest.mark.parametrize("module", [reference, cpu, delta, scans, fixed], ids=IDS)
 @pytest.mark.parametrize(("block_size", "only_decodes", "heads", "dtype"), CASES, ids=CASE_NAMES)
 def test_delta_rule_in_chunks_is_that_token_by_token(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
