@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.state import DeltaStates, StateContext
+from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.scan_decode import offsets, read_gates, softplus
 
@@ -158,15 +158,6 @@ def kda(
     return _scan("kda", (qkv, beta, forget), (rate, bias, rate), (0.0, math.inf), states, context)
 
 
-def mamba2(
-    xbc: Tensor,
-    steps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    limits: tuple[float, float],
-    states: DeltaStates,
-    context: StateContext,
-) -> Tensor:
+def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """See `kernels.reference.mamba2`."""
-    return _scan("mamba2", (xbc, steps, steps), (rate, bias, skip), limits, states, context)
+    return _scan("mamba2", (xbc, steps, steps), layer[:3], layer.limits, states, context)

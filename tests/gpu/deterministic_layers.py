@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import FORMS, AdapterTokens, DeltaStates, Experts, NewLatents, PagedLatents, StateContext, reference
 from kernels.cuda import attention, deterministic, fixed_latent, fixed_lora, split_sums
+from kernels.data.state import StateSpace
 from kernels.triton import fixed_scan, recurrent
 from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
 from tests.oracles.random_adapters import random_expert_slots, random_slots
@@ -55,7 +56,8 @@ def _check_states(checks: Checks, name: str, kind: str, dtype: torch.dtype, befo
         want = whole_delta_rule(x, inputs[1], rate, bias, LENGTHS, heads)
     else:
         want = whole_mamba2(x, inputs[1], (rate, bias, skip), limits, LENGTHS, heads)
-    of_heads: tuple[Any, ...] = (rate, bias, skip, limits) if kind == "mamba2" else (rate, bias)
+    layer = StateSpace(rate, bias, skip, limits)
+    of_heads: tuple[Any, ...] = (layer,) if kind == "mamba2" else (rate, bias)
     run: Any = {"delta": fixed_scan.delta_rule, "kda": fixed_scan.kda, "mamba2": fixed_scan.mamba2}[kind]
     found = []
     for seed in range(3):

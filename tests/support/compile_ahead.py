@@ -234,6 +234,7 @@ def deterministic(dtype: torch.dtype) -> None:
 def deterministic_layers(dtype: torch.dtype) -> None:
     """Latent attention, recurrent layers and adapters in deterministic mode."""
     from kernels.cuda import fixed_latent
+    from kernels.data.state import StateSpace
     from kernels.triton import fixed_scan
 
     query, out = tensor(9, 20, 576, dtype=dtype), tensor(9, 20, 512, dtype=dtype)
@@ -250,7 +251,8 @@ def deterministic_layers(dtype: torch.dtype) -> None:
     states = kernels.DeltaStates(tensor(9, 32, 128, 128, dtype=F32), keys, updates, tensor(9, 16, 32, dtype=F32))
     heads, gates, inputs = tensor(32, dtype=F32), tensor(70, 64, dtype=dtype), tensor(70, 8192, dtype=dtype)
     fixed_scan.delta_rule(inputs, gates, heads, heads, states, context)
-    fixed_scan.mamba2(inputs, gates[:, :32], heads, heads, heads, (0.0, 1.0), states, context)
+    layer = StateSpace(heads, heads, heads, (0.0, 1.0))
+    fixed_scan.mamba2(inputs, gates[:, :32], layer, states, context)
     halves = tensor(9, 32, 128, 128, dtype=F16), tensor(9, 16, 32, 128, dtype=dtype)
     states, forget = kernels.DeltaStates(*halves, updates, updates), tensor(70, 4096, dtype=dtype)
     qkv = tensor(70, 3 * 4096, dtype=dtype)

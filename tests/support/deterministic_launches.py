@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 import kernels
 from engine.models.shard import Shard
 from kernels import SamplingRows
+from kernels.data.state import StateSpace
 from tests.support import kernel_choices
 from tests.support.kernel_choices import (
     BF16,
@@ -153,7 +154,7 @@ def recurrent(dtype: torch.dtype) -> Operations:
 
     def mamba2(m: int) -> Tensor:
         given = tensor(m, 8192, dtype=dtype), tensor(m, 32, dtype=dtype)
-        return kernels.mamba2(*given, heads, heads, heads, (0.0, 1.0), states, states_of(m))
+        return kernels.mamba2(*given, StateSpace(heads, heads, heads, (0.0, 1.0)), states, states_of(m))
 
     def gated_norm(m: int) -> Tensor:
         return kernels.gated_rms_norm(tensor(m, 32, 128, dtype=dtype), tensor(m, 4096, dtype=dtype), norm, 1e-6)

@@ -24,6 +24,7 @@ from kernels import (
 )
 from kernels.cuda import attention, deterministic, fixed_latent, fixed_lora, split_sums
 from kernels.data.forms import FORMS
+from kernels.data.state import StateSpace
 from kernels.triton import fixed_scan, recurrent
 from kernels.triton.lora import lora_add
 from tests.kernels.triton.test_deterministic import MOST, each_alone
@@ -56,7 +57,7 @@ def layer(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], Callable[..., Te
     if kind == "mamba2":
         steps, limits = torch.randn(count, num_values).to(dtype), (0.1, 1.5)
         whole = whole_mamba2(x, steps, (rate, bias, skip), limits, LENGTHS, heads)
-        return [x, steps], lambda *a: fixed_scan.mamba2(*a[:2], rate, bias, skip, limits, *a[2:]), whole
+        return [x, steps], lambda *a: fixed_scan.mamba2(*a[:2], StateSpace(rate, bias, skip, limits), *a[2:]), whole
     beta, forget = torch.randn(count, num_values).to(dtype), torch.randn(count, num_values * key_dim).to(dtype)
     bias = torch.randn(num_values * key_dim)
     whole = whole_kda(x, beta, forget, (rate, bias), LENGTHS, heads)
