@@ -227,11 +227,11 @@ class EngineConfig:
         at_least=0,
     )
     enable_lora: bool = flag(False, "serve LoRA adapters of the model beside it", common=True)
-    max_loras: int = flag(
-        4, "with LoRA: adapters that run at a time, each in device memory of its own", at_least=1, at_most=1024
-    )
+    max_loras: int = flag(4, "with LoRA: adapters that run at a time, each in a slot", at_least=1, at_most=1024)
     max_lora_rank: int = flag(16, "with LoRA: maximum rank of an adapter", at_least=1, at_most=512)
     lora_experts: bool = flag(False, "with LoRA: slots have room for adapters of an MoE's experts, too")
+    lora_embeddings: bool = flag(False, "with LoRA: slots have room for adapters of embedding and output head, too")
+    lora_tokens: int = flag(256, "with lora_embeddings: rows of each that an adapter may have retrained", at_least=0)
     max_cpu_loras: int | None = flag(
         None,
         "with LoRA: adapters kept in host memory; the least recently used ones are dropped (default: 4 × max_loras)",

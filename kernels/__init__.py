@@ -36,8 +36,10 @@ from kernels.data.kv_cache import KVSlots as KVSlots
 from kernels.data.kv_cache import RopeArgs as RopeArgs
 from kernels.data.kv_cache import WideCopy as WideCopy
 from kernels.data.lora import AdapterTokens as AdapterTokens
+from kernels.data.lora import EmbeddingLora as EmbeddingLora
 from kernels.data.lora import ExpertLora as ExpertLora
 from kernels.data.lora import LoraWeights as LoraWeights
+from kernels.data.lora import RetrainedRows as RetrainedRows
 from kernels.data.lora import RowGroup as RowGroup
 from kernels.data.moe import Experts as Experts
 from kernels.data.moe import Router as Router
@@ -108,6 +110,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
         "kernels.triton.kv_cache": ("store_kv",),
         "kernels.triton.lora": ("lora_add",),
+        "kernels.triton.vocab_lora": ("adapt_embedding", "retrained_logits"),
         "kernels.cuda.lora": ("adapted_experts", "adapted_linear", "extended_weight", "fuses_adapters"),
         "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
         "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
@@ -142,6 +145,7 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels.cpu.alone": (
             "absorb_and_store",
             "activation",
+            "adapt_embedding",
             "adapted_experts",
             "adapted_linear",
             "head_linear",
@@ -152,6 +156,7 @@ DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
             "pack_weight",
             "paged_attention_decode",
             "paged_attention_prefill",
+            "retrained_logits",
             "rotate_and_store",
             "sample",
             "token_logprobs",
@@ -254,6 +259,8 @@ norms_apart = _dispatched(reference.norms_apart)
 quantized_input = _dispatched(reference.quantized_input)
 adapter_slots = _dispatched(reference.adapter_slots)
 lora_add = _dispatched(reference.lora_add)
+adapt_embedding = _dispatched(reference.adapt_embedding)
+retrained_logits = _dispatched(reference.retrained_logits)
 adapted_linear = _dispatched(reference.adapted_linear)
 fuses_adapters = _dispatched(reference.fuses_adapters)
 extended_weight = _dispatched(reference.extended_weight)

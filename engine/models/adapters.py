@@ -24,17 +24,17 @@ from engine.models.expert_adapters import UNIT, ExpertAdapters, ExpertTarget
 from engine.models.formats.floats import FloatFormat
 from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
-from engine.models.layers import Linear, RowsLinear
+from engine.models.layers import Linear, LMHead, RowsLinear
 from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
 from engine.models.mamba2 import Mamba2
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
 from engine.models.moe import MoE
 from engine.models.per_layer import PerLayerInput
-from engine.models.quantization import renamed
 from engine.models.recurrent import GatedDeltaNet, ShortConv
 from engine.models.shard import Span
 from engine.models.spec import ModelSpec
+from engine.models.vocab_adapters import ROW_KINDS, VocabAdapters, VocabTensor, name_of, plain_weight
 
 OWNERS = (
     Attention,
@@ -108,24 +108,39 @@ class AdapterLayout:
     """The layers of a decoder that may have adapters: those of mixers and of dense MLPs, and experts."""
 
     def __init__(
-        self, model: Decoder, spec: ModelSpec, max_rank: int, dtype: torch.dtype, experts: bool = False
+        self,
+        model: Decoder,
+        spec: ModelSpec,
+        max_rank: int,
+        dtype: torch.dtype,
+        experts: bool = False,
+        max_tokens: int | None = None,
     ) -> None:
         """`model`: may be on the "meta" device. `max_rank`: the most that an adapter's rank may be. `experts`: a slot
-        has room for adapters of experts.
+        has room for adapters of experts. `max_tokens`: and for those of the embedding and the head, with so many
+        retrained rows; None: for none.
         """
         self.spec, self.max_rank, self.dtype = spec, max_rank, dtype
         self.rank = -(-max_rank // RANKS) * RANKS
         self.layers: list[LayerLayout] = []
         self.targets: dict[str, list[Target]] = {}  # a matrix's name in the checkpoint → where it is computed
         self.num_values = self.num_floats = 0
+        self._head = -1  # index in `layers`
         others = _of_other_stages(model)
         for linear in _adaptable(model):
             self._add(linear, linear not in others)
+        if max_tokens is not None and not spec.head_normed:
+            self._head = len(self.layers)
+            self._add(model.lm_head, model.stage.is_last)
         self.own_layers = [layer for layer in self.layers if layer.is_own]
         self.experts = ExpertAdapters(self.rank)
         for module in model.modules() if experts else ():
             if isinstance(module, MoE):
                 self.num_values = self.experts.add(module, module not in others, self.num_values)
+        self.vocab: VocabAdapters | None = None
+        if max_tokens is not None:
+            self.vocab = VocabAdapters(model, self.rank, max_tokens)
+            self.num_values, self.num_floats = self.vocab.reserve(self.num_values, self.num_floats, ALIGNMENT)
         self._norms: dict[int, Tensor] = {}  # layer → squared norms of this rank's part of each row [out] float32
 
     def _add(self, linear: Linear, is_own: bool) -> None:
@@ -158,14 +173,18 @@ class AdapterLayout:
         """Let the layers read adapters from slots: values [S, V], floats [S, F] float32, which become empty slots."""
         values.zero_()
         self.experts.attach(values)
+        if self.vocab is not None:
+            self.vocab.attach(values, floats)
         for layer in self.own_layers:
+            if not layer.out:
+                continue  # of a vocabulary's last rank
             down, up = self._matrices(layer, values)
             factor, shift = self._vectors(layer, floats)
             factor.fill_(1.0)
             shift.zero_()
             blocks = kernels.LoraWeights.blocks_of(layer.groups, values.device)
             extended = None
-            if layer.linear.split is None:
+            if layer.linear.split is None and not isinstance(layer.linear, LMHead):
                 extended = kernels.extended_weight(layer.linear.uncompressed, len(values) * layer.num_ranks)
             if extended is not None:
                 layer.linear.set_weight(extended[: layer.out])
@@ -202,7 +221,17 @@ class AdapterLayout:
         with open_safetensors(path, folder) as opened:
             found = self._checked(config, opened)
             for name, tensor in found.items():
-                self._fill(config, name, tensor, opened.get_tensor(name), into)
+                value = opened.get_tensor(name)
+                if not _is_finite(value):
+                    raise ModelError(f"{path}: {name!r} holds NaN or infinity")
+                if tensor.vocab is None:
+                    self._fill(config, tensor, value, into)
+            if self.vocab is not None:
+                own = {name: tensor.vocab for name, tensor in found.items() if tensor.vocab is not None}
+                if problem := self.vocab.fill(config, own, opened.get_tensor, into.values, into.floats):
+                    raise ModelError(f"{path}: {problem}")
+                if self._head in into.dora and self.vocab.retrains_head(into.floats):
+                    raise ModelError(f"{path}: has DoRA of an output head with retrained rows: not served; {ADVICE}")
         if not (_is_finite(into.values) and _is_finite(into.floats)):
             raise ModelError(f"{path}: holds values beyond the range of {_name(self.dtype)}")
 
@@ -216,14 +245,19 @@ class AdapterLayout:
             if header.get_dtype() not in FLOAT_DTYPES:
                 raise ModelError(f"{path}: {name!r} is stored as {header.get_dtype()}, adapters are floats")
             has = header.get_shape()
-            if tensor.experts is not None:
+            if tensor.vocab is not None:
+                assert self.vocab is not None
+                if problem := self.vocab.problem(config, tensor.vocab, has):
+                    raise ModelError(f"{path}: {name!r} {problem}{_other_base(config)}")
+            elif tensor.experts is not None:
                 rank = config.rank_of(tensor.module)
                 if problem := self.experts.problem(tensor.experts, tensor.kind, has, rank):
                     raise ModelError(f"{path}: holds {name!r}, {problem}{_other_base(config)}")
             elif has != (want := self._shape(config, tensor)):
                 raise ModelError(f"{path}: {name!r} has shape {has}, it must be {want}{_other_base(config)}")
             found[name] = tensor
-            halves.setdefault(tensor.module, set()).add(tensor.kind)
+            if tensor.kind not in ROW_KINDS:
+                halves.setdefault(tensor.module, set()).add(tensor.kind)
         for module, kinds in halves.items():
             if (lacking := {"lora_A", "lora_B"} - kinds) and kinds != {"bias"}:
                 raise ModelError(f"{path}: lacks {', '.join(sorted(lacking))} of {module!r}; download it again")
@@ -233,14 +267,17 @@ class AdapterLayout:
 
     def _tensor(self, config: AdapterConfig, name: str) -> _PeftTensor:
         path = config.path.parent / WEIGHTS
+        if self.vocab is not None and (found := self.vocab.match(name.removeprefix(PREFIX), self.spec)) is not None:
+            return _PeftTensor(found.kind, found.module, "", vocab=found)
         match = KINDS.fullmatch(name.removeprefix(PREFIX))
         if match is None or "lora_embedding" in name:
-            what = "retrained embeddings or an output head" if WHOLE_MODULE.search(name) else "a tensor of another kind"
-            raise ModelError(f"{path}: holds {name!r}, {what}, which is not served; {ADVICE}")
+            if WHOLE_MODULE.search(name):
+                raise ModelError(f"{path}: holds {name!r}, of an embedding or an output head: {self._no_vocab()}")
+            raise ModelError(f"{path}: holds {name!r}, a tensor of another kind, which is not served; {ADVICE}")
         module = match["module"]
         kind = match["kind"] or ("lora_bias" if match["lora_bias"] else "bias")
         for candidate in (module, "model." + module):
-            ours = _renamed(candidate, self.spec)
+            ours = name_of(candidate, self.spec)
             if ours in self.targets:
                 return _PeftTensor(kind, module, ours)
             if (experts := self.experts.find(ours)) is not None:
@@ -249,10 +286,13 @@ class AdapterLayout:
             advice = f"which is not served; {ADVICE}" if self.experts.layers else "start with lora_experts"
             raise ModelError(f"{path}: changes experts ({module}): {advice}")
         if WHOLE_MODULE.search(module):
-            raise ModelError(f"{path}: changes {module}, an embedding or output head, which is not served; {ADVICE}")
+            raise ModelError(f"{path}: changes {module}, an embedding or an output head: {self._no_vocab()}")
         raise ModelError(
             f"{path}: changes {module}, which is no linear layer of a mixer or of a dense MLP here{_other_base(config)}"
         )
+
+    def _no_vocab(self) -> str:
+        return "start with lora_embeddings" if self.vocab is None else f"this is not served; {ADVICE}"
 
     def _shape(self, config: AdapterConfig, tensor: _PeftTensor) -> list[int]:
         """Return the shape that a tensor must have: that of the whole matrix, over all ranks."""
@@ -262,10 +302,8 @@ class AdapterLayout:
             return [rank, self.layers[target.layer].linear.columns.total]
         return [out, rank] if tensor.kind == "lora_B" else [out]
 
-    def _fill(self, config: AdapterConfig, name: str, tensor: _PeftTensor, value: Tensor, into: LoadedAdapter) -> None:
+    def _fill(self, config: AdapterConfig, tensor: _PeftTensor, value: Tensor, into: LoadedAdapter) -> None:
         """Write this rank's part of a tensor."""
-        if not _is_finite(value):
-            raise ModelError(f"{config.path.parent / WEIGHTS}: {name!r} holds NaN or infinity")
         scale = config.scale_of(tensor.module)
         if tensor.experts is not None:
             rank = config.rank_of(tensor.module)
@@ -355,6 +393,7 @@ class _PeftTensor(NamedTuple):
     module: str  # its name in the base model, as PEFT knows it
     target: str  # in `AdapterLayout.targets`
     experts: ExpertTarget | None = None  # if it changes experts
+    vocab: VocabTensor | None = None  # if it changes the embedding, or has rows of the head
 
 
 def _adaptable(model: Decoder) -> Iterator[Linear]:
@@ -369,11 +408,6 @@ def _of_other_stages(model: Decoder) -> set[nn.Module]:
     """Return the modules of layers that other pipeline stages have."""
     others = (layer for index, layer in enumerate(model.layers) if index not in model.own_layers)
     return {module for layer in others for module in layer.modules()}
-
-
-def _renamed(module: str, spec: ModelSpec) -> str:
-    """Return a module's name in the checkpoint, as layers declare it."""
-    return renamed(module + ".weight", spec.names).removesuffix(".weight")
 
 
 def _aligned(offset: int) -> int:
@@ -400,7 +434,7 @@ def _other_base(config: AdapterConfig) -> str:
 
 def _squared_norms(linear: Linear) -> Tensor:
     """Return the squared norm of each row of this rank's part of W: [out] float32."""
-    if (weight := _plain(linear)) is not None:
+    if (weight := plain_weight(linear)) is not None:
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
     norms = torch.zeros(linear.num_rows, device=_device(linear))
     for rows in _columns_of(linear):
@@ -410,7 +444,7 @@ def _squared_norms(linear: Linear) -> Tensor:
 
 def _products(linear: Linear, x: Tensor) -> Tensor:
     """Return x [n, in] · Wᵀ as [n, out] float32, without rounding x where GEMMs of the weight do so."""
-    if (weight := _plain(linear)) is not None:
+    if (weight := plain_weight(linear)) is not None:
         return nn.functional.linear(x, weight).float()
     if isinstance(linear.format, FloatFormat):
         return linear.product(x.contiguous()).float()
@@ -419,16 +453,6 @@ def _products(linear: Linear, x: Tensor) -> Tensor:
         found += x[:, at : at + len(rows)].float() @ rows.float()
         at += len(rows)
     return found
-
-
-def _plain(linear: Linear) -> Tensor | None:
-    """Return W [out, in] if it is or can be made a plain tensor."""
-    weight = linear.weight
-    if isinstance(weight, kernels.QuantizedWeight):
-        return None if weight.is_cpu else kernels.dequantize(weight.codes, weight, linear.dtype)
-    if isinstance(weight, Tensor) and weight.is_mkldnn:  # packed by PyTorch
-        return weight.to_dense()
-    return weight if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 else None
 
 
 def _columns_of(linear: Linear) -> Iterator[Tensor]:

@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         that stand for images.
         """
         if hidden is None:
-            hidden = self.embed(input_ids)
+            hidden = self.embed(input_ids, adapters)
             if images is not None and images.indices is not None and images.embeddings is not None:
                 hidden = hidden.index_copy(0, images.indices, images.embeddings)
             if self.positions is not None:
@@ -232,13 +232,18 @@ class Decoder(nn.Module):
         finally:
             self._skips = [False] * len(self._here)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, on all ranks."""
-        return self.lm_head.gather(self.own_logits(hidden))
+    def logits(self, hidden: Tensor, adapters: kernels.AdapterTokens | None = None) -> Tensor:
+        """Apply the final norm and the output head: [N, hidden] -> [N, vocab], in the model's dtype, on all ranks.
+        `adapters`: those of the N tokens.
+        """
+        return self.lm_head.gather(self.own_logits(hidden, adapters=adapters))
 
-    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def own_logits(
+        self, hidden: Tensor, out: Tensor | None = None, adapters: kernels.AdapterTokens | None = None
+    ) -> Tensor:
         """Return the logits [N, n] of this rank's part of the vocabulary, in `out` if given, for `lm_head.gather`."""
-        return self._scaled(self.lm_head.own_logits(SublayerInput(hidden, self.norm), out))
+        x = SublayerInput(hidden, self.norm, context=TokenContext(adapters=adapters))
+        return self._scaled(self.lm_head.own_logits(x, out))
 
     def logits_of_normed(self, normed: Tensor) -> Tensor:
         """Apply the output head to hidden states after a norm: [N, hidden] -> [N, vocab], on all ranks."""
@@ -248,11 +253,13 @@ class Decoder(nn.Module):
         multiplier, cap = self._of_logits
         return kernels.scale(logits, multiplier, cap) if cap or multiplier != 1 else logits
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the scaled embeddings of token ids [T], with those of their types: [T, hidden]."""
+    def embed(self, input_ids: Tensor, adapters: kernels.AdapterTokens | None = None) -> Tensor:
+        """Return the scaled embeddings of token ids [T], with those of their types: [T, hidden]. `adapters`: of these
+        tokens.
+        """
         if self.token_types is not None:
             return self.token_types(self.embed_tokens(input_ids % self.spec.vocab_size), input_ids)
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed_tokens(input_ids, adapters)
         if self._embedding_multiplier != 1:
             hidden = kernels.scale(hidden, self._embedding_multiplier)
         return hidden

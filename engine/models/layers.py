@@ -242,15 +242,31 @@ class LMHead(Linear):
         """normed: divide its rows by their norms when they are loaded."""
         super().__init__(scope, hidden_size, {"lm_head": vocab_size}, bias=bias, shard="vocab")
         self._normed = normed
+        self.retrained: kernels.RetrainedRows | None = None  # by the adapters of all slots; None: they retrain none
         self.vocab_size, self.first_id = vocab_size, scope.shard.padded_span(vocab_size)[0].start
 
     def own_logits(self, x: SublayerInput, out: Tensor | None = None) -> Tensor:
-        """Return this rank's logits [N, n], in `out` if given."""
+        """Return this rank's logits [N, n], in `out` if given: with the adapters of x's context."""
+        if self.has_adapters and x.context.adapters is not None:
+            adapted = self._adapted_logits(x.value, x.context.adapters)
+            return adapted if out is None else out.copy_(adapted)
         if out is None:
             return self.run(x)
         if isinstance(x.norm, RMSNorm):
             return kernels.norm_linear(x.hidden, x.norm.weight, x.norm.eps, self.weight, self.bias, out)
         return out.copy_(self.run(x))
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if adapters may change the head."""
+        return self.adapters is not None or self.retrained is not None
+
+    def _adapted_logits(self, x: Tensor, tokens: kernels.AdapterTokens) -> Tensor:
+        """Return the logits [N, n] of normalised x [N, hidden] with each token's adapter."""
+        logits = kernels.linear(x, self.weight, self.bias)
+        if self.retrained is not None:
+            kernels.retrained_logits(logits, x, self.retrained, tokens)
+        return logits if self.adapters is None else kernels.lora_add(logits, x, self.adapters, tokens)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().tensors():
@@ -276,17 +292,21 @@ class Embedding(CheckpointModule):
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.shard, self.communicator, self._name = scope.shard, scope.communicator, scope.name("weight")
+        self.shard, self.communicator, self.name = scope.shard, scope.communicator, scope.name("weight")
+        self.adapters: kernels.EmbeddingLora | None = None  # of all slots; None: it has none
         self.rows, num_rows = scope.shard.padded_span(vocab_size)
         self.weight = scope.empty(num_rows, hidden_size)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, tokens: kernels.AdapterTokens | None = None) -> Tensor:
+        """`tokens`: their adapters; None: no token has one."""
         own = kernels.embedding(self.weight, input_ids, self.rows.start)
+        if self.adapters is not None and tokens is not None:
+            own = kernels.adapt_embedding(own, input_ids, self.adapters, tokens)
         return own if self.shard.size == 1 else self.communicator.all_reduce(own)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         columns = Span.whole(self.weight.shape[1])
-        yield CheckpointTensor(self._name, (self.rows, columns), self.weight[: len(self.rows)])
+        yield CheckpointTensor(self.name, (self.rows, columns), self.weight[: len(self.rows)])
 
 
 class PositionEmbedding(CheckpointModule):

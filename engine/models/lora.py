@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
@@ -17,6 +17,8 @@ from engine.utils.folder_files import open_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 512
+OF_EMBEDDING = ""  # key of retrained tokens that the configuration names without a module
+MAX_TOKENS = 1 << 20  # with retrained rows
 MAX_BYTES = 16 << 30  # of a file of weights
 MAX_PATTERNS, MAX_PATTERN, MAX_REPEATS = 1024, 256, 3  # of rank_pattern and alpha_pattern
 ADVICE = "merge it into the model (PEFT's merge_and_unload) and serve the result"
@@ -30,8 +32,6 @@ OTHER_KINDS = {
     "layer_replication": "LoRA with replicated layers, which the base model does not have",
     "kasa_config": "a KaSA, which changes the base weights too",
     "monteclora_config": "a MonteCLoRA",
-    "trainable_token_indices": "LoRA with retrained embeddings of single tokens",
-    "modules_to_save": "LoRA with retrained copies of whole modules",
 }
 
 
@@ -45,6 +45,9 @@ class AdapterConfig:
     rank_stabilised: bool = False  # scaled by α / √r instead of α / r
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()  # for the end of a module's name → r
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
+    token_ids: Mapping[str, Sequence[int]] = field(
+        default_factory=dict
+    )  # with retrained rows, by the end of a module's name
     base: str = ""  # the model that it was trained on, as its author named it
 
     @property
@@ -112,8 +115,19 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         bool(config.get("use_rslora")),
         tuple((key, _rank(path, "rank_pattern", value)) for key, value in _pattern(path, config, "rank_pattern")),
         tuple((key, _number(path, "alpha_pattern", value)) for key, value in _pattern(path, config, "alpha_pattern")),
+        _tokens(path, config.get("trainable_token_indices")),
         str(config.get("base_model_name_or_path") or "")[:200],
     )
+
+
+def _tokens(path: Path, given: Any) -> dict[str, list[int]]:
+    """Return `trainable_token_indices`: module → tokens; PEFT takes a list as those of the embedding."""
+    found = given if isinstance(given, dict) else {OF_EMBEDDING: given} if given else {}
+    for ids in found.values():
+        is_list = isinstance(ids, list) and 0 < len(ids) <= MAX_TOKENS
+        if not is_list or not all(type(each) is int and 0 <= each < 1 << 31 for each in ids):
+            raise ModelError(f"{path}: 'trainable_token_indices' must be lists of tokens, got {_shown(given)}")
+    return found
 
 
 def _rank(path: Path, name: str, value: Any) -> int:

@@ -186,6 +186,7 @@ def _adapters(config: EngineConfig) -> AdapterOptions | None:
         max_rank=config.max_lora_rank,
         num_loaded=config.num_loaded_loras,
         experts=config.lora_experts,
+        max_tokens=config.lora_tokens if config.lora_embeddings else None,
     )
 
 

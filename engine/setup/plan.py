@@ -291,8 +291,9 @@ def _adapter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int
     if options.adapters is None:
         return 0
     decoder = decoder_of_shapes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
-    layout = AdapterLayout(decoder, spec, options.adapters.max_rank, options.dtype, options.adapters.experts)
-    return options.adapters.num_slots * layout.slot_bytes
+    own = options.adapters
+    layout = AdapterLayout(decoder, spec, own.max_rank, options.dtype, own.experts, own.max_tokens)
+    return own.num_slots * layout.slot_bytes
 
 
 def _drafter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int:

@@ -52,14 +52,23 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, model: Decoder, spec: ModelSpec, options: AdapterOptions, dtype: torch.dtype, device: Device
+        self,
+        model: Decoder,
+        spec: ModelSpec,
+        options: AdapterOptions,
+        dtype: torch.dtype,
+        device: Device,
     ) -> None:
         self._options, self._device = options, device
-        self.layout = AdapterLayout(model, spec, options.max_rank, dtype, options.experts)
+        self.layout = AdapterLayout(model, spec, options.max_rank, dtype, options.experts, options.max_tokens)
         num_slots, where = options.num_slots, device.torch_device
         self._values = torch.empty(num_slots, self.layout.num_values, dtype=dtype, device=where)
         self._floats = torch.empty(num_slots, self.layout.num_floats, dtype=torch.float32, device=where)
         self.layout.attach(self._values, self._floats)
+        # The slots of the newest step's tokens, which its graph writes; on a CPU `tokens` sets them. None: only layers
+        # within the step read them.
+        self._newest: Tensor | None = None
+        self._has_head = model.lm_head.has_adapters
         self._slots: dict[str, int] = {}  # version of an adapter → its slot
         self._held: dict[str, _Held] = {}
         num_pinned = min(options.num_loaded, PINNED_BYTES // max(self.slot_bytes, 1) + 1)
@@ -86,7 +95,21 @@ class AdapterSlots:
     ) -> kernels.AdapterTokens:
         """Return the slots of a packed step's tokens, computed on the device. See `kernels.data.layout`."""
         slots = kernels.adapter_slots(packed, segment, num_seqs, num_tokens, state)
+        if self._newest is not None:
+            if self._device.is_accelerator:
+                slots = self._newest[:num_tokens].copy_(slots)
+            else:
+                self._newest = slots
         return kernels.AdapterTokens(slots, self._options.num_slots)
+
+    def reserve_tokens(self, count: int) -> None:
+        """Reserve memory for the slots of a step's tokens, at most `count`, if adapters may change the output head."""
+        if self._has_head:
+            self._newest = torch.full((count,), -1, dtype=torch.int32, device=self._values.device)
+
+    def of_newest(self, tokens: slice | Tensor) -> kernels.AdapterTokens | None:
+        """Return the adapters of some tokens of the newest step, for the output head. None: no adapter changes it."""
+        return None if self._newest is None else kernels.AdapterTokens(self._newest[tokens], self._options.num_slots)
 
     def load(self, adapter: Adapter) -> Future[None]:
         """Begin to read an adapter into host memory. The result is a `ModelError` if it cannot be used."""

@@ -50,7 +50,8 @@ class DecodeStep:
 
         `num_tokens`: with drafts, the number of tokens of the `size` sequences. The logits are of all of them.
         """
-        return self._model.own_logits(self._hidden(packed, size, has_adapters, num_tokens), out)
+        hidden = self._hidden(packed, size, has_adapters, num_tokens)
+        return self._model.own_logits(hidden, out, self._forward.head_adapters(has_adapters, slice(len(hidden))))
 
     @torch.inference_mode()
     def sample_filtered(self, own_logits: Tensor, tokens: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,8 @@ class ForwardPass:
     ) -> None:
         """`state`: the device rows. `link`: the connection to the other stages of a pipeline."""
         self.adapters = adapters
+        if adapters is not None:
+            adapters.reserve_tokens(max(options.max_num_batched_tokens, options.max_decodes))
         self.model, self.device = model, options.device
         self.kv_cache: list[LayerCache] = []  # of each layer of this stage
         device, max_seqs = options.device.torch_device, options.max_num_seqs
@@ -113,6 +115,23 @@ class ForwardPass:
         if samples.has_drafts:
             return self.device.upload(torch.tensor(samples.token_index))
         return self.step.samples.token_index[: len(samples)]
+
+    def head_adapters(self, has_adapters: bool, tokens: slice | Tensor) -> kernels.AdapterTokens | None:
+        """Return the adapters with which the output head reads some tokens of the step that was run last; None: none
+        changes the head. `has_adapters`: see `StepSize`.
+        """
+        return self.adapters.of_newest(tokens) if has_adapters and self.adapters is not None else None
+
+    def logits_of(self, hidden: Tensor, has_adapters: bool) -> Callable[[slice], Tensor]:
+        """Return a function of the logits of some tokens of the step that was run last: hidden [T, hidden]."""
+        return lambda tokens: self.model.logits(hidden[tokens], self.head_adapters(has_adapters, tokens))
+
+    def sampled_adapters(self, step: StepRequest, packed: PackedStep) -> kernels.AdapterTokens | None:
+        """Return those of the tokens before samples, see `sampled_tokens`."""
+        if not step.has_adapters or not self.model.lm_head.has_adapters:
+            return None
+        indices = self.sampled_tokens(packed)
+        return self.head_adapters(True, slice(len(packed.members.samples)) if indices is None else indices)
 
     def _metadata(
         self, packed: Tensor, size: StepSize, prefills: Prefills | CapturedPrefills | None

@@ -304,7 +304,7 @@ class ModelRunner:
             else:
                 indices = None if len(hidden) == num_samples else self.forward.sampled_tokens(packed)
                 last = hidden if indices is None else hidden[indices]
-                logits = WholeLogits(self.model.logits(last), self.sampler)
+                logits = WholeLogits(self.model.logits(last, self.forward.sampled_adapters(step, packed)), self.sampler)
         if tokens is None:
             samples = packed.members.samples
             tokens = self.sampler.sample_unfiltered(logits.gathered(), packed.members.greedy, not samples.has_drafts)
@@ -315,9 +315,8 @@ class ModelRunner:
     def _use_every_token(self, handle: StepHandle, step: StepRequest, packed: PackedStep, hidden: Tensor) -> None:
         """Compute what is wanted of the hidden states of all tokens [T, hidden]."""
         if step.scored:
-            handle.prompt_logprobs = PromptLogprobs.of(
-                packed, step.scored, hidden, self.model.logits, self.spec.vocab_size, self.device.upload
-            )
+            logits, size = self.forward.logits_of(hidden, step.has_adapters), self.spec.vocab_size
+            handle.prompt_logprobs = PromptLogprobs.of(packed, step.scored, logits, size, self.device.upload)
         if step.pooled:
             handle.embeddings = self._pooler.pool(packed, step.pooled, hidden)
 

@@ -22,6 +22,8 @@ class AdapterOptions:
     max_rank: int
     num_loaded: int  # adapters in host memory, at most
     experts: bool = False  # adapters may change experts
+    # They may change the embedding and the head, and have retrained so many rows of each; None: they may not.
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

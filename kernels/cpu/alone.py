@@ -23,7 +23,7 @@ from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Activation, Gate
 from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
-from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
+from kernels.data.lora import AdapterTokens, EmbeddingLora, ExpertLora, LoraWeights, RetrainedRows
 from kernels.data.moe import Experts
 from kernels.data.quantized_rows import QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
@@ -199,6 +199,22 @@ def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) 
     for i in range(len(y)):
         own = slice(i, i + 1)
         y[own] = lora.lora_add(y[own].clone(), x[own].clone(), weights, tokens[own])
+    return y
+
+
+def adapt_embedding(y: Tensor, ids: Tensor, weights: EmbeddingLora, tokens: AdapterTokens) -> Tensor:
+    """See `kernels.reference.adapt_embedding`."""
+    for i in range(len(y)):
+        own = slice(i, i + 1)
+        y[own] = reference.adapt_embedding(y[own].clone(), ids[own], weights, tokens[own])
+    return y
+
+
+def retrained_logits(y: Tensor, x: Tensor, weights: RetrainedRows, tokens: AdapterTokens) -> Tensor:
+    """See `kernels.reference.retrained_logits`."""
+    for i in range(len(y)):
+        own = slice(i, i + 1)
+        y[own] = reference.retrained_logits(y[own].clone(), x[own].clone(), weights, tokens[own])
     return y
 
 

@@ -66,6 +66,28 @@ class LoraWeights:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingLora:
+    """The adapters of an embedding in S slots, of a rank's V tokens from `first` on. Strides of slots are free.
+
+    A token's embedding is its retrained row if it has one, else the base's; and + up · down[token].
+    """
+
+    down: Tensor  # [S, V, R]: A, transposed
+    up: Tensor  # [S, hidden, R]: B, scaled
+    rows: Tensor  # [S, N, hidden]: retrained
+    indices: Tensor  # [S, V] int32: 1 + the token's index in `rows`; 0: it is not retrained
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetrainedRows:
+    """Rows of an output head that the adapters in S slots have retrained. Strides of slots are free."""
+
+    rows: Tensor  # [S, N, hidden]
+    ids: Tensor  # [S, N] int32: 1 + the row's index among this rank's logits; 0: unused
+
+
 class Tiles(NamedTuple):
     """Tokens sorted by slot, and tiles of them that have one slot each."""
 

@@ -78,10 +78,12 @@ from kernels.reference.split_sums import split_experts as split_experts
 from kernels.reference.split_sums import split_linear as split_linear
 from kernels.reference.split_sums import split_weight as split_weight
 from kernels.reference.step import embedding, plan_decode, prepare_step
+from kernels.reference.vocab_lora import adapt_embedding, retrained_logits
 
 __all__ = [
     "absorb_and_store",
     "activation",
+    "adapt_embedding",
     "adapted_linear",
     "adapter_slots",
     "add_rms_norm",
@@ -134,6 +136,7 @@ __all__ = [
     "quantize_rows",
     "quantized_input",
     "random_bits",
+    "retrained_logits",
     "rms_norm",
     "rms_norm_add",
     "rope",

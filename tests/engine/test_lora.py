@@ -89,6 +89,40 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+VOCABULARY = ["q_proj", "embed_tokens", "lm_head"]
+# Of embeddings and heads: name → (case, whether its embeddings are tied, fields of PEFT's LoraConfig)
+VOCABULARIES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "LoRA": ("qwen3", False, {"r": 8, "target_modules": VOCABULARY}),
+    "LoRA of tied embeddings": ("qwen3", True, {"r": 8, "target_modules": VOCABULARY}),
+    "LoRA of a tied embedding alone": ("qwen3", True, {"r": 8, "target_modules": ["embed_tokens"]}),
+    "LoRA of both together": (
+        "qwen3",
+        True,
+        {"r": 8, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "DoRA of the head": ("qwen3", False, {"r": 8, "target_modules": ["lm_head", "v_proj"], "use_dora": True}),
+    "copies": ("qwen3", False, {"r": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "a copy of a tied head": ("qwen3", True, {"r": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tokens": ("qwen3", False, {"r": 8, "target_modules": ["q_proj"], "trainable_token_indices": [3, 7, 200, 14]}),
+    "tokens of tied embeddings": (
+        "qwen3",
+        True,
+        {"r": 8, "target_modules": ["q_proj"], "trainable_token_indices": [3, 7, 200, 14]},
+    ),
+    "tokens of both": (
+        "qwen3",
+        False,
+        {
+            "r": 8,
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [20, 9, 21]},
+        },
+    ),
+    "scaled embeddings": ("gemma3", False, {"r": 8, "target_modules": VOCABULARY}),
+    "other names": ("gpt2", True, {"r": 8, "target_modules": ["wte"], "trainable_token_indices": None}),
+}
+
+
 @contextmanager
 def started(model: Path, **settings: Any) -> Iterator[LLM]:
     llm = LLM(str(model), **{**SETTINGS, **settings})
@@ -139,6 +173,60 @@ def test_answers_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> Non
             check(got, want)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("LoRA", "copies", "tokens of tied embeddings") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in VOCABULARIES
+    ],
+)
+def test_embeddings_and_heads_are_those_of_the_adapted_model(kind: str, tmp_path: Path) -> None:
+    name, tied, config = VOCABULARIES[kind]
+    base = base_model(name, tmp_path / "model", {"tie_word_embeddings": tied})
+    expected = [answers(base, NUM_TOKENS)]
+    adapted = make_adapter(copy.deepcopy(base), tmp_path / "adapter", 1, merges=False, **config)
+    expected.append(answers(adapted, NUM_TOKENS))
+    assert (expected[0][0][1] - expected[1][0][1]).abs().max() > 100 * MAX_ERROR
+    with started(tmp_path / "model", lora_embeddings=True, lora_tokens=4 if "tokens" in kind else 512) as llm:
+        for got, want in zip(run(llm, [None, LoRARequest("a", 1, str(tmp_path / "adapter"))]), expected, strict=True):
+            check(got, want)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_loras": 3}, id="one rank"),
+        pytest.param({"max_loras": 2, "max_cpu_loras": 2, "max_num_batched_tokens": 16}, id="chunks, two at a time"),
+        pytest.param({"max_loras": 3, "tensor_parallel_size": 2}, id="two ranks"),
+        pytest.param({"max_loras": 3, "pipeline_parallel_size": 2}, id="two stages", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_tied_embeddings_share_a_batch(
+    vocabularies: tuple[Path, list[LoRARequest], list[Any]], settings: dict[str, Any]
+) -> None:
+    model, requests, expected = vocabularies
+    with started(model, lora_embeddings=True, lora_tokens=400, **settings) as llm:
+        for order in ([None, *requests], [*requests[::-1], None]):
+            wanted = expected if order[0] is None else [*expected[:0:-1], expected[0]]
+            for got, want in zip(run(llm, order), wanted, strict=True):
+                check(got, want)
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARequest], list[Any]]:
+    """A model with tied embeddings, an adapter of each form, and the answers of the base and of each."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    base = base_model("qwen3", folder / "model", {"tie_word_embeddings": True})
+    requests, expected = [], [answers(base, NUM_TOKENS)]
+    kinds = ("LoRA of both together", "a copy of a tied head", "tokens of tied embeddings")
+    for number, kind in enumerate(kinds):
+        own = folder / str(number)
+        adapted = make_adapter(copy.deepcopy(base), own, number, merges=False, **VOCABULARIES[kind][2])
+        requests.append(LoRARequest(kind, number + 1, str(own)))
+        expected.append(answers(adapted, NUM_TOKENS))
+    return folder / "model", requests, expected
+
+
 # Of weights alone, since GEMMs of quantised activations are not exact. format → fields of PEFT's LoraConfig
 QUANTISED: dict[str, dict[str, Any]] = {
     "int4": {"use_dora": True},
@@ -171,7 +259,7 @@ def test_the_base_may_be_quantised(
     else:
         make_quantised(name, model, tmp_path / "exact")
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32).eval()
-    config = {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", **QUANTISED[name]}
+    config: dict[str, Any] = {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", **QUANTISED[name]}
     merged = make_adapter(copy.deepcopy(base), tmp_path / "adapter", 1, **config)
     expected = [answers(each, NUM_TOKENS) for each in (base, merged)]
     assert expected[0] != expected[1]
@@ -187,7 +275,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARe
     base = base_model("qwen3", folder / "model")
     requests, expected = [], [answers(base, NUM_TOKENS)]
     for number in range(5):
-        config = {"r": 4 + 4 * number, "target_modules": "all-linear", "use_dora": number == 3}
+        config: dict[str, Any] = {"r": 4 + 4 * number, "target_modules": "all-linear", "use_dora": number == 3}
         if number == 1:
             config["target_modules"] = ["q_proj", "down_proj"]
         merged = make_adapter(copy.deepcopy(base), folder / str(number), number, **config)

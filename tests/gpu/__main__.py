@@ -45,6 +45,7 @@ from tests.gpu.lora import (
     check_fused_adapters,
     check_lora_engine,
     check_lora_kernels,
+    check_vocab_adapters,
 )
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
@@ -75,6 +76,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "lora": (
         check_fused_adapters,
         check_extended_weights,
+        check_vocab_adapters,
         check_expert_adapters,
         check_lora_kernels,
         check_lora_engine,

@@ -201,6 +201,36 @@ def check_expert_adapters(checks: Checks) -> None:
         )
 
 
+def check_vocab_adapters(checks: Checks) -> None:
+    """Embeddings and output heads with adapters, of 8B and for all tokens of a step, against the reference."""
+    num_slots, vocab, hidden, count = 4, 32000, 4096, 256
+    down, up, rows = (checks.random(num_slots, *shape) for shape in ((vocab, 16), (hidden, 16), (count, hidden)))
+    ids = torch.stack([torch.randperm(vocab)[:count].int() + 1 for _ in range(num_slots)]).to(checks.device)
+    indices = torch.zeros(num_slots, vocab, dtype=torch.int32, device=checks.device)
+    indices[:, :count] = torch.arange(1, count + 1, dtype=torch.int32, device=checks.device)
+    embedding = kernels.EmbeddingLora(down, (up / 4).bfloat16(), rows, indices, 0)
+    head = kernels.RetrainedRows((rows / 64).bfloat16(), ids)
+    for num_tokens in (1, 33, 256):
+        label = f"lora vocabulary: {num_tokens} tokens"
+        if not checks.wants(label):
+            continue
+        slots = (torch.arange(num_tokens, dtype=torch.int32) % (num_slots + 1) - 1).to(checks.device)
+        tokens = kernels.AdapterTokens(slots + (num_tokens == 1), num_slots)
+        x, y = checks.random(num_tokens, hidden), checks.random(num_tokens, vocab)
+        chosen = (torch.arange(num_tokens) * 97 % 512).to(checks.device)
+        want = kernels.reference.adapt_embedding(x.double(), chosen, embedding, tokens)
+        got = kernels.adapt_embedding(x.clone(), chosen, embedding, tokens)
+        checks.add(f"{label}, embedding", relative_error(got, want), 2 * LIMITS[BF16])
+        want = kernels.reference.retrained_logits(y.double(), x, head, tokens)
+        scratch = y.clone()
+
+        def call(x: Tensor = x, tokens: kernels.AdapterTokens = tokens, scratch: Tensor = scratch) -> object:
+            return kernels.retrained_logits(scratch, x, head, tokens)
+
+        got = kernels.retrained_logits(y.clone(), x, head, tokens)
+        checks.add(f"{label}, head", relative_error(got, want), 2 * LIMITS[BF16], call, head.rows.nbytes, graph=True)
+
+
 def _slots(checks: Checks, count: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(count)
     some = torch.randint(-1, NUM_SLOTS, (count,), dtype=torch.int32, generator=generator)
@@ -234,6 +264,7 @@ def check_lora_engine(checks: Checks) -> None:
         wanted = [text for each in expected for text in each]
         for settings in ({"enforce_eager": True}, {}, {"max_loras": 2}, {"max_num_batched_tokens": 64}):
             _compare_texts(checks, base, settings, requests, wanted)
+        _check_vocab_engine(checks, root, base, stored)
         if checks.device != "cpu":
             from kernels.cuda import lora
             from kernels.cuda.choice import CHOICE
@@ -243,6 +274,26 @@ def check_lora_engine(checks: Checks) -> None:
                 _compare_texts(checks, base, {"max_loras": 2}, requests, wanted, ", extended weights")
             finally:
                 vars(lora)["CHOICE"] = CHOICE
+
+
+def _check_vocab_engine(checks: Checks, root: Path, base: Path, stored: dict[str, Tensor]) -> None:
+    """One adapter with retrained tokens of the tied embedding and head."""
+    generator, tokens = torch.Generator().manual_seed(9), [7, 14, 60]
+    lora = random_adapter({"model.layers.0.self_attn.q_proj": (64, 64)}, 8, generator)
+    rows = torch.randn(len(tokens), 64, generator=generator) * 0.3
+    name = "model.embed_tokens"
+    config = {"r": 8, "lora_alpha": 8, "trainable_token_indices": tokens}
+    folder = write_adapter(root / "vocabulary", config, lora | {f"{name}.token_adapter.trainable_tokens_delta": rows})
+    changed = merge(stored, lora, 1.0)
+    changed[f"{name}.weight"] = changed[f"{name}.weight"].clone()
+    changed[f"{name}.weight"][tokens] = rows
+    whole = write_model(root / "merged vocabulary")
+    save_file(changed, whole / "model.safetensors")
+    wanted = [*_texts(checks, base), *_texts(checks, whole)]
+    requests = [None, LoRARequest("vocabulary", 1, str(folder))]
+    for settings in ({"enforce_eager": True}, {}, {"max_num_batched_tokens": 64}):
+        own = {**settings, "lora_embeddings": True}
+        _compare_texts(checks, base, own, requests, wanted)
 
 
 def _compare_texts(

@@ -77,8 +77,9 @@ A, B = (MODULE.replace(".", "__") + f"__lora_{half}__weight" for half in "AB")
         ({"use_qalora": True}, "'use_qalora' is set: a QA-LoRA"),
         ({"alora_invocation_tokens": [1]}, "an aLoRA"),
         ({"layer_replication": [[0, 2]]}, "replicated layers"),
-        ({"modules_to_save": ["lm_head"]}, "retrained copies of whole modules"),
-        ({"trainable_token_indices": [5]}, "retrained embeddings"),
+        ({"trainable_token_indices": [-5]}, "must be lists of tokens, got [-5]"),
+        ({"trainable_token_indices": {"lm_head": []}}, "must be lists of tokens"),
+        ({"trainable_token_indices": {"lm_head": [2.0]}}, "must be lists of tokens"),
     ],
 )
 def test_other_adapters_are_refused_by_name(folder: Path, config: dict[str, Any], reason: str) -> None:
@@ -100,9 +101,9 @@ def test_other_adapters_are_refused_by_name(folder: Path, config: dict[str, Any]
         ({A: None}, f"lacks lora_A of '{MODULE}'"),
         ({B: None}, f"lacks lora_B of '{MODULE}'"),
         ({"model__layers__9__self_attn__q_proj__lora_A__weight": torch.ones(8, 64)}, "no linear layer of a mixer"),
-        ({"lm_head__lora_A__weight": torch.ones(8, 64)}, "an embedding or output head"),
-        ({"lm_head__weight": torch.ones(300, 64)}, "retrained embeddings or an output head"),
-        ({"model__embed_tokens__lora_embedding_A": torch.ones(8, 300)}, "retrained embeddings or an output head"),
+        ({"lm_head__lora_A__weight": torch.ones(8, 64)}, "an output head: start with lora_embeddings"),
+        ({"lm_head__weight": torch.ones(300, 64)}, "of an embedding or an output head: start with lora_embeddings"),
+        ({"model__embed_tokens__lora_embedding_A": torch.ones(8, 300)}, "output head: start with lora_embeddings"),
         ({"model__layers__0__mlp__experts__1__up_proj__lora_A__weight": torch.ones(8, 64)}, "changes experts"),
         ({"model__layers__0__mlp__up_proj__ia3_l": torch.ones(64)}, "a tensor of another kind"),
     ],
@@ -111,6 +112,53 @@ def test_tensors_that_do_not_fit_are_refused(
     layout: AdapterLayout, folder: Path, tensors: dict[str, Any], reason: str
 ) -> None:
     changed(folder, **tensors)
+    with pytest.raises(ModelError) as error:
+        read(layout, folder)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+EMBED = "model__embed_tokens"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        ({}, {"lm_head__lora_A__weight": torch.ones(8, 64)}, "lacks lora_B of 'lm_head'"),
+        ({}, {EMBED + "__lora_embedding_A": torch.ones(8, 300)}, "lacks lora_B of 'model.embed_tokens'"),
+        ({}, {EMBED + "__lora_embedding_B": torch.ones(8, 64)}, "has shape [8, 64], it must be [64, 8]"),
+        ({}, {"lm_head__weight": torch.ones(301, 64)}, "has shape [301, 64], it must be [300, 64]: the adapter is for"),
+        ({}, {"lm_head__weight": torch.ones(300, 64)}, "of lm_head retrains 300 rows, above lora_tokens=4; start with"),
+        ({}, {EMBED + "__weight": torch.full((300, 64), torch.inf)}, "holds NaN or infinity"),
+        ({}, {EMBED + "__lora_magnitude_vector": torch.ones(64)}, "or an output head: this is not served; merge it"),
+        (
+            {"trainable_token_indices": [300]},
+            {EMBED + "__token_adapter__trainable_tokens_delta": torch.ones(1, 64)},
+            "retrains token 300 of 300",
+        ),
+        (
+            {"trainable_token_indices": [3]},
+            {EMBED + "__token_adapter__trainable_tokens_delta": torch.ones(2, 64)},
+            "has shape [2, 64], it must be [1, 64]",
+        ),
+        (
+            {"trainable_token_indices": {"lm_head": [3]}},
+            {
+                "lm_head__token_adapter__trainable_tokens_delta": torch.ones(1, 64),
+                "lm_head__lora_A__weight": torch.ones(8, 64),
+                "lm_head__lora_B__weight": torch.ones(300, 8),
+                "lm_head__lora_magnitude_vector": torch.ones(300),
+            },
+            "has DoRA of an output head with retrained rows",
+        ),
+    ],
+)
+def test_embeddings_and_heads_that_do_not_fit_are_refused(
+    tiny_model: Path, folder: Path, config: dict[str, Any], tensors: dict[str, Any], reason: str
+) -> None:
+    spec = read_spec(tiny_model)
+    layout = AdapterLayout(load_model(tiny_model, spec), spec, 16, torch.float32, max_tokens=4)
+    changed(folder, config, **tensors)
     with pytest.raises(ModelError) as error:
         read(layout, folder)
     assert reason in str(error.value)

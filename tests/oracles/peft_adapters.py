@@ -14,14 +14,17 @@ from tests.oracles.families import make_checkpoint, transformers_decode
 PROMPTS = [[7 * i % 380 + 1 for i in range(length)] for length in (30, 3)]
 
 
-def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> Any:
-    """Save a random adapter of a transformers model in `folder`, and return the model with it merged.
+def make_adapter(model: Any, folder: Path, seed: int, *, merges: bool = True, **config: Any) -> Any:
+    """Save a random adapter of a transformers model in `folder`, and return the model with it merged, or beside it.
 
-    `config`: fields of PEFT's LoraConfig. The model itself is changed: give a copy.
+    `config`: fields of PEFT's LoraConfig. The model itself is changed: give a copy. PEFT merges the LoRA of a tied
+    embedding into the head, too, but trains without.
     """
     import peft
 
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on tied embeddings
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -32,12 +35,14 @@ def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> Any:
                 parameter.mul_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.add_(0.2 * noise)
+            elif "lora" not in name:
+                parameter.add_(0.5 * parameter.std() * noise)  # retrained
             else:
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a bias of B has one dimension, as it must
         adapted.save_pretrained(str(folder))
-    return adapted.merge_and_unload().eval()
+    return (adapted.merge_and_unload() if merges else adapted).eval()
 
 
 def answers(model: Any, num_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], Tensor]]:

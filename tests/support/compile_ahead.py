@@ -399,6 +399,19 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
         expand_extended(tensor(tokens, 6144 + 4 * rank, dtype=dtype), weights, step, gate)  # type: ignore[arg-type]
 
 
+def vocab_lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
+    from kernels.data.lora import SMALL_TILE, AdapterTokens, EmbeddingLora, RetrainedRows, Tiles
+    from kernels.triton.vocab_lora import adapt_embedding, retrained_logits
+
+    step = AdapterTokens(tensor(tokens, dtype=I32), 4)
+    step.tiles = Tiles(tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), SMALL_TILE)
+    down, up, rows = (tensor(4, *shape, dtype=dtype) for shape in ((30000, rank), (4096, rank), (256, 4096)))
+    own = EmbeddingLora(down, up, rows, tensor(4, 30000, dtype=I32), 0)
+    x, ids = tensor(tokens, 4096, dtype=dtype), tensor(4, 256, dtype=I32)
+    adapt_embedding(x, tensor(tokens, dtype=torch.int64), own, step)
+    retrained_logits(tensor(tokens, 30000, dtype=dtype), x, RetrainedRows(rows, ids), step)
+
+
 def adapted_linear(tokens: int, rank: int) -> None:
     """A linear layer with adapters in one launch: a norm before it, a gate or a sum after it."""
     from kernels.cuda.lora import small_batch_linear
@@ -520,6 +533,8 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(lora, 1, 16, BF16),
     functools.partial(lora, 1100, 48, F16),
     functools.partial(lora, 20, 512, F32),
+    functools.partial(vocab_lora, 5, 16, BF16),
+    functools.partial(vocab_lora, 100, 512, F32),
     functools.partial(adapted_linear, 5, 32),
     functools.partial(recurrent, 1, 1, BF16),
     functools.partial(channel_decays, 2, 70, BF16),

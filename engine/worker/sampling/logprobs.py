@@ -85,22 +85,22 @@ class PromptLogprobs:
 
     @classmethod
     def of(
-        cls, packed: PackedStep, indices: Sequence[int], hidden: Tensor, to_logits: Callable[[Tensor], Tensor],
+        cls, packed: PackedStep, indices: Sequence[int], to_logits: Callable[[slice], Tensor],
         vocab_size: int, to_device: Callable[[Tensor], Tensor],
     ) -> PromptLogprobs:  # fmt: skip
-        """Compute them for the requests at `indices`. hidden [T, hidden]: hidden states of all the step's tokens."""
+        """Compute them for the requests at `indices`. to_logits(tokens): logits of some of the step's tokens."""
         scores, members = cls(), packed.members
         num_rows = max(MAX_ELEMENTS // vocab_size, 1)
         for i in indices:
             row, end = members.rows[i], int(packed.context_lens[i])
-            own = hidden[members.query_start[i] : members.query_start[i + 1]]
-            first, num_top = end - len(own) + 1, row.sampling.prompt_logprobs
+            begin, stop = int(members.query_start[i]), int(members.query_start[i + 1])
+            first, num_top = end - (stop - begin) + 1, row.sampling.prompt_logprobs
             assert num_top is not None
             following = row.token_ids[first : min(end + 1, row.num_prompt_tokens)]
             tokens = to_device(torch.from_numpy(following)).long()
             for start in range(0, len(tokens), num_rows):
                 part = tokens[start : start + num_rows]
-                logits = to_logits(own[start : start + len(part)])
+                logits = to_logits(slice(begin + start, begin + start + len(part)))
                 found = kernels.token_logprobs(logits, part, max(num_top, 1))  # the top token reveals NaN and infinity
                 scores.parts.append((i, first, num_top, _to_cpu(found)))
         return scores
