@@ -56,7 +56,8 @@ class AdmissionControl:
     def admit(self, request: Request, room: Callable[[int], int]) -> NewRequest | None:
         """Move the first waiting request to `running`. Returns None if it must wait, usually for blocks.
 
-        room: index of the first token that it must compute → how many tokens it may compute in the step; 0: it waits.
+        room: index of the first token that it must compute → how many tokens it may compute in the step. With 0 it runs
+        without any: it waits for its image, ahead of younger requests, and the worker learns of it later.
 
         The request gets blocks for all its tokens at once (in a window group: for its window and one chunk), so that a
         long prompt does not preempt others chunk by chunk. It leaves one block per cache group for each request ahead
@@ -75,26 +76,18 @@ class AdmissionControl:
         if prefix and self._blocks.awaits_state(request, num_blocks):
             return None
         num_computed = num_blocks * self._blocks.block_size
-        if not (budget := room(num_computed)):
-            return None
-        step_end = min(request.num_tokens, num_computed + budget)
+        step_end = max(min(request.num_tokens, num_computed + room(num_computed)), 1)
         if self._blocks.grow(request, request.num_tokens, prefix, self._num_spare(request), step_end) is None:
             self._refuse(request)
             return None
         self._requests.queues.start(request)
         request.load = None
         request.num_computed_tokens = num_computed
-        request.is_rewound = False  # its new row is right
+        request.is_rewound = request.is_unsent = False  # its new row is right
         request.num_charged = max(request.num_charged, request.num_computed_tokens)
         if not request.scheduled_time:
             self._record_first(request, num_blocks)
-        return NewRequest(
-            request.engine_request,
-            request.seed,
-            request.token_ids.copy(),
-            request.num_computed_tokens,
-            [table.copy() for table in request.block_tables],
-        )
+        return request.new_request(num_computed)
 
     def load(self, request: Request) -> None:
         """Begin to load the prefix of a request that is not the next to start."""

@@ -162,7 +162,7 @@ class StepResult:
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
     # Index → what a drafter on the device guesses to follow its new tokens.
     proposals: dict[int, list[int]] = field(default_factory=dict)
-    encoder_seconds: float = 0.0  # that images took to encode; 0 with pipeline stages
+    encoder_seconds: float = 0.0  # that images took to encode; with pipeline stages, in steps before
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.core.batch import FAULTS, EngineOutput, PromptScores, TokenLogprobs
+from engine.core.batch import FAULTS, EngineOutput, NewRequest, PromptScores, TokenLogprobs
 from engine.core.engine_request import EngineRequest
 from engine.core.host_load import HostLoad
 
@@ -53,10 +53,8 @@ class Request:
         self.num_slots = 0  # tokens that fit in the blocks
         self.block_hashes: list[bytes] = []  # of the first full blocks
         self.next_commit = sys.maxsize  # number of tokens at which the next block is full
-        self.num_cached_blocks = (
-            0  # first blocks of each table that the prefix cache held when the request was admitted
-        )
-        self.num_admitted_tokens = 0  # tokens known by then
+        # First blocks of each table that the prefix cache held when the request was admitted; tokens known by then.
+        self.num_cached_blocks = self.num_admitted_tokens = 0
         # Index of the last block of a cached prefix that no state was kept for: one is kept there now. -1: none.
         self.branch = -1
         self.load: HostLoad | None = None  # of blocks of its prefix; None: it was not looked for since the last start
@@ -68,6 +66,7 @@ class Request:
         self.num_drafted = [0, 0]  # drafts that were accepted, and verified
         self.num_predicted = [0, 0]  # tokens of the client's prediction that were accepted as drafts, and rejected
         self.is_rewound = False  # the outcome of its drafts is known, but not yet to the worker
+        self.is_unsent = False  # it runs, and the worker does not know it yet
         self.order = (engine_request.priority, 0)  # priority, then sequence number of arrival
         self.num_charged = 0  # tokens that have been charged to the tenant
 
@@ -149,6 +148,11 @@ class Request:
             if self.finish_reason is not None:
                 return token_ids[:count]
         return token_ids
+
+    def new_request(self, num_computed: int) -> NewRequest:
+        """Return the request as the worker gets it, of whose tokens the first `num_computed` are computed."""
+        tables = [table.copy() for table in self.block_tables]
+        return NewRequest(self.engine_request, self.seed, self.token_ids.copy(), num_computed, tables)
 
     def output(
         self,

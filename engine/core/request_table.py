@@ -84,7 +84,8 @@ class RequestTable:
         self.queues.remove(request)
         request.steady_until = 0
         if request.block_tables:
-            self.removed.append(request.request_id)
+            if not request.is_unsent:
+                self.removed.append(request.request_id)
             self.blocks.release(request)
 
     def preempt_last(self) -> Request:
@@ -94,7 +95,8 @@ class RequestTable:
         request.num_computed_tokens = request.steady_until = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.removed.append(request.request_id)
+        if not request.is_unsent:
+            self.removed.append(request.request_id)
         return request
 
     def drain(self, in_flight: Container[str]) -> tuple[list[Request], list[Request]]:

@@ -55,6 +55,12 @@ class Plan:
         earlier = self.new_block_ids.get(request.request_id, [[]] * len(grown))
         self.new_block_ids[request.request_id] = [a + b for a, b in zip(earlier, grown, strict=True)]
 
+    def send(self, request: Request, start: int) -> None:
+        """Let the worker learn of a request that computes its first tokens, from index `start` on."""
+        self.new_block_ids.pop(request.request_id, None)
+        self.new_requests.append(request.new_request(start))
+        request.is_unsent = False
+
     def batch(self, recent: list[Batched]) -> Batched:
         """Return the requests in batch order, and the batch: that of an earlier step in `recent` if it had the same."""
         num_decodes = len(self.decodes)
@@ -209,12 +215,15 @@ class StepPlanner:
                 decodes.append(request)
                 budget -= 1
             elif num_tokens < request.max_num_tokens:  # otherwise its last token is in flight
-                most = self._room(request, budget, plan, min(request.num_computed_tokens, num_tokens - 1))
+                start = min(request.num_computed_tokens, num_tokens - 1)
+                most = self._room(request, budget, plan, start)
                 if not most:
                     continue
                 granted = self._grant(request, most, plan)
                 if not granted:
                     break
+                if request.is_unsent:
+                    plan.send(request, start)
                 budget = max(budget - granted, 0)
         return budget
 
@@ -235,8 +244,12 @@ class StepPlanner:
             if new_request is None:
                 self._load_ahead(request)
                 break
-            plan.new_requests.append(new_request)
             most = self._room(request, budget, plan, request.num_computed_tokens)
+            if not most:
+                assert plan, "the first image of a step always fits"
+                request.is_unsent = True
+                continue
+            plan.new_requests.append(new_request)
             granted = self._grant(request, most, plan)
             assert granted, "a new request has blocks for its first chunk"
             budget = max(budget - granted, 0)

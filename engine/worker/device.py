@@ -52,6 +52,7 @@ class Stopwatch(Protocol):
     """Measures the time of work that is queued until `stop`."""
 
     def stop(self) -> None: ...
+    def is_done(self) -> bool: ...
     def seconds(self) -> float:
         """Return the time that the work took. It must be done."""
 
@@ -171,6 +172,9 @@ class _Clock:
 
     def stop(self) -> None:
         self._end = perf_counter()
+
+    def is_done(self) -> bool:
+        return True
 
     def seconds(self) -> float:
         return self._end - self._start
@@ -399,6 +403,9 @@ class _EventClock:
 
     def stop(self) -> None:
         self._end.record()
+
+    def is_done(self) -> bool:
+        return self._end.query()
 
     def seconds(self) -> float:
         return self._start.elapsed_time(self._end) / 1000

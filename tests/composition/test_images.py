@@ -109,6 +109,8 @@ def test_answers_are_those_of_each_request_alone(
     assert answers(llm, prompts()) == expected, "again, with what is cached"
     if is_tight:
         assert llm._engine.stats().num_encoded > 3, "of three images, some were forgotten and encoded again"
+    stats = llm._engine.stats()
+    assert bool(stats.encoder_seconds) == bool(stats.num_encoded), "also with stages"
     if feature.startswith("recorded"):
         llm.sleep()
         llm.wake_up()

@@ -104,6 +104,7 @@ EXPECTED_EVENTS = [
     "encoded images forgotten",
     "an image above the budget",
     "waits for its image, while others go on",
+    "starts without a token, since its image waits",
     "chunks that end before an image",
     "prefix-cache hits that end in an image",
     "chunks that cut no image",
@@ -424,6 +425,8 @@ class Workload:
                 self.events["chunks that end before an image"] += request.request_id in chunks and (
                     batch.total_num_tokens < self.scheduler.max_num_batched_tokens
                 )
+        unsent = any(each.is_unsent for each in self.scheduler.queues.running)
+        self.events["starts without a token, since its image waits"] += unsent
         for new in output.new_requests:
             cached = new.num_computed_tokens
             self.events["prefix-cache hits that end in an image"] += any(

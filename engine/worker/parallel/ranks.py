@@ -14,6 +14,7 @@ import logging
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from engine.models.files import Progress, silent
 from engine.models.shard import Shard, Stage
 from engine.models.spec import ModelSpec
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions
+from engine.worker.device import Stopwatch
 from engine.worker.kv_cache import KVCacheTooSmallError
 from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
@@ -137,9 +139,16 @@ class PipelinedStep:
 
     device_waited, has_ended = False, False
 
-    def __init__(self, launch: Callable[[], StepHandle], sampled: dict[str, list[int]]) -> None:
-        """`launch`: launches this rank's part. `sampled`: receives its tokens."""
-        self._launch, self._sampled = launch, sampled
+    def __init__(
+        self,
+        launch: Callable[[], StepHandle],
+        sampled: dict[str, list[int]],
+        encoder_seconds: Callable[[], float] = float,
+    ) -> None:
+        """`launch`: launches this rank's part. `sampled`: receives its tokens. `encoder_seconds`: returns what the
+        first stage has reported since.
+        """
+        self._launch, self._sampled, self._encoder_seconds = launch, sampled, encoder_seconds
         self._handle: StepHandle | None = None
 
     @property
@@ -174,6 +183,8 @@ class PipelinedStep:
         for request_id, count in zip(output.batch.request_ids, result.num_sampled, strict=True):
             if count:
                 self._sampled.setdefault(request_id, []).extend(islice(tokens, count))
+        if seconds := self._encoder_seconds():
+            result = replace(result, encoder_seconds=seconds)
         return output, result
 
 
@@ -187,6 +198,7 @@ class Watch:
         """`seconds`: between checks."""
         self.answers = [Answers(losses) for _ in followers]
         self.adapters = AdapterReads(1 + len(followers))
+        self._encoder_seconds: deque[float] = deque()  # of the first stage's steps
         self._followers, self._losses, self._seconds = followers, losses, seconds
         self._missed = [0] * len(followers)  # checks since each follower's last message
         self._ended = threading.Event()
@@ -215,6 +227,12 @@ class Watch:
             self.answers[indices[connection]].put(message)
         elif message and "read" in message:
             self.adapters.receive(message)
+        elif message and "encoder_seconds" in message:
+            self._encoder_seconds.append(message["encoder_seconds"])
+
+    def take_encoder_seconds(self) -> float:
+        """Return for how long another stage encoded images since the last call, as far as it has reported."""
+        return sum(self._encoder_seconds.popleft() for _ in range(len(self._encoder_seconds)))
 
     def _look(self) -> None:
         """Count checks, not time: when this process or its machine sleeps, that says nothing about the followers."""
@@ -338,7 +356,8 @@ class RankedRunner:
             return self._launch_here(output, confirm)
         self._guided.difference_update(output.removed)
         self._guided.update(new.request_id for new in output.new_requests if new.request.sampling.structured_outputs)
-        step = PipelinedStep(partial(self._launch_here, output, confirm), self._sampled)
+        launch = partial(self._launch_here, output, confirm)
+        step = PipelinedStep(launch, self._sampled, self._watch.take_encoder_seconds)
         self._waiting = [*(each for each in self._waiting if not each.has_run), step]
         if not self._guided.isdisjoint(output.batch.request_ids):  # their masks are filled before the step is read
             self._run_waiting()
@@ -503,7 +522,7 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
     gc.freeze()  # what lives as long as this process is not searched for garbage while the other ranks wait
     threading.Thread(target=_beat, args=[leader], name="heartbeats", daemon=True).start()
     files: dict[int, BlockFile | None] = {}  # by pool
-    steps = FollowedSteps(build, runner, connections)
+    steps = FollowedSteps(build, runner, connections, leader.report)
     while True:
         if steps.have_failed and not connections.are_renewed and not connection.poll(RESET_SECONDS):
             raise RuntimeError("a step failed on this rank alone")
@@ -534,8 +553,18 @@ def follow(connection: Connection, folder: Path | None = None) -> None:
 class FollowedSteps:
     """The steps of a follower. After one has failed, it ignores the next ones until rank 0 drops them all."""
 
-    def __init__(self, build: Build, runner: ModelRunner, connections: Connections) -> None:
-        self._build, self._runner, self._connections = build, runner, connections
+    def __init__(
+        self,
+        build: Build,
+        runner: ModelRunner,
+        connections: Connections,
+        report: Callable[[dict[str, Any]], None] = lambda report: None,
+    ) -> None:
+        """`report`: sends rank 0 what it has not asked for."""
+        self._build, self._runner, self._connections, self._report = build, runner, connections, report
+        self._encodings: deque[Stopwatch] = deque()  # measured the encoder, and are not reported yet
+        # One rank of the first of several stages says how long images took.
+        self._reports_encoder = build.stage.is_first and not build.stage.is_last and build.shard.rank == 0
         self.have_failed = False
         self._handle: StepHandle | None = None  # of the last step
         self._batch = NO_BATCH
@@ -566,6 +595,10 @@ class FollowedSteps:
         if self._handle is not None and self._handle.done is not None:
             self._handle.done.synchronize()  # like rank 0, queue at most two steps
         self._handle = launched
+        if launched.encoding is not None and self._reports_encoder:
+            self._encodings.append(launched.encoding)
+        while self._encodings and self._encodings[0].is_done():
+            self._report({"encoder_seconds": self._encodings.popleft().seconds()})
 
     def _sample(self, message: Sample) -> None:
         handle = self._handle
