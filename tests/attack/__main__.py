@@ -41,7 +41,7 @@ from rich.table import Table
 
 from benchmarks.result_files import save
 from engine.setup.machine import environment
-from tests.attack import images
+from tests.attack import images, imagined_web
 from tests.attack.attacks import ATTACKS, HANGS, Attack
 from tests.attack.bystander import Waits, busy_core, watching
 from tests.attack.recovery import recovery
@@ -161,7 +161,13 @@ async def run(attacks: list[Attack], console: Console) -> list[Result]:
     if wanted := [each for each in attacks if each.images]:
         with (
             tempfile.TemporaryDirectory(prefix="quire-attack-") as folder,
-            serving(*images.FLAGS, keys=KEYS, model=images.make_model(Path(folder))) as target,
+            serving(
+                *images.FLAGS,
+                keys=KEYS,
+                model=images.make_model(Path(folder)),
+                module=imagined_web.__name__,
+                environment={imagined_web.PORTS: ",".join(map(str, images.PORTS))},
+            ) as target,
         ):
             results += await run_all(target, wanted, console, length=900)
     return results

@@ -339,6 +339,8 @@ ATTACKS = (
     Attack("images: 500 frames", lambda t: images.in_turn(t, [images.animated()]), images=True),
     Attack("images: much metadata", lambda t: images.in_turn(t, images.much_metadata()), images=True),
     Attack("images: URLs of this machine", images.from_this_machine, refused=True, images=True),
+    Attack("images: redirects", images.redirects, refused=True, images=True),
+    Attack("images: names that change", images.names_that_change, refused=True, images=True),
     Attack("images: 200 at once", images.many_at_once, images=True),
     Attack("images: 200 in a request", images.many_in_one, refused=True, images=True),
 )

@@ -8,6 +8,8 @@ import os
 import struct
 import zlib
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 from PIL import Image
 
+from benchmarks.processes import free_port
+from tests.attack import imagined_web
 from tests.attack.target import Target
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import IMAGE, make_case
@@ -22,7 +26,22 @@ from tests.support.images import TEMPLATE, data_url, saved
 
 CHAT = "/v1/chat/completions"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]")
-FLAGS = ("--allowed-media-domains", *(name.strip("[]") for name in LOCAL_NAMES), "--num-gpu-blocks-override", "256")
+ALLOWED = *(name.strip("[]") for name in LOCAL_NAMES), *imagined_web.DOMAINS
+FLAGS = ("--allowed-media-domains", *ALLOWED, "--num-gpu-blocks-override", "256")
+PORTS = free_port(), free_port()  # of the attacker's web server, and of the one that nobody may reach
+# Path of the attacker's server → where it leads.
+REDIRECTS = {
+    "/this-machine": "http://127.0.0.1/a.png",
+    "/this-machine-by-name": "http://localhost/a.png",
+    "/metadata": "http://169.254.169.254/latest/meta-data/",
+    "/private": "http://10.0.0.7/a.png",
+    "/private-name": "http://inside.example.org/a.png",
+    "/not-allowed": "http://other.example.org/a.png",
+    "/file": "file:///etc/passwd",
+    "/data": "data:image/png;base64,AAAA",
+    "/round": "/round",
+    "/again": "/picture.png",
+}
 
 
 def make_model(folder: Path) -> Path:
@@ -149,3 +168,56 @@ async def from_this_machine(target: Target) -> Counter[int]:
         server.close()
     assert not reached, reached
     return statuses
+
+
+@asynccontextmanager
+async def attackers_web() -> AsyncIterator[list[str]]:
+    """A web server that redirects, and one that may not be reached. Yields the paths that were asked of the first."""
+    asked: list[str] = []
+    reached: list[Any] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            asked.append((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode())
+            if asked[-1] in REDIRECTS:
+                head, data = f"302 Found\r\nLocation: {REDIRECTS[asked[-1]]}", b""
+            else:
+                head, data = "200 OK", noise(400, 300)
+            writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+            await writer.drain()
+        writer.close()
+
+    async def canary(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append(writer.get_extra_info("peername"))
+        writer.close()
+
+    web = await asyncio.start_server(answer, "127.0.0.1", PORTS[0])
+    unreachable = await asyncio.start_server(canary, "127.0.0.1", PORTS[1])
+    async with web, unreachable:
+        yield asked
+    assert not reached, "a private address was asked"
+
+
+async def redirects(target: Target) -> Counter[int]:
+    """An allowed web server redirects to this machine, to private addresses and to names that are not allowed."""
+    async with attackers_web() as asked:
+        assert await ask(target, "http://pictures.example.org/picture.png") == 200, "the attacker's server works"
+        asked.clear()
+        paths = [path for path in REDIRECTS if path != "/again"]
+        statuses = await in_turn(target, [f"http://pictures.example.org{path}" for path in paths])
+        assert set(asked) == set(paths), "and no other file was asked for"
+    return statuses
+
+
+async def names_that_change(target: Target) -> Counter[int]:
+    """Names of private addresses, and one whose address is another one at each look-up: public, then private."""
+    statuses = Counter[int]()
+    async with attackers_web() as asked:
+        statuses += await in_turn(target, ["http://inside.example.org/", "http://10.0.0.7/", "http://169.254.169.254/"])
+        assert not asked
+        served = [await ask(target, "http://rebound.example.org/picture.png") for _ in range(6)]
+        assert served.count(200) == 2, f"only while its address is public, not {served}"
+        # The redirect leads to the same name, whose address is private by then.
+        changed = [await ask(target, "http://rebound.example.org/again") for _ in range(3)]
+        assert changed.count(400) == len(changed), changed
+    return statuses + Counter(each for each in [*served, *changed] if each != 200)
