@@ -22,6 +22,8 @@ from engine.worker.device import Device, Stopwatch
 from engine.worker.input_batch import PackedStep, Row
 
 ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
+# How many results of an MLP's inner width are held at once, by kind; others hold two.
+MLP_COPIES = {"qwen2.5": 3, "glm": 3, "pixtral": 4, "gemma4": 5}
 
 
 class StepImages(NamedTuple):
@@ -228,7 +230,8 @@ def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
 def image_bytes(vision: VisionSpec, hidden_size: int, itemsize: int) -> tuple[int, int]:
     """Return the bytes of the encoded images that are kept, and an estimate of those that encoding needs."""
     kept = MAX_ENCODED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
-    widest = vision.hidden_size * 5 + max(vision.hidden_size * 2, vision.intermediate_size * 2)
+    held = MLP_COPIES.get("qwen2.5" if vision.is_older else vision.kind, 2)
+    widest = vision.hidden_size * 4 + max(vision.hidden_size * 6, vision.intermediate_size * held)
     return kept, ENCODED_PATCHES * widest * itemsize
 
 

@@ -28,7 +28,7 @@ CHAT = "/v1/chat/completions"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]")
 ALLOWED = *(name.strip("[]") for name in LOCAL_NAMES), *imagined_web.DOMAINS
 FLAGS = ("--allowed-media-domains", *ALLOWED, "--num-gpu-blocks-override", "256")
-PORTS = free_port(), free_port()  # of the attacker's web server, and of the one that nobody may reach
+PORTS = free_port(), free_port()  # of the attacker's web server, and of one that may not be reached
 # Path of the attacker's server → where it leads.
 REDIRECTS = {
     "/this-machine": "http://127.0.0.1/a.png",

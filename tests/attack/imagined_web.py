@@ -2,7 +2,7 @@
 
 Names of `ADDRESSES` lead where the table says, one address after the other at each look-up. A connection to the public
 address reaches the attacker's server at the first port of the variable `PORTS`; one to any other address of the table
-reaches the second, where nobody may ever connect.
+reaches the second, which may never happen.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def config_of(family: str) -> Any:
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
-def make_case(family: str, folder: Path) -> Case:
-    """Save a random model of a family in `folder`."""
+def make_case(family: str, folder: Path, *, answers: bool = True) -> Case:
+    """Save a random model of a family in `folder`. answers: false: the case has no tokens of transformers."""
     import transformers
 
     torch.manual_seed(3)
@@ -202,7 +202,7 @@ def make_case(family: str, folder: Path) -> Case:
             images.append(image(pixels, len(prompt) + len(before), grid, len(run), sees_both_ways=both_ways))
             shown.append((pixels, grid))
             prompt += [*before, *run, *behind]
-    return Case(folder, model, prompt, tuple(images), generated(model, prompt, shown))
+    return Case(folder, model, prompt, tuple(images), generated(model, prompt, shown) if answers else [])
 
 
 def normalised(model: Any, pixels: np.ndarray) -> np.ndarray:
