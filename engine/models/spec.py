@@ -347,7 +347,9 @@ Grid = tuple[int, int]  # rows and columns of patches
 class VisionSpec:
     """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
-    kind: Literal["qwen", "pixtral", "siglip", "intern", "glm", "gemma4"] = "qwen"  # a module of `engine.models.vision`
+    kind: Literal["qwen", "pixtral", "siglip", "intern", "intern_chat", "glm", "gemma4"] = (
+        "qwen"  # see `models.vision.kinds`
+    )
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -356,6 +358,7 @@ class VisionSpec:
     merge_size: int  # patches of a side of a block
     num_positions: int = 0  # learnt vectors of a square of positions; 0: none
     tile: Grid | None = None  # the only grid that the encoder reads, an image may have several; None: it reads any
+    num_tiles: tuple[int, int] = 1, 12  # fewest and most of an image, where the processor's file does not say
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
     eps: float = 1e-6  # of norms
     norm: Literal["rms", "layer"] = "layer"  # of InternVL
@@ -378,6 +381,7 @@ class VisionSpec:
     # In the prompt.
     image_token_id: int  # placeholder of a token of an image
     placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
+    placeholder_end: str = ""  # text behind these
     marker_id: int | None = None  # that stands for an image in a prompt, where it is not the image's token
     before: tuple[int, ...] = ()  # tokens that are written before each image, and behind it
     behind: tuple[int, ...] = ()

@@ -36,6 +36,9 @@ NAMED_TOKENS = {
     ("pixtral", "row_ends"): ("[IMG_BREAK]", "[IMG_END]"),
     ("intern", "before"): ("<img>",),
     ("intern", "behind"): ("</img>",),
+    ("intern_chat", "before"): ("<img>",),
+    ("intern_chat", "behind"): ("</img>",),
+    ("intern_chat", "placeholder"): ("<IMG_CONTEXT>",),
 }
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # default of a request
 
@@ -299,13 +302,14 @@ def _image_loader(
         found = tuple(tokenizer.token_to_id(token) for token in named) if tokenizer is not None else ()
         return found if found and None not in found else getattr(vision, field)
 
+    token_id = ids_of("placeholder")[0] if vision.kind == "intern_chat" else vision.image_token_id
     layout = ImageLayout(
-        vision.image_token_id, vision.marker_id, ids_of("before"), ids_of("behind"), ids_of("row_ends"),
+        token_id, vision.marker_id, ids_of("before"), ids_of("behind"), ids_of("row_ends"),
         vision.merge_size,
         text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, bool(vision.sees_both_ways),
     )  # fmt: skip
-    processor, text = read_processor(folder, vision), text_of(vision.placeholder)
-    return ImageLoader(processor, media, vision.image_token_id, text, config.max_images, layout)
+    processor, text = read_processor(folder, vision), text_of(ids_of("placeholder")) + vision.placeholder_end
+    return ImageLoader(processor, media, token_id, text, config.max_images, layout)
 
 
 def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:

@@ -285,6 +285,8 @@ def _square(file: ProcessorFile) -> SquareProcessor:
     vision, sizes = file.vision, file.config.get("size") or {}
     assert vision.tile is not None
     edge = vision.tile[0] * vision.patch_size
+    if type(sizes) is int:  # as old files say
+        sizes = {"height": sizes}
     if any(sizes.get(side, edge) != edge for side in ("height", "width")):
         raise file.wrong("size", f"{edge} x {edge} pixels, as in config.json")
     if file.config.get("do_pan_and_scan"):
@@ -305,7 +307,8 @@ def _budget(file: ProcessorFile) -> BudgetProcessor:
 
 def _tiles(file: ProcessorFile) -> TileProcessor:
     square = _square(file)
-    low, high = (file.config.get(name, default) for name, default in (("min_patches", 1), ("max_patches", 12)))
+    limits = zip(("min_patches", "max_patches"), file.vision.num_tiles, strict=True)
+    low, high = (file.config.get(name, default) for name, default in limits)
     if type(low) is not int or type(high) is not int or not 0 < low <= high <= MAX_TILES:
         raise file.wrong("max_patches", f"a number of tiles up to {MAX_TILES}, at least 'min_patches'")
     return TileProcessor(square.patch_size, square.merge_size, square.edge, low, high, file.resampling())
@@ -316,6 +319,7 @@ PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {
     "pixtral": _pixtral,
     "siglip": _square,
     "intern": _tiles,
+    "intern_chat": _tiles,
     "glm": _qwen,
     "gemma4": _budget,
 }

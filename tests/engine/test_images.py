@@ -35,6 +35,7 @@ from tests.support.image_models import (
     generated,
     image,
     make_case,
+    save_as_published,
 )
 from tests.support.images import PLACEHOLDER, TEMPLATE, data_url, picture, saved
 
@@ -204,6 +205,33 @@ def test_llm_writes_what_stands_around_images(case: Case) -> None:
     text = f"<|im_start|>user\nA{image}B<|im_end|>\n<|im_start|>assistant\n"
     assert answer.prompt_token_ids == tokenizer.encode(text)
     llm.close()
+
+
+def test_internvl_as_opengvlab_publishes_it(case: Case, tmp_path: Path) -> None:
+    """Other names of the same weights; tokens of images by the tokenizer's names."""
+    if "InternVL" not in case.folder.name:
+        pytest.skip("only InternVL has a second published form")
+    save_as_published(case.folder, tmp_path)
+    names = {IMAGE - 2: "<img>", IMAGE - 1: "</img>", IMAGE: "<IMG_CONTEXT>"}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # knows no images
+    make_tokenizer(template, [names.get(i, f"<{i}>") for i in range(259, END + 1)])._backend.save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu", max_model_len=256, num_gpu_blocks_override=96)
+    assert "reads text and images" in llm._engine.summary()
+    content = [{"type": "image", "image": picture(24, 12)}, {"type": "text", "text": "A"}]
+    sampling = SamplingParams(temperature=0, max_tokens=2)
+    [answer] = llm.chat([{"role": "user", "content": content}], sampling, use_tqdm=False)
+    ids = answer.prompt_token_ids
+    first, last = ids.index(IMAGE - 2), ids.index(IMAGE - 1)
+    assert ids[first + 1 : last] == [IMAGE] * (9 * 3), "two tiles and the whole image"
+    llm.close()
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256, "num_gpu_blocks_override": 96}
+    engine = Engine(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", **settings))
+    found, _ = run(engine, asked(case, "a"))
+    assert found["a"] == case.answer
+    engine.close()
 
 
 def test_a_step_has_room_for_an_image_whose_tokens_see_each_other(case: Case) -> None:

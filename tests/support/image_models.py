@@ -280,3 +280,44 @@ def generated(model: Any, prompt: list[int], shown: list[tuple[np.ndarray, tuple
         )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
+
+
+OPENGVLAB = (
+    ("vision_tower.encoder.layer.", "vision_model.encoder.layers."), ("vision_tower.", "vision_model."),
+    ("cls_token", "class_embedding"), ("position_embeddings", "position_embedding"),
+    ("patch_embeddings.projection", "patch_embedding"), ("layernorm_before", "norm1"), ("layernorm_after", "norm2"),
+    ("attention.projection_layer", "attn.proj"), ("attention.", "attn."), ("lambda_", "ls"),
+    ("multi_modal_projector.layer_norm", "mlp1.0"), ("multi_modal_projector.linear_1", "mlp1.1"),
+    ("multi_modal_projector.linear_2", "mlp1.3"),
+)  # fmt: skip
+
+
+def save_as_published(folder: Path, target: Path) -> None:
+    """Save the checkpoint of InternVL in `folder` as OpenGVLab would publish it: other names, fields and fused QKV."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    vision = config.pop("vision_config")
+    vision |= {"qkv_bias": vision.pop("attention_bias"), "qk_normalization": vision.pop("use_qk_norm")}
+    vision |= {"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0]}
+    config |= {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "llm_config": config.pop("text_config"),
+        "vision_config": vision, "ps_version": "v2", "select_layer": -1, "force_image_size": vision["image_size"],
+        "dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12, "use_thumbnail": True,
+    }  # fmt: skip
+    del config["image_token_id"], config["vision_feature_layer"]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.startswith("language_model."):
+            for theirs, published in OPENGVLAB:
+                name = name.replace(theirs, published)
+        tensors[name] = tensor
+    for i in range(vision["num_hidden_layers"]):
+        attention = f"vision_model.encoder.layers.{i}.attn"
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"{attention}.{part}_proj.{kind}") for part in "qkv"]
+            tensors[f"{attention}.qkv.{kind}"] = torch.cat(parts)
+    target.mkdir(exist_ok=True)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "preprocessor_config.json").write_text(json.dumps({"size": vision["image_size"], "crop_size": 24}))

@@ -29,6 +29,8 @@ NAMES = (
     ("^vision_tower.", "model.vision_tower."),
     ("^multi_modal_projector.", "model.multi_modal_projector."),
     ("^embed_vision.", "model.embed_vision."),
+    ("^vision_model.", "model.vision_model."),
+    ("^mlp1.", "model.mlp1."),
 )
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),

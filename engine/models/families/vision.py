@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from engine.models.errors import ModelError
@@ -25,6 +26,7 @@ PARTS = {
     "pixtral": TOWER,
     "siglip": TOWER,
     "intern": TOWER,
+    "intern_chat": ("vision_model.", "mlp1."),
     "gemma4": ("vision_tower.", "embed_vision."),
 }
 
@@ -185,6 +187,24 @@ def intern(config: Config, text: Config) -> VisionSpec:
     return spec
 
 
+def intern_chat(config: Config, text: Config) -> VisionSpec | None:
+    """InternVL 2 to 3.5 as OpenGVLab publishes them. None: of a form of which only the text model is read.
+
+    The tokenizer names the tokens of images.
+    """
+    fields, edge = _vision_config(config), config.get("force_image_size")
+    is_known = config.get("ps_version") == "v2" and config.get("select_layer", -1) == -1
+    is_cut = edge in (None, fields.get("image_size")) and not config.get("pad2square")
+    if not is_known or not is_cut or not flag(config, "use_thumbnail", False):
+        return None
+    common = {"attention_bias": fields.get("qkv_bias"), "use_qk_norm": fields.get("qk_normalization")}
+    most = integer(config, "max_dynamic_patch", 6) if flag(config, "dynamic_image_size", False) else 1
+    found = intern(config | {"vision_config": fields | common}, text)
+    return replace(
+        found, kind="intern_chat", num_tiles=(integer(config, "min_dynamic_patch", 1), most), placeholder_end="\n"
+    )
+
+
 def glm(config: Config, text: Config) -> VisionSpec:
     """GLM-4.1V, 4.5V and 4.6V."""
     fields = _fields(config)
@@ -336,6 +356,7 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec | None]] = {
     "Gemma3ForConditionalGeneration": siglip,
     "Gemma4ForConditionalGeneration": gemma4,
     "InternVLForConditionalGeneration": intern,
+    "InternVLChatModel": intern_chat,
     "Glm4vForConditionalGeneration": glm,
     "Glm4vMoeForConditionalGeneration": glm,
     "Glm46VForConditionalGeneration": glm,

@@ -21,6 +21,7 @@ KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
     "pixtral": PixtralEncoder,
     "siglip": SiglipEncoder,
     "intern": InternEncoder,
+    "intern_chat": InternEncoder,
     "glm": GlmEncoder,
     "gemma4": Gemma4Encoder,
 }
