@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -19,24 +20,21 @@ from engine.models.files import Progress
 from engine.processing.adapters import find_adapter
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.processing.preparation import Preparation
 from engine.replicas.availability import Availability
 from engine.replicas.dispatcher import Dispatcher
+from engine.replicas.guest import Guests
 from engine.replicas.messages import Ready, Shutdown, Start
 from engine.replicas.replica import Listener, Replica, check_gpus
 from engine.replicas.start_times import remember
 from engine.replicas.state import EngineState, StateBoard, combined
 from engine.replicas.stream_table import StreamTable
-from engine.replicas.streams import Stream
-from engine.structured.compile_threads import CompileThreads, ReleasedThreads
-from engine.worker.parallel.cores import num_cores
+from engine.replicas.streams import RunningStream
 
 if TYPE_CHECKING:
     from engine.processing.input_processor import InputProcessor
 
 _log = logging.getLogger(__name__)
-
-COMPILE_THREADS = 2  # at most; one core stays free for requests without a grammar
-FEW_TEXTS = 16  # tokenizing so few texts takes less time than a thread switch
 
 
 class AsyncEngine:
@@ -59,7 +57,7 @@ class AsyncEngine:
         self._states = StateBoard()
         self._processor: InputProcessor | None = None  # None until loaded
         self._closed = False
-        self._compile_threads = ReleasedThreads(CompileThreads(max(min(COMPILE_THREADS, num_cores() - 1), 1)))
+        self._preparation = Preparation()
         self._launched = time.perf_counter()
         self._replicas: list[Replica] = []
         listener = Listener(self._show_state, self._started, self._freed, lambda stream: self._streams.ended(stream))
@@ -69,6 +67,7 @@ class AsyncEngine:
         self._streams = StreamTable(dispatcher, config.stream_interval)
         self.in_flight = self._streams.in_flight
         self._availability = Availability(self._replicas, dispatcher, config.model, self._check_alive, self.abort_all)
+        self.guests = Guests(self._availability, self._streams)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `ready` raises it
         self._task = asyncio.create_task(self._run())
@@ -135,6 +134,11 @@ class AsyncEngine:
         return self._input_processor.info
 
     @property
+    def local_config(self) -> EngineConfig:
+        """The configuration, with the model's folder on this machine."""
+        return replace(self._config, model=str(self._input_processor.folder))
+
+    @property
     def num_requests(self) -> int:
         """The number of requests with a reader."""
         return len(self._streams)
@@ -144,13 +148,7 @@ class AsyncEngine:
 
         Raises `ValueError` if they cannot be used. Does not block the event loop, and is fair between tenants.
         """
-        structured, prepare = sampling.structured_outputs, self._input_processor.prepare
-        texts = () if sampling.checked else (sampling.bad_words or (), sampling.dry_sequence_breakers or ())
-        if (structured is None or structured.compiled is not None) and sum(map(len, texts)) + len(
-            sampling.prediction or ""
-        ) <= FEW_TEXTS:
-            return prepare(sampling)
-        return await self._compile_threads.run(tenant, prepare, sampling)
+        return await self._preparation.run(self._input_processor.prepare, sampling, tenant)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate, None]:
         """Generate a completion as updates; the last one has a `finish_reason`. An embedding is one update.
@@ -261,7 +259,7 @@ class AsyncEngine:
         if self._closed:
             return
         self._closed = True
-        self._compile_threads.shutdown()
+        self._preparation.close()
         if self.state.phase != "dead":
             self._end("the engine was closed")
         self._task.cancel()
@@ -321,7 +319,7 @@ class AsyncEngine:
         self._show_state()
         remember(self._config, max(replica.states.start_seconds or 0.0 for replica in self._replicas))
 
-    def _freed(self, replica: Replica, streams: list[Stream]) -> None:
+    def _freed(self, replica: Replica, streams: list[RunningStream]) -> None:
         """A replica has lost its process: assign its requests to others, or let them wait for the new process."""
         self._dispatcher.lost(replica, streams)
         if all(replica.states.state.phase == "dead" for replica in self._replicas):

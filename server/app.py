@@ -31,7 +31,7 @@ from server.chat_page import add_chat_page
 from server.docs.openapi import add_reference
 from server.generation.engine_client import EngineClient
 from server.generation.model import Model
-from server.generation.rate_limits import RateLimits
+from server.generation.rate_limits import Limits
 from server.generation.server_state import ServerState
 from server.generation.siblings import MergedRegistry, Siblings
 from server.generation.workers import Workers
@@ -191,7 +191,7 @@ def _add_middleware(
     settings: ServerConfig,
     server_metrics: ServerMetrics,
     traces: Traces | None = None,
-    rate_limits: RateLimits | None = None,
+    rate_limits: Limits | None = None,
 ) -> None:
     """Add the middleware, from the innermost to the outermost, and the error handlers."""
     formats = error_formats()

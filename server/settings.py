@@ -102,6 +102,14 @@ class ServerConfig:
         True, "send an X-Request-Id header with each response: the client's own value if the request has one"
     )
 
+    api_server_count: int = flag(
+        1,
+        "processes that take connections, parse requests and write answers; they share one engine, all limits and "
+        "metrics; more than 1 where a single one uses a whole core",
+        at_least=1,
+        at_most=64,
+    )
+
     lora_modules: tuple[str, ...] = flag(
         (),
         "LoRA adapters to serve, each NAME=FOLDER or JSON with name, path and base_model_name; needs enable_lora",

@@ -95,7 +95,15 @@ ALLOWED = {
     "engine": ENGINE,
     "server": SERVER | {"server.docs", "engine.stats"},
     "server.several": SERVER | {"server.several", "engine.models.hub"},
-    "server.cli": SERVER | {"server.cli", "server.several", "engine.models.catalog", "engine.setup"},
+    "server.processes": SERVER
+    | {
+        "server.processes",
+        "engine.replicas",
+        "engine.processing.input_processor",
+        "engine.worker.parallel.lifeline",
+    },
+    "server.cli": SERVER
+    | {"server.cli", "server.several", "server.processes", "engine.models.catalog", "engine.setup"},
     "server.docs": SERVER | {"server.docs", "engine.models.catalog"},
     "server.http": FACE
     | {

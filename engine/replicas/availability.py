@@ -32,10 +32,15 @@ class Availability:
     def check(self) -> None:
         """Raises `EngineDeadError`, or `EngineAsleepError` if no request is taken now."""
         self._check_alive()
+        if self.refusal:
+            raise EngineAsleepError(self.refusal)
+
+    @property
+    def refusal(self) -> str:
+        """Why no request is taken now; "": they are, if the processes are alive."""
         if self._is_updating:
-            raise EngineAsleepError("the model's weights are being replaced")
-        if self._refuses:
-            raise EngineAsleepError("the model is asleep: POST /wake_up wakes it up")
+            return "the model's weights are being replaced"
+        return "the model is asleep: POST /wake_up wakes it up" if self._refuses else ""
 
     @property
     def is_sleeping(self) -> bool:

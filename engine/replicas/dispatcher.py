@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.replicas.replica import Replica
 from engine.replicas.routing import Router
-from engine.replicas.streams import Stream
+from engine.replicas.streams import RunningStream
 
 
 class Dispatcher:
@@ -15,7 +15,7 @@ class Dispatcher:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._router: Router | None = None  # None until the replicas are ready
-        self._waiting: dict[str, Stream] = {}
+        self._waiting: dict[str, RunningStream] = {}
 
     def open(self, capacity_tokens: int, max_adapters: int) -> None:
         """Start routing: all replicas are ready. `capacity_tokens`: tokens that the KV cache of each holds.
@@ -23,7 +23,7 @@ class Dispatcher:
         """
         self._router = Router(len(self._replicas), capacity_tokens, max_adapters)
 
-    def assign(self, stream: Stream) -> None:
+    def assign(self, stream: RunningStream) -> None:
         """Assign a request to a replica, or queue it."""
         request = stream.request
         eligible = [replica.index for replica in self._replicas if replica.takes_requests]
@@ -40,7 +40,7 @@ class Dispatcher:
             chosen = self._router.choose(request.request_id, *prompt, eligible, adapter)
             self._replicas[chosen].add(stream)
 
-    def remove(self, stream: Stream) -> None:
+    def remove(self, stream: RunningStream) -> None:
         """Remove a request that has no reader any more. Aborts it if it is unfinished."""
         request_id = stream.request.request_id
         self.ended(stream)
@@ -48,7 +48,7 @@ class Dispatcher:
         for replica in self._replicas:
             replica.remove(request_id, abort=not stream.output.finished)
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: RunningStream) -> None:
         """Record that a request has its last token."""
         if self._router is not None:
             self._router.end(stream.request.request_id, stream.output.metrics.num_generation_tokens)
@@ -65,7 +65,7 @@ class Dispatcher:
         for stream in waiting.values():
             self.assign(stream)
 
-    def lost(self, replica: Replica, streams: Iterable[Stream]) -> None:
+    def lost(self, replica: Replica, streams: Iterable[RunningStream]) -> None:
         """Assign the requests of a replica that has lost its process."""
         if self._router is not None:
             self._router.forget(replica.index)

@@ -11,25 +11,30 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from engine.replicas.heartbeat import Heartbeat
-from engine.replicas.messages import Command, Shutdown, encode
+from engine.replicas.link import Link
+from engine.replicas.messages import Shutdown
 
 ENGINE_MODULE = "engine.replicas.process_main"  # the module that the child process runs
 EXIT_SECONDS = 10  # time for the engine process to exit by itself
 PROC = Path("/proc")
-RECEIVED_AT_ONCE = 16  # most messages in one iteration of the event loop
 
 
-class EngineProcess:
+class ChildProcess:
     """A child process with its two sockets, heartbeat and lifeline. Use it in the event loop that created it."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: variables for the child, in addition to those of this process."""
+    def __init__(
+        self, module: str, environment: Mapping[str, str] | None = None, *, pass_fds: Sequence[int] = ()
+    ) -> None:
+        """`module`: what it runs, with the addresses of the sockets, the heartbeat's file and the descriptors in
+        `pass_fds` as arguments. `environment`: variables for it, in addition to those of this process.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # accessible to this user only
         commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
         self.heartbeat = Heartbeat(self._folder / "heartbeat")
@@ -45,16 +50,24 @@ class EngineProcess:
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", ENGINE_MODULE, commands, events, str(self._folder / "heartbeat")],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                module,
+                commands,
+                events,
+                str(self._folder / "heartbeat"),
+                *map(str, pass_fds),
+            ],
             stdin=subprocess.PIPE,
+            pass_fds=pass_fds,
             process_group=0,  # the terminal's Ctrl-C goes to the parent only, even before the child can ignore it
             env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._unsent: list[Command] = []
-        self._is_called = False  # whether `_send_rest` is scheduled for the next iteration of the event loop
-        self._take: Callable[[bytes], None] = _ignore
+        self._link = Link(self._commands, self._events)
         self.exited: asyncio.Future[str] = self._loop.create_future()  # how the process ended
         threading.Thread(target=self._wait, name="engine process watch", daemon=True).start()
 
@@ -62,42 +75,13 @@ class EngineProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    def send(self, command: Command) -> None:
-        """Send a command. Each message wakes the process, so only the first command of an iteration of the event loop
-        is sent at once; the others follow in one message.
-        """
-        self._unsent.append(command)
-        if not self._is_called or isinstance(command, Shutdown):
-            self._send_all()
-        if not self._is_called and not self._loop.is_closed():
-            self._is_called = True
-            self._loop.call_soon(self._send_rest)
-
-    def _send_rest(self) -> None:
-        self._is_called = False
-        self._send_all()
-
-    def _send_all(self) -> None:
-        commands, self._unsent = self._unsent, []
-        if commands and not self._closed:
-            self._commands.send(encode(commands), zmq.NOBLOCK)
+    def send(self, command: Any) -> None:
+        """Send a command, see `Link.send`; `Shutdown` at once."""
+        self._link.send(command, at_once=isinstance(command, Shutdown))
 
     def listen(self, take: Callable[[bytes], None]) -> None:
-        """Pass each message of the process to `take`, in the iteration of the event loop in which it arrives."""
-        self._take = take
-        self._loop.add_reader(self._events.fileno(), self._receive)
-        self._receive()
-
-    def _receive(self) -> None:
-        for _ in range(RECEIVED_AT_ONCE):
-            if self._closed:
-                return
-            try:
-                message = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:  # only then does the descriptor signal new messages
-                return
-            self._take(message)
-        self._loop.call_soon(self._receive)
+        """Pass each message of the process to `take`, see `Link.listen`."""
+        self._link.listen(take)
 
     def _wait(self) -> None:
         how = _described(self._popen.wait())
@@ -148,17 +132,18 @@ class EngineProcess:
             self._popen.wait()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._events.fileno())
-        self._take = _ignore  # the callback refers to this object and would keep its heartbeat open
+        self._link.close()
         self._commands.close()
         self._events.close()
         self._context.term()
         self.remove_files()
 
 
-def _ignore(message: bytes) -> None:
-    """Discard messages that arrive before `listen` or after `close`."""
+class EngineProcess(ChildProcess):
+    """A process of an engine."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(ENGINE_MODULE, environment)
 
 
 def _described(code: int) -> str:

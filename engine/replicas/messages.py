@@ -96,7 +96,7 @@ class Reply(msgspec.Struct, tag=True):
 Event = Starting | Ready | Failed | Step | Reply
 
 
-def _decode_other(kind: type, value: Any) -> Any:
+def decode_other(kind: type, value: Any) -> Any:
     """A `Syntax` from its fields: msgpack has no names of classes, and msgspec takes one dataclass in a union."""
     if kind is not Syntax:
         raise NotImplementedError(kind)
@@ -104,5 +104,5 @@ def _decode_other(kind: type, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_commands = msgspec.msgpack.Decoder(list[Command], dec_hook=_decode_other).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command], dec_hook=decode_other).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode

@@ -18,7 +18,7 @@ from engine.replicas.engine_process import EngineProcess
 from engine.replicas.messages import Abort, Add, Ready, Start, Step
 from engine.replicas.start_times import expected_seconds
 from engine.replicas.state import STARTING, StateHolder
-from engine.replicas.streams import Stream
+from engine.replicas.streams import RunningStream
 from engine.replicas.supervisor import RestartPolicy, Supervisor
 from engine.setup.weight_source import WeightSource
 from engine.stats import ExpertTokens, StepTokens
@@ -36,8 +36,10 @@ class Listener:
 
     changed: Callable[[], None]  # the replica's state has changed
     started: Callable[[Replica], None]  # the replica accepts requests
-    freed: Callable[[Replica, list[Stream]], None]  # the replica has lost these requests; another replica may run them
-    ended: Callable[[Stream], None]  # the request has finished
+    freed: Callable[
+        [Replica, list[RunningStream]], None
+    ]  # the replica has lost these requests; another replica may run them
+    ended: Callable[[RunningStream], None]  # the request has finished
 
 
 class Replica:
@@ -48,7 +50,7 @@ class Replica:
         self.index, self._listener = index, listener
         self.config = _own_config(config, index)
         self.states = StateHolder(expected_seconds=expected_seconds(config), changed=listener.changed)
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, RunningStream] = {}
         self.stats: SchedulerStats | None = None  # the latest; None while no process is ready
         self.step_tokens = StepTokens()
         self.expert_tokens = ExpertTokens()
@@ -89,7 +91,7 @@ class Replica:
         self._release(reason)
         return reason
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RunningStream) -> None:
         """Run the stream's request on this replica."""
         self.streams[stream.request.request_id] = stream
         self.supervisor.send(Add(stream.request))

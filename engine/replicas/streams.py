@@ -6,13 +6,38 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.core.batch import EngineOutput
 from engine.core.engine_request import EngineRequest
 from engine.errors import EngineDeadError
-from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.processing.output_collector import OutputCollector, RequestMetrics, RequestUpdate
 from engine.utils.fair_tasks import FairTasks
+
+
+class Progressing(Protocol):
+    """The part of an `OutputCollector` that is used while a request runs."""
+
+    finished: bool
+    metrics: RequestMetrics
+
+
+class RunningStream(Protocol):
+    """A request that runs, and who gets its outputs: a `Stream`, or a `GuestStream` of another API process."""
+
+    request: EngineRequest
+    num_losses: int  # losses of the engine process since the request arrived
+
+    @property
+    def output(self) -> Progressing: ...
+    @property
+    def has_begun(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def add(self, output: EngineOutput, now: float, /) -> None: ...
+    def add_token(self, token_id: int, now: float, /) -> None: ...
+    def add_tokens(self, token_ids: list[int], now: float, /) -> None: ...
+    def close(self, how: str, /) -> None: ...
 
 
 @dataclass(slots=True)

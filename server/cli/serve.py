@@ -11,9 +11,7 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import stat
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -21,24 +19,24 @@ from typing import TYPE_CHECKING, Any
 
 from engine import ConfigError, EngineConfig, EngineError
 from engine.flags import add_flags
-from engine.utils.log import configure_logging, debugging, traceback_without_text
+from engine.utils.log import configure_logging
 from server.cli.common import load_with_model, models_argument
 from server.cli.exposure import command_line_warning, exposure_warning, reachable_urls
 from server.cli.vllm_options import ADVICE
+from server.listening import connections_of, http_server, tune_interpreter
 from server.settings import ServerConfig
 
 if TYPE_CHECKING:
-    import uvicorn
     from starlette.types import ASGIApp
 
     from engine import AsyncEngine
     from server.http.connections import Connections
     from server.observability.readiness import Readiness
     from server.observability.server_metrics import ServerMetrics
+    from server.processes.pool import ApiProcesses
     from server.several.pool import ModelPool
 
 _log = logging.getLogger(__name__)
-UVICORN_ROUTINE = ("Started server process", "Waiting for application", "Application s", "Finished server process")
 CLOSE_SECONDS = 2.0  # time for clients to read the rest of their responses when the server stops
 
 EPILOG = """examples:
@@ -75,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     config, settings = load_with_model(args, EngineConfig, ServerConfig)
     configs = _configs(config, settings, others)
     check_adapters(config, settings)
+    check_processes(configs, settings)
     from server.observability.logs import RequestFields
 
     os.environ["QUIRE_LOG_FORMAT"] = settings.log_format  # the engine process logs in the same format
@@ -97,6 +96,18 @@ def check_adapters(config: EngineConfig, settings: ServerConfig) -> None:
     for name in ("lora_modules", "lora_folder"):
         if getattr(settings, name) and not config.enable_lora:
             raise ConfigError(f"{name} needs enable_lora")
+
+
+def check_processes(configs: Sequence[EngineConfig], settings: ServerConfig) -> None:
+    """Raise `ConfigError` if several API processes are asked for, with what they cannot share."""
+    if settings.api_server_count == 1:
+        return
+    if len(configs) > 1:
+        raise ConfigError("api_server_count needs a single model: the first API process wakes the models of others")
+    if configs[0].enable_lora:
+        raise ConfigError("api_server_count needs a server without enable_lora: each process has adapters of its own")
+    if settings.record_trace is not None:
+        raise ConfigError("record_trace needs a single API process, which sees all requests")
 
 
 def listen(settings: ServerConfig) -> socket.socket:
@@ -184,67 +195,6 @@ async def _serve(configs: Sequence[EngineConfig], settings: ServerConfig, listen
             engine.close()
 
 
-def _tune_interpreter() -> None:
-    """Tune garbage collection and thread switching for short pauses.
-
-    Objects loaded by now are never collected. A collection looks at few objects, since it stops the event loop (2 ms
-    for ten thousand objects, more on a shared core), and runs rarely. The event loop waits less for threads that read
-    large requests, because a stream wakes it several times per token.
-    """
-    gc.freeze()
-    gc.set_threshold(2_000, 2, 600)
-    sys.setswitchinterval(0.0005)
-
-
-def connections_of(settings: ServerConfig) -> Connections:
-    """Return the connection limits and time-outs of `settings`. Raises the process's limit of open files."""
-    from server.http.connections import ConnectionLimits, Connections, default_max_connections, raise_open_files
-    from server.http.entrance import Entrance
-
-    max_connections = default_max_connections(raise_open_files())
-    limits = ConnectionLimits(
-        max_connections=settings.max_connections or max_connections,
-        max_header_bytes=settings.max_header_bytes,
-        header_timeout=settings.header_timeout,
-        send_timeout=settings.send_timeout,
-    )
-    keys = settings.read_keys()
-    return Connections(limits, Entrance(keys.find if keys is not None else None))
-
-
-def _uvicorn(app: ASGIApp, settings: ServerConfig, connections: Connections) -> uvicorn.Server:
-    import uvicorn
-
-    from server.http.browsers import HEADERS
-
-    logging.getLogger("uvicorn").setLevel(1)  # the filters below decide
-    logging.getLogger("uvicorn.error").addFilter(_is_notable)
-    logging.getLogger("uvicorn.error").addFilter(without_text)
-    config = uvicorn.Config(
-        app,
-        http=connections.protocol,  # type: ignore[arg-type]  # a function that makes a protocol
-        ws="none",
-        # A float works: it is passed to `call_later`.
-        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
-        log_config=None,
-        log_level=settings.uvicorn_log_level,
-        access_log=not settings.disable_uvicorn_access_log,
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_ca_certs=settings.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-        lifespan="off",  # the app's lifespan begins once the engine is ready
-        headers=list(HEADERS),
-    )
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # `_Service` handles signals
-
-    return Server(config)
-
-
 class _Service:
     """Runs the server and handles signals before the engine is ready, while it serves and while it stops."""
 
@@ -256,7 +206,7 @@ class _Service:
         self._engine: AsyncEngine | ModelPool | None = None  # set once the engine is ready
         self._stopping: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
-        self._connections: Connections | None = None
+        self._connections: Connections | ApiProcesses | None = None
         self._deadline = 0.0  # when running requests are aborted; monotonic seconds
         self._patience = 0.0
 
@@ -290,8 +240,17 @@ class _Service:
 
         readiness, metrics = Readiness(engine), ServerMetrics(engine)
         switch = Switch(create_starting_app(settings, readiness, metrics), readiness)
-        self._connections = connections_of(settings)
-        self._server = _uvicorn(switch, settings, self._connections)
+        processes: ApiProcesses | None = None
+        if settings.api_server_count > 1:
+            from server.processes.pool import ApiProcesses
+
+            assert isinstance(engine, AsyncEngine)
+            processes = ApiProcesses(switch, engine, settings, readiness)
+            metrics.api_processes = processes.pids
+            self._server = self._connections = processes
+        else:
+            self._connections = connections = connections_of(settings)
+            self._server = http_server(switch, settings, connections)
         self._readiness, self._patience = readiness, settings.shutdown_timeout
         serving = asyncio.create_task(self._run(settings, listener))
         ready = asyncio.create_task(engine.ready())
@@ -301,9 +260,11 @@ class _Service:
             if not ready.done():
                 await serving  # raises: the server could not start
             await ready
-            _tune_interpreter()
+            tune_interpreter()
             async with _opened(engine, engine_config, settings, readiness, metrics) as app:
                 switch.switch_to(app)
+                if processes is not None:
+                    processes.open(app.state.server)  # type: ignore[attr-defined]  # it is a FastAPI
                 self._engine = engine
                 _say(engine.summary, settings)
                 name = engine.model.name if isinstance(engine, AsyncEngine) else engine.name
@@ -379,13 +340,15 @@ class _Service:
         Incomplete uploads and responses that clients do not read do not delay the stop.
         """
         assert self._connections is not None
-        if num_working := self._connections.num_working:
-            _log.info(
-                "stopping: %d requests may take up to %g s to finish; another signal aborts them",
-                num_working,
-                self._patience,
-            )
-        while self._connections.num_working and time.monotonic() < self._deadline:
+        is_logged = False
+        while (num_working := self._connections.num_working) and time.monotonic() < self._deadline:
+            if self._connections.is_counted and not is_logged:
+                is_logged = True
+                _log.info(
+                    "stopping: %d requests may take up to %g s to finish; another signal aborts them",
+                    num_working,
+                    self._patience,
+                )
             await asyncio.sleep(0.05)
         await self._close()
 
@@ -439,18 +402,6 @@ def _say(text: str, settings: ServerConfig) -> None:
         _log.info(text)
     else:
         print(text, flush=True)
-
-
-def _is_notable(record: logging.LogRecord) -> bool:
-    """Return whether a log record of uvicorn is more than a routine message about start and stop."""
-    return record.levelno != logging.INFO or not record.msg.startswith(UVICORN_ROUTINE)
-
-
-def without_text(record: logging.LogRecord) -> bool:
-    """Remove the exception's message, which may contain text of requests, from a log record of uvicorn; return True."""
-    if record.exc_info and (error := record.exc_info[1]) is not None and not debugging():
-        record.exc_info, record.exc_text = None, traceback_without_text(error)
-    return True
 
 
 def ready_lines(model_name: str, settings: ServerConfig, listener: socket.socket) -> str:

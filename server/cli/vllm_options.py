@@ -27,7 +27,6 @@ ADVICE = {
     "--max-seq-len-to-capture": _ITSELF,
     "--num-scheduler-steps": _ITSELF,
     "--use-v2-block-manager": _ITSELF,
-    "--api-server-count": "one API process serves the engine; leave it out",
     "--cpu-offload-gb": "use --quantization fp8, --kv-cache-dtype fp8 or --tensor-parallel-size",
     "--swap-space": "preempted requests are recomputed; leave it out",
     "--enable-expert-parallel": "with --tensor-parallel-size, each rank holds whole experts; leave it out",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Protocol
 
 from engine.core.fairness.tenants import group_of
 from engine.replicas.in_flight import InFlight
@@ -13,6 +14,12 @@ from server.generation.errors import BusyError, InvalidRequestError
 
 UNKNOWN_SECONDS = 5  # Retry-After before the first request has finished
 MAX_SECONDS = 600
+
+
+class AdmitsRequests(Protocol):
+    """Who admits requests: a `RequestQueue`, or that of another process."""
+
+    def admitted(self, num_new: int, tenant: str) -> AbstractAsyncContextManager[None]: ...  # as `entering`
 
 
 class RequestQueue:
@@ -46,6 +53,12 @@ class RequestQueue:
             self._preparing[tenant] -= num_new
             if not self._preparing[tenant]:
                 del self._preparing[tenant]
+
+    @asynccontextmanager
+    async def admitted(self, num_new: int, tenant: str) -> AsyncIterator[None]:
+        """See `entering`."""
+        with self.entering(num_new, tenant):
+            yield
 
     def _check(self, num_new: int, tenant: str) -> None:
         if num_new > self._most:

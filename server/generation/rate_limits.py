@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Protocol
 
 from server.generation.caller import Caller
 from server.generation.errors import RateLimitError
@@ -42,13 +42,21 @@ class Remaining:
     seconds_until_full: float
 
 
+class Limits(Protocol):
+    """Who counts: `RateLimits`, or those of another process."""
+
+    async def begin(self, caller: Caller) -> None: ...
+    def use_tokens(self, caller: Caller, num_tokens: int) -> None: ...
+    async def remaining(self, caller: Caller) -> list[Remaining]: ...
+
+
 class RateLimits:
     """The rate limits of all callers, in the memory of this process."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], _Bucket] = {}  # by caller and kind
 
-    def begin(self, caller: Caller) -> None:
+    async def begin(self, caller: Caller) -> None:
         """Count a new request. Raises `RateLimitError` if the caller has no requests or tokens left."""
         buckets = self._of(caller)
         for kind, bucket in buckets.items():
@@ -65,12 +73,14 @@ class RateLimits:
         if (bucket := self._of(caller).get("tokens")) is not None:
             bucket.use(num_tokens)
 
-    def remaining(self, caller: Caller) -> Iterator[Remaining]:
-        """Yield what the caller has left of each of its limits."""
+    async def remaining(self, caller: Caller) -> list[Remaining]:
+        """Return what the caller has left of each of its limits."""
+        found = []
         for kind, bucket in self._of(caller).items():
             bucket.use(0)
             seconds = bucket.seconds_until(bucket.per_minute)
-            yield Remaining(kind, bucket.per_minute, max(int(bucket.level), 0), seconds)
+            found.append(Remaining(kind, bucket.per_minute, max(int(bucket.level), 0), seconds))
+        return found
 
     def _of(self, caller: Caller) -> dict[str, _Bucket]:
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}

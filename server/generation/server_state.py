@@ -15,8 +15,9 @@ from server.generation.engine_client import EngineClient
 from server.generation.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from server.generation.generation import Generation
 from server.generation.model import Model
-from server.generation.queue import RequestQueue
-from server.generation.rate_limits import RateLimits
+from server.generation.peers import NoPeers, Peers
+from server.generation.queue import AdmitsRequests, RequestQueue
+from server.generation.rate_limits import Limits, RateLimits
 from server.generation.siblings import ListedModel, MergedRegistry, Siblings
 from server.metrics import AdapterCollector, ImageCollector, Metrics
 from server.observability.readiness import Readiness
@@ -46,16 +47,20 @@ class ServerState:
         self.engine: EngineClient = model.engine
         self.running: dict[tuple[str, str], Generation] = {}  # by owner and id
         self.exposed = metrics.registry
+        self.peers: Peers = NoPeers()
+        self.rate_limits: Limits = RateLimits() if siblings is None else siblings.rate_limits
         if siblings is None:
-            self.requests, self.rate_limits = RequestLog(), RateLimits()
+            self.requests = RequestLog()
             metrics.registry.register(self.requests)
         else:
-            self.requests, self.rate_limits = siblings.requests, siblings.rate_limits
+            self.requests = siblings.requests
             model.list_names = lambda caller: [name for each in siblings.listed() for name in each.names_for(caller)]
         self._siblings = siblings
-        self.queue = RequestQueue(
+        self.queue: AdmitsRequests = RequestQueue(
             self.engine.in_flight, self.engine.max_num_seqs, settings.max_num_queued_reqs, metrics.rejected
         )
+        if siblings is not None and siblings.queue is not None:
+            self.queue = siblings.queue
         if self.engine.max_loras:
             metrics.registry.register(AdapterCollector(self.engine.max_loras, self.adapters_in_use))
         images = self.engine.model.images
@@ -75,11 +80,11 @@ class ServerState:
             return self._siblings.listed()
         return [ListedModel(self.model.names, self.model.started, self.model, is_awake=True)]
 
-    def load(self) -> dict[str, Any]:
+    async def load(self) -> dict[str, Any]:
         """Return the server's load. Values not yet reported by the engine are 0."""
         stats = self.engine.stats
         return {
-            "server_load": len(self.running),
+            "server_load": len(self.running) + await self.peers.num_running(),
             "num_requests_running": stats.num_running if stats is not None else 0,
             "num_requests_waiting": stats.num_waiting + stats.num_deferred if stats is not None else 0,
             "kv_cache_usage": stats.kv_cache_usage if stats is not None else 0.0,
@@ -141,9 +146,27 @@ class ServerState:
         except EngineError as error:
             raise ConflictError(str(error)) from None
 
+    async def record(self, owner: str | None, request_id: str) -> dict[str, Any]:
+        """Return a request as `RequestRecord.as_dict`. `owner`: None: of any owner. Raises `NotFoundError`."""
+        record = self.requests.find(owner, request_id)
+        found = record.as_dict() if record is not None else await self.peers.find(owner, request_id)
+        if found is None:
+            raise NotFoundError(f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
+        return found
+
+    async def newest_records(self, owner: str | None, most: int) -> list[dict[str, Any]]:
+        """Return the newest requests, as `RequestRecord.as_dict`."""
+        own = [record.as_dict() for record in self.requests.newest(owner, most)]
+        theirs = await self.peers.newest(owner, most)
+        if not theirs:
+            return own
+        return sorted([*own, *theirs], key=lambda each: (each["status"] != "running", -each["created"]))[:most]
+
     async def abort(self, request_id: str, caller: Caller) -> None:
         """Abort a request of `caller`; its client gets the partial output. Raises `NotFoundError` for an unknown id."""
         generation = self.running.get((caller.name, request_id))
+        if generation is None and await self.peers.abort_request(caller.name, request_id):
+            return
         if generation is None:
             raise NotFoundError(f"no running request has the id {request_id!r}", "request_id", lead=None)
         for sample in generation.samples:

@@ -10,7 +10,8 @@ from prometheus_client.core import Metric
 
 from server.generation.caller import Caller
 from server.generation.model import Model
-from server.generation.rate_limits import RateLimits
+from server.generation.queue import AdmitsRequests
+from server.generation.rate_limits import Limits, RateLimits
 from server.observability.requests import RequestLog
 
 
@@ -35,8 +36,9 @@ class Siblings:
 
     listed: Callable[[], Sequence[ListedModel]]
     requests: RequestLog = field(default_factory=RequestLog)
-    rate_limits: RateLimits = field(default_factory=RateLimits)
+    rate_limits: Limits = field(default_factory=RateLimits)
     registries: dict[str, CollectorRegistry] = field(default_factory=dict)  # metrics of each model, by its first name
+    queue: AdmitsRequests | None = None  # None: each has its own
 
 
 class MergedRegistry:

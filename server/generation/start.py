@@ -74,9 +74,8 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
         check_stop(request)
         sampling = given_values(model, request)
         check_num_samples(request, sampling.n)
-        with server.queue.entering(request.num_prompts * sampling.n, request.tenant):
-            async with _in_time(request):
-                return await _generate(server, request, caller, sampling, warnings)
+        async with server.queue.admitted(request.num_prompts * sampling.n, request.tenant), _in_time(request):
+            return await _generate(server, request, caller, sampling, warnings)
 
 
 async def _generate(
@@ -143,13 +142,12 @@ async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) 
         except ValueError as error:
             raise invalid(error) from None
         check_num_samples(request, 1)
-        with server.queue.entering(request.num_prompts, request.tenant):
-            async with _in_time(request):
-                prompts = await model.encode(request)
-                token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
-                check_prompts(model, token_ids, 0)
-                asked = [(prompt, UNSAMPLED) for prompt in token_ids]
-                return await _begin(server, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
+        async with server.queue.admitted(request.num_prompts, request.tenant), _in_time(request):
+            prompts = await model.encode(request)
+            token_ids = [model.truncated(prompt, request, 0) for prompt in prompts]
+            check_prompts(model, token_ids, 0)
+            asked = [(prompt, UNSAMPLED) for prompt in token_ids]
+            return await _begin(server, request, caller, token_ids, asked, model.engine.generate, pooling=pooling)
 
 
 def _with_prompt(model: Model, request: EmbeddingRequest) -> EmbeddingRequest:

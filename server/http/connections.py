@@ -39,6 +39,8 @@ class Connections:
     Requests of different tenants start alternately, so that a burst of one tenant does not delay others.
     """
 
+    is_counted = True  # `num_working` is known
+
     def __init__(self, limits: ConnectionLimits, entrance: Entrance) -> None:
         self.limits, self.entrance = limits, entrance
         self.fair = FairTasks(BEGIN_AT_ONCE)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.generation.caller import Caller
 from server.generation.errors import RateLimitError
-from server.generation.rate_limits import RateLimits
+from server.generation.rate_limits import Limits
 from server.http.callers import caller_in
 from server.http.errors import ErrorFormats
 
@@ -17,7 +17,7 @@ from server.http.errors import ErrorFormats
 class RateLimitMiddleware:
     """Refuses POST requests beyond a caller's limits before reading them, and adds rate-limit headers to responses."""
 
-    def __init__(self, app: ASGIApp, limits: RateLimits, formats: ErrorFormats) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, formats: ErrorFormats) -> None:
         self._app, self._limits, self._formats = app, limits, formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,19 +28,19 @@ class RateLimitMiddleware:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._headers(caller))
+                MutableHeaders(scope=message).update(await self._headers(caller))
             await send(message)
 
         try:
-            self._limits.begin(caller)
+            await self._limits.begin(caller)
         except RateLimitError as error:
             await self._formats.response(error, scope["path"])(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
 
-    def _headers(self, caller: Caller) -> dict[str, str]:
+    async def _headers(self, caller: Caller) -> dict[str, str]:
         found = {}
-        for each in self._limits.remaining(caller):
+        for each in await self._limits.remaining(caller):
             found[f"x-ratelimit-limit-{each.kind}"] = str(each.per_minute)
             found[f"x-ratelimit-remaining-{each.kind}"] = str(each.left)
             found[f"x-ratelimit-reset-{each.kind}"] = _duration(each.seconds_until_full)

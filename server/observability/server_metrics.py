@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -32,7 +32,8 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        self.registry.register(ProcessesCollector(lambda: _processes(engine)))
+        self.api_processes: Callable[[], Mapping[str, int]] = dict  # process ids of others, by name
+        self.registry.register(ProcessesCollector(lambda: {**_processes(engine), **self.api_processes()}))
         self.registry.register(_StateCollector(lambda: engine.state))
         self.http = HTTPMetrics(self.registry)
         self.lag = EventLoopLag(self.registry)

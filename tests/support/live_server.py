@@ -13,9 +13,9 @@ import httpx
 import uvicorn
 
 from server.app import create_app
-from server.cli.serve import connections_of
 from server.http.browsers import HEADERS
 from server.http.connections import Connections
+from server.listening import connections_of
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
 
 import engine as quire
 from server.generation.checks import check_admin
 from server.generation.server_state import ServerState
 from server.http.callers import caller_of
-from server.http.errors import APIError
 from server.http.probes import add_probes
 
 MAX_LISTED = 20  # requests
@@ -23,7 +23,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.get("/load")
     @app.get("/v1/load")
     async def load() -> dict[str, Any]:
-        return server.load()
+        return await server.load()
 
     @app.post("/v1/requests/{request_id}/abort")
     async def abort_request(request_id: str, request: Request) -> dict[str, Any]:
@@ -32,15 +32,11 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.get("/requests/{request_id}")
     async def request_record(request_id: str, request: Request, key: str | None = None) -> dict[str, Any]:
-        record = server.requests.find(_owner(request, key), request_id)
-        if record is None:
-            raise APIError(404, f"no request {request_id!r} is known, or no longer", "request_id", lead=None)
-        return record.as_dict()
+        return await server.record(_owner(request, key), request_id)
 
     @app.get("/requests")
     async def request_records(request: Request, key: str | None = None) -> dict[str, Any]:
-        records = server.requests.newest(_owner(request, key), MAX_LISTED)
-        return {"object": "list", "data": [record.as_dict() for record in records]}
+        return {"object": "list", "data": await server.newest_records(_owner(request, key), MAX_LISTED)}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -49,11 +45,22 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         caller = caller_of(request)
-        by_key = server.requests.usage(None if caller.is_admin else caller.name)
-        text = generate_latest(server.exposed) + generate_latest(by_key)
+        owner = None if caller.is_admin else caller.name
+        own = [*server.exposed.collect(), *server.requests.usage(owner).collect()]
+        text = generate_latest(_Collected(await server.peers.merged(own, owner)))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     _add_memory_routes(app, server)
+
+
+class _Collected:
+    """Metrics in the form of a registry."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
 
 
 def _add_memory_routes(app: FastAPI, server: ServerState) -> None:

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from engine.errors import ConfigError
+from server import listening
 from server.apis.openai.chat.protocol import NOT_YET_IN_CHAT
 from server.apis.openai.completions.protocol import NOT_YET_IN_COMPLETIONS
 from server.apis.openai.fields import NOT_YET_IN_BOTH
 from server.app import create_app
-from server.cli import serve as serve_command
 from server.http.errors import unexpected
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
@@ -415,7 +415,7 @@ def test_logs_do_not_show_what_clients_sent(caplog: pytest.LogCaptureFixture) ->
         assert unexpected(caught.value).status == 500
     exc_info = (ValueError, caught.value, caught.tb)
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "Exception", (), exc_info)
-    assert serve_command.without_text(record)
+    assert listening.without_text(record)
     for text in (caplog.text, logging.Formatter().format(record)):
         assert "ValueError" in text
         assert "in fails" in text

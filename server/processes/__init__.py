@@ -1,0 +1,1 @@
+"""Several API processes behind one address and before one engine."""
