@@ -18,7 +18,7 @@ import kernels
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
-from engine.models.layers import Embedding, LMHead, PositionEmbedding, TokenTypes
+from engine.models.layers import Embedding, Linear, LMHead, PositionEmbedding, TokenTypes
 from engine.models.matrix import Matrix, Scope
 from engine.models.mixers import LayerCache, Mixer, make_mixer
 from engine.models.mlp import MLP
@@ -59,7 +59,8 @@ class Decoder(nn.Module):
         is_first, is_last = self.stage.is_first, self.stage.is_last
         has_embedding = is_first or (is_last and spec.tie_word_embeddings)
         num_rows = spec.num_embeddings or spec.vocab_size
-        self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", num_rows, spec.hidden_size)
+        size = spec.embedding_dim or spec.hidden_size
+        self.embed_tokens = Embedding(body.only_if(has_embedding) / "embed_tokens", num_rows, size)
         self.rope_tables = {rope: table for rope, table in tables.items() if rope is not None and table is not None}
         self._check_stage(spec)
         self._add_embeddings(spec, body.only_if(is_first), make_norm)
@@ -67,17 +68,14 @@ class Decoder(nn.Module):
         self.per_layer: PerLayerEmbedding | None = None
         if per_layer:
             self.per_layer = PerLayerEmbedding(per_layer, spec.hidden_size, len(spec.layers), make_norm, body)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                layer,
-                spec.hidden_size,
-                tables[layer.mixer.rope],
-                make_norm,
-                replace(body.only_if(i in self.own_layers) / "layers" / i, transposed=spec.transposed),
-                per_layer,
-            )
-            for i, layer in enumerate(spec.layers)
-        )
+        self.layers = nn.ModuleList()
+        for i, layer in enumerate(spec.layers):
+            if layer.weights_of is not None:
+                self.layers.append(self.layers[layer.weights_of])
+                continue
+            own = replace(body.only_if(i in self.own_layers) / "layers" / i, transposed=spec.transposed)
+            cos_sin = tables[layer.mixer.rope]
+            self.layers.append(DecoderLayer(layer, spec.hidden_size, cos_sin, make_norm, own, per_layer))
         self._share_scales(spec)
         self._share_biases(spec, body)
         body, scope = body.only_if(is_last), scope.only_if(is_last)
@@ -105,17 +103,21 @@ class Decoder(nn.Module):
 
         `first`: the scope of the first stage.
         """
-        self.positions = self.token_types = self.embedding_norm = None
+        self.positions = self.token_types = self.embedding_norm = self.embedding_projection = None
         self.vision: VisionEncoder | None = None
+        size = spec.embedding_dim or spec.hidden_size
+        if spec.embedding_dim:
+            parts = {"embed_projection": spec.hidden_size}
+            self.embedding_projection = Linear(first, spec.embedding_dim, parts, bias=True)
         if spec.token_types:
-            self.token_types = TokenTypes(spec.token_types, spec.vocab_size, spec.hidden_size, first / "embed_types")
+            self.token_types = TokenTypes(spec.token_types, spec.vocab_size, size, first / "embed_types")
         if spec.vision is not None:
             self.vision = make_encoder(spec.vision, spec.hidden_size, first)
         if spec.positions is not None:
-            self.positions = PositionEmbedding(spec.positions, spec.hidden_size, first / "embed_positions")
+            self.positions = PositionEmbedding(spec.positions, size, first / "embed_positions")
         if spec.embedding_norm:
             make_norm = unweighted(make_norm) if spec.embedding_norm == "unweighted" else make_norm
-            self.embedding_norm = make_norm(first / "embed_norm", spec.hidden_size)
+            self.embedding_norm = make_norm(first / "embed_norm", size)
 
     def _check_stage(self, spec: ModelSpec) -> None:
         """Raises `ModelError` if layers that need each other would be in different stages."""
@@ -123,8 +125,11 @@ class Decoder(nn.Module):
         if first and spec.layers[first - 1].lends_input:
             raise ModelError(f"mixers that read the same input must be in one of {self.stage.count} stages")
         shares_kv = any(layer.mixer.kv_of is not None for layer in spec.layers)
+        shares_kv |= any(layer.weights_of is not None for layer in spec.layers)
         if self.stage.count > 1 and (spec.per_layer or shares_kv):
-            raise ModelError("layers that share keys and values, or have embeddings of their own, must be in one stage")
+            raise ModelError(
+                "layers that share weights, or keys and values, or have embeddings of their own, must be in one stage"
+            )
         last_read = len(self.own_layers) - self.stage.is_last
         if self.stage.is_first and spec.vision is not None and len(spec.vision.deepstack) > last_read:
             raise ModelError("the layers that read images must be in the first stage: use fewer stages")
@@ -183,6 +188,8 @@ class Decoder(nn.Module):
                 hidden = self.positions(hidden, positions)
             if self.embedding_norm is not None:
                 hidden = self.embedding_norm(hidden)
+            if self.embedding_projection is not None:
+                hidden = self.embedding_projection.run(hidden)
         vectors = [None] * len(self._here) if self.per_layer is None else self._vectors(input_ids, hidden, images)
         if logits_indices is not None:
             attention = [*attention[:-1], replace(attention[-1], logits_indices=logits_indices)]

@@ -288,6 +288,7 @@ class LayerSpec:
     residual_multiplier: float = 1.0  # of the outputs added to the residual stream
     mlp_multiplier: float | None = None  # of the MLP's output; None: residual_multiplier
     output_scale: bool = False  # the layer's output is multiplied by a learnt number
+    weights_of: int | None = None  # the earlier layer whose weights it uses; None: it has its own
 
     def for_rank(self, shard: Shard) -> LayerSpec:
         further = tuple(mlp.for_rank(shard) for mlp in self.further)
@@ -413,6 +414,15 @@ class VisionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptationSpec:
+    """Adapters of several tasks in a checkpoint (jina-embeddings-v3), see `checkpoints.adapted`."""
+
+    count: int
+    chosen: int | None  # whose adapter is merged; None: none
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that the decoder and the engine need from a model's configuration."""
 
@@ -446,6 +456,8 @@ class ModelSpec:
     unused: tuple[str, ...] = ()  # prefixes of tensor names, in Quire's form, that are not loaded
     other_input: tuple[str, ...] = ()  # the same for parts of the model that read images or sound
     num_embeddings: int = 0  # rows of the embedding, if they are more than the vocabulary; 0: they are not
+    embedding_dim: int = 0  # channels of embeddings, which are projected to `hidden_size`; 0: they have these
+    adaptations: AdaptationSpec | None = None
     per_layer: PerLayerSpec | None = None
     num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's, see `mtp`
     # How the checkpoint names such layers, if a drafter can use them: as further layers, or below "mtp".

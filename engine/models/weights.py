@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.models import classifier
 from engine.models.checkpoints import Checkpoint, RandomWeights, SafetensorsFolder, StoredTensor
+from engine.models.checkpoints.adapted import AdaptedCheckpoint
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import Progress, silent
@@ -60,6 +61,8 @@ def load_model(
     the device.
     """
     stored: dict[str, StoredTensor] = {}
+    if spec.adaptations is not None and isinstance(checkpoint, Checkpoint):
+        checkpoint = AdaptedCheckpoint(checkpoint, spec.adaptations)
     if isinstance(checkpoint, Checkpoint):
         stored = checkpoint.tensors()
         matched = _matched(_without_memory(spec, scope, checkpoint.origin), stored, checkpoint.origin)

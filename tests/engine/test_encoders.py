@@ -30,6 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DistilBert": DISTILBERT,
     "MPNet": {"max_position_embeddings": 258},
     "NomicBert": {},
+    "JinaEmbeddingsV3": {},
+    "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
+    "Electra": {"embedding_size": 32},
     "ModernBert": {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": None, "sep_token_id": None},
     "EuroBert": {"mask_token_id": 2},
     "Gemma3Text": {
@@ -89,7 +92,8 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "num_labels"), [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3), ("MPNet", 2)]
+    ("family", "num_labels"),
+    [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3), ("MPNet", 2), ("Albert", 2), ("Electra", 1)],
 )
 def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
     labels = {"id2label": {i: f"label {i}" for i in range(num_labels)}}
@@ -230,7 +234,7 @@ def test_files_of_jina_are_those_of_roberta(tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    model = reference(tmp_path, "Bert", "ForSequenceClassification", num_labels=3)
+    model = reference(tmp_path, "Albert", "ForSequenceClassification", num_labels=3)
     llm = start(tmp_path, tensor_parallel_size=2)
     for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
         close(logits, states(model, prompt))
@@ -265,7 +269,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"position_embedding_type": "relative_key"}, "'position_embedding_type' must be absolute"),
         ({"is_decoder": True}, "'is_decoder' must be false"),
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
-        ({"architectures": ["AlbertModel"]}, "it needs layers that share weights"),
+        ({"architectures": ["DebertaV2Model"]}, "it needs attention by relative positions"),
+        ({"lora_adaptation": "a", "position_embedding_type": "rotary", "architectures": ["RobertaModel"]}, "'lora_ad"),
         ({"architectures": ["NomicBertModel"], "num_experts": 8}, "experts are not supported in NomicBERT"),
     ],
 )

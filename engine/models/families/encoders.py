@@ -9,10 +9,11 @@ from typing import Any
 from engine.models.errors import ModelError
 from engine.models.families import llama_like, other_norms
 from engine.models.families.classic import ACTIVATIONS
-from engine.models.families.common import attention, decoder, num_layers, with_names
+from engine.models.families.common import MAX_LAYERS, attention, decoder, num_layers, with_names
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.quantization import Renames
 from engine.models.spec import (
+    AdaptationSpec,
     AttentionSpec,
     DenseSpec,
     HeadLayerSpec,
@@ -82,6 +83,21 @@ GTE = (
     (".mlp_ln.", ".output_norm."),
     *BERT,
 )
+ALBERT = (
+    ("^albert.", ""),
+    ("^encoder.embedding_hidden_mapping_in.", "model.embed_projection."),
+    (".attention.query.", ".attention.self.query."),
+    (".attention.key.", ".attention.self.key."),
+    (".attention.value.", ".attention.self.value."),
+    (".attention.dense.", ".attention.output.dense."),
+    (".attention.LayerNorm.", ".attention.output.LayerNorm."),
+    (".ffn.", ".intermediate.dense."),
+    (".ffn_output.", ".output.dense."),
+    (".full_layer_layer_norm.", ".output.LayerNorm."),
+    ("^pooler.", "pooler.dense."),
+    *BERT,
+)
+ELECTRA = (("^electra.", ""), ("^embeddings_project.", "model.embed_projection."), *BERT)
 MPNET = (
     ("^mpnet.", ""),
     ("^encoder.relative_attention_bias.", "model.relative_attention_bias."),
@@ -114,6 +130,8 @@ def bert(config: Config) -> ModelSpec:
 
 def roberta(config: Config) -> ModelSpec:
     """RoBERTa and XLM-RoBERTa (bge-m3, multilingual-e5, rerankers of bge and Jina): BERT with other first positions."""
+    if config.get("position_embedding_type") == "rotary":
+        return jina_v3(config)
     is_flash = "Flash" in str(config.get("auto_map"))  # Jina's files
     spec = _bert(
         config,
@@ -123,6 +141,64 @@ def roberta(config: Config) -> ModelSpec:
         first_position=integer(config, "pad_token_id", 1, minimum=0) + 1,
     )
     return _with_mixers(spec, fused=True) if is_flash else spec
+
+
+def jina_v3(config: Config) -> ModelSpec:
+    """jina-embeddings-v3: XLM-RoBERTa with RoPE. `lora_adaptation` names the task whose adapter is merged."""
+    config = {"layer_norm_eps": 1e-5, "type_vocab_size": 1, **config}
+    if not isinstance(config.get("rope_parameters"), dict):
+        config["rope_theta"] = number(config, "rotary_emb_base", 20000.0)
+    mixer = replace(_attention(config, bias=True), fused=True)
+    spec = decoder(config, mixer, _plain_mlp(config), norms=AFTER_SUMS, eps_name="layer_norm_eps")
+    spec = with_names(spec, FLASH, unused=UNUSED)
+    layer = HeadLayerSpec(name="classifier.dense", num_outputs=spec.hidden_size, activation="tanh")
+    spec = _with_head(config, _with_embeddings(config, spec), (layer,), "cls", last="classifier.out_proj")
+    return replace(spec, adaptations=_adaptations(config))
+
+
+def _adaptations(config: Config) -> AdaptationSpec | None:
+    """Return the adapters of tasks that the checkpoint holds, and the one that `lora_adaptation` names."""
+    names, chosen = config.get("lora_adaptations"), config.get("lora_adaptation")
+    if names is None and chosen is None:
+        return None
+    if not isinstance(names, list) or not names or (chosen is not None and chosen not in names):
+        raise ModelError(f"'lora_adaptation' must be one of {names!r}, got {chosen!r}")
+    scale = number(config, "lora_alpha", 1.0) / integer(config, "lora_rank", 4)
+    return AdaptationSpec(count=len(names), chosen=None if chosen is None else names.index(chosen), scale=scale)
+
+
+def albert(config: Config) -> ModelSpec:
+    """ALBERT: BERT whose layers share weights, with smaller embeddings, which are projected."""
+    count, groups = num_layers(config), integer(config, "num_hidden_groups", 1, maximum=num_layers(config))
+    inner = integer(config, "inner_group_num", 1, maximum=MAX_LAYERS // count)
+    own = [(int(i / (count / groups)), k) for i in range(count) for k in range(inner)]
+    first = {group: own.index(group) for group in reversed(own)}
+    names = [
+        (f"^encoder.albert_layer_groups.{group}.albert_layers.{k}.", f"encoder.layer.{at}.")
+        for (group, k), at in first.items()
+    ]
+    config = {"hidden_act": "gelu_new", **config, "num_hidden_layers": len(own)}
+    pooler = HeadLayerSpec(name="pooler.dense", num_outputs=integer(config, "hidden_size"), activation="tanh")
+    spec = _bert(config, (*ALBERT[:1], *names, *ALBERT[1:]), lambda size: (pooler,))
+    layers = tuple(
+        replace(layer, weights_of=first[group] if first[group] != i else None)
+        for i, (group, layer) in enumerate(zip(own, spec.layers, strict=True))
+    )
+    unused = (*spec.unused, "predictions.", "sop_classifier.")
+    return replace(spec, layers=layers, unused=unused, embedding_dim=integer(config, "embedding_size", 128))
+
+
+def electra(config: Config) -> ModelSpec:
+    """ELECTRA: BERT, in small sizes with smaller embeddings, which are projected."""
+    spec = _bert(
+        config,
+        ELECTRA,
+        lambda size: (HeadLayerSpec(name="classifier.dense", num_outputs=size, activation="gelu"),),
+        last="classifier.out_proj",
+    )
+    size = integer(config, "embedding_size", 128)
+    unused = (*spec.unused, "generator_predictions.", "generator_lm_head.", "discriminator_predictions.")
+    return replace(spec, unused=unused, embedding_dim=size if size != spec.hidden_size else 0)
 
 
 def distilbert(config: Config) -> ModelSpec:
@@ -304,13 +380,7 @@ def _bert(
         raise ModelError(f"'position_embedding_type' must be absolute, got {kind!r}")
     if flag(config, "is_decoder"):
         raise ModelError("'is_decoder' must be false: encoders that were made decoders are not supported")
-    mixer = replace(_attention(config, bias=True), rope=None)
-    mlp = DenseSpec(
-        intermediate_size=integer(config, "intermediate_size"),
-        bias=True,
-        activation=_activation(config.get("hidden_act") or "gelu"),
-        gated=False,
-    )
+    mixer, mlp = replace(_attention(config, bias=True), rope=None), _plain_mlp(config)
     config = {"layer_norm_eps": 1e-12, **config}
     spec = decoder(config, mixer, mlp, norms=AFTER_SUMS, eps_name="layer_norm_eps")
     is_sequence = str(config["architectures"][0]).endswith(CLASSIFIER)
@@ -322,6 +392,15 @@ def _bert(
         context_length=count - first_position,
     )
     return _with_head(config, _with_embeddings(config, spec), layers(spec.hidden_size), "cls", last=last)
+
+
+def _plain_mlp(config: Config) -> DenseSpec:
+    return DenseSpec(
+        intermediate_size=integer(config, "intermediate_size"),
+        bias=True,
+        activation=_activation(config.get("hidden_act") or "gelu"),
+        gated=False,
+    )
 
 
 def _attention(config: Config, *, bias: bool, layer_type: str = "") -> AttentionSpec:
@@ -381,6 +460,9 @@ _BODIES = {
     "DistilBert": distilbert,
     "ModernBert": modern_bert,
     "MPNet": mpnet,
+    "JinaEmbeddingsV3": jina_v3,
+    "Albert": albert,
+    "Electra": electra,
     "New": gte,
 }
 _HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)
