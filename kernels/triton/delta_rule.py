@@ -1,8 +1,8 @@
 """The gated delta rule over states in blocks, in Triton. See `kernels.reference.delta_rule`.
 
 A program computes some value channels of a head of a sequence, one block of tokens after the other: within a block by
-matrix multiplications, between blocks by the state, which it keeps in registers. A decode reads the state before the
-block and what the block's tokens have changed, and writes only what its own token changes.
+matrix multiplications, between blocks by the state, which it keeps in registers. A step of decodes only is computed by
+`kernels.triton.scan_decode`.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.data.state import DeltaStates, StateContext
 from kernels.gpu.launch import cdiv, next_power_of_2
+from kernels.triton import scans
+from kernels.triton.scan_decode import softplus
 
 MAX_BLOCK_V = 32  # value channels of a program
 
@@ -24,11 +26,6 @@ MAX_BLOCK_V = 32  # value channels of a program
 def _unit(x):
     """Return the rows of x [n, k] with length 1."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def _softplus(x):
-    return tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
@@ -49,91 +46,6 @@ def _inverse(a, t, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
         below = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
         n -= tl.dot(tl.dot(n, tl.where(below, a, 0.0), input_precision=PRECISION), n, input_precision=PRECISION)
     return n
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _delta_decode_kernel(
-    qkv, gates, rate, bias, before, keys, updates, decays, out,
-    block_tables, rows, query_start, context_lens, num_rows, stride_qkv, stride_gates, stride_table,
-    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One token of each sequence: the same without matrix multiplications, but for a block's first token."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // (NUM_VALUES // NUM_KEYS)
-    row = tl.load(rows + sequence)
-    start = tl.load(query_start + sequence)
-    is_real = (row < num_rows - 1) & (tl.load(query_start + sequence + 1) > start)
-    position = tl.where(is_real, tl.load(context_lens + sequence) - 1, 0)
-    table = block_tables + row.to(tl.int64) * stride_table
-    t, k_at = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    v_at = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_k, is_v = (k_at < DK) & is_real, (v_at < DV) & is_real
-    source_index = tl.maximum(position - 1, 0) // SIZE
-    source = tl.load(table + source_index, mask=is_real, other=0).to(tl.int64)
-    target = tl.load(table + position // SIZE, mask=is_real, other=-1).to(tl.int64)
-    is_first = position % SIZE == 0  # of its block
-    num_old = position - source_index * SIZE
-
-    step = qkv + start.to(tl.int64) * stride_qkv
-    new_key = tl.load(step + (NUM_KEYS + key_head) * DK + k_at, mask=is_k, other=0.0)
-    key = new_key.to(tl.float32)
-    key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-    query = tl.load(step + key_head * DK + k_at, mask=is_k, other=0.0).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (DK**-0.5)
-    value = tl.load(step + 2 * NUM_KEYS * DK + head * DV + v_at, mask=is_v, other=0.0).to(tl.float32)
-    gate = gates + start.to(tl.int64) * stride_gates + head
-    beta = tl.load(gate, mask=is_real, other=0.0).to(tl.float32)
-    beta = (1 / (1 + tl.exp(-beta))).to(gates.dtype.element_ty).to(tl.float32)
-    decay = tl.load(gate + NUM_VALUES, mask=is_real, other=0.0).to(tl.float32) + tl.load(bias + head)
-    decay = -tl.load(rate + head) * _softplus(decay)
-
-    at_state = head.to(tl.int64) * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
-    is_state = is_k[:, None] & is_v[None, :]
-    is_there = (position > 0) & (source_index > 0)
-    state = tl.load(before + source * (NUM_VALUES * DK * DV) + at_state, mask=is_state & is_there, other=0.0)
-    state = state.to(tl.float32)
-    is_old = t < num_old
-    slot = source * SIZE + t
-    old_keys = tl.load(
-        keys + (slot[:, None] * NUM_KEYS + key_head) * DK + k_at[None, :],
-        mask=is_old[:, None] & is_k[None, :],
-        other=0.0,
-    )
-    old_keys = _unit(old_keys.to(tl.float32))
-    old_updates = tl.load(
-        updates + (slot[:, None] * NUM_VALUES + head) * DV + v_at[None, :],
-        mask=is_old[:, None] & is_v[None, :],
-        other=0.0,
-    )
-    old_decays = tl.load(decays + slot * NUM_VALUES + head, mask=is_old & is_real, other=0.0)
-    since = tl.sum(tl.where(t == num_old - 1, old_decays, 0.0), 0)
-    if is_first & (position > 0):  # the block before is full
-        weights = tl.where(is_old, tl.exp(since - old_decays), 0.0)
-        state = tl.exp(since) * state + tl.dot(
-            tl.trans(old_keys * weights[:, None]), old_updates, input_precision=PRECISION
-        )
-    tl.store(before + target * (NUM_VALUES * DK * DV) + at_state, state, mask=is_state & is_first & (target >= 0))
-
-    decay += tl.where(is_first, 0.0, since)
-    weights = tl.where(is_old & (not is_first), tl.exp(tl.minimum(decay - old_decays, 0.0)), 0.0)
-    similar = tl.sum(old_keys * key[None, :], 1) * weights
-    seen = tl.sum(old_keys * query[None, :], 1) * weights
-    shrunk = tl.exp(decay)
-    known = shrunk * tl.sum(state * key[:, None], 0) + tl.sum(old_updates * similar[:, None], 0)
-    update = beta * (value - known)
-    output = shrunk * tl.sum(state * query[:, None], 0) + tl.sum(old_updates * seen[:, None], 0)
-    output += tl.sum(key * query, 0) * update
-    token = tl.where(is_real, start, sequence).to(tl.int64)
-    to = out + (token * NUM_VALUES + head) * DV + v_at
-    tl.store(to, output.to(out.dtype.element_ty), mask=v_at < DV)
-
-    slot_of_new = target * SIZE + position % SIZE
-    is_held = is_real & (target >= 0)
-    writes_keys = (tl.program_id(2) == 0) & (head % (NUM_VALUES // NUM_KEYS) == 0)
-    tl.store(keys + (slot_of_new * NUM_KEYS + key_head) * DK + k_at, new_key, mask=is_k & (is_held & writes_keys))
-    tl.store(updates + (slot_of_new * NUM_VALUES + head) * DV + v_at, update, mask=is_v & is_held)
-    tl.store(decays + slot_of_new * NUM_VALUES + head, decay, mask=is_held & (tl.program_id(2) == 0))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -201,7 +113,7 @@ def _delta_rule_kernel(
         beta = tl.load(gate, mask=is_new, other=0.0)
         beta = (1 / (1 + tl.exp(-beta.to(tl.float32)))).to(gates.dtype.element_ty).to(tl.float32)
         step = tl.load(gate + NUM_VALUES, mask=is_new, other=0.0).to(tl.float32) + bias_of_head
-        step = _softplus(step)
+        step = softplus(step)
         at_decay = decays + slot * NUM_VALUES + head
         decay = tl.load(at_decay, mask=is_old, other=0.0)
         since_old = tl.sum(tl.where(t == num_old - 1, decay, 0.0), 0)
@@ -239,6 +151,8 @@ def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
 ) -> Tensor:
     """See `kernels.reference.delta_rule`."""
+    if context.only_decodes:
+        return scans.delta_rule(qkv, gates, rate, bias, states, context)
     c, s = context, states
     num_keys, key_dim = s.keys.shape[2:]
     num_values, value_dim = s.updates.shape[2:]
@@ -258,11 +172,6 @@ def delta_rule(
     }  # fmt: skip
     block_v = min(max(next_power_of_2(value_dim), 16), MAX_BLOCK_V)
     grid = len(c.rows), num_values, cdiv(value_dim, block_v)
-    if c.only_decodes:
-        _delta_decode_kernel[grid](
-            *tensors, **sizes, BLOCK_V=block_v, PRECISION="ieee" if wide else "tf32", num_warps=4
-        )
-        return out
     _delta_rule_kernel[grid](
         *tensors, **sizes, BLOCK_V=block_v, PRECISION="ieee" if wide else "tf32", EXACT="ieee" if wide else "tf32x3",
         LEVELS=sizes["BLOCK_T"].bit_length() - 4, num_warps=4,

@@ -1,7 +1,7 @@
 """The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`.
 
-On GPUs the delta rule is still that of `kernels.triton.delta_rule`, until this one has been checked and measured there:
-`python -m tests.gpu hybrids --match "delta rule"` runs both.
+Several tokens of the delta rule are still computed by `kernels.triton.delta_rule`, which is faster on an H200. Compare:
+`python -m tests.gpu hybrids --match "delta rule of Qwen3.5-27B"`.
 """
 
 from __future__ import annotations

@@ -1059,8 +1059,6 @@ def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
     fed the tokens of the float32 run. max_error: our largest absolute one. greedy_equal: our own tokens are those of
     the float32 run.
     """
-    import transformers
-
     prompts = make_prompts()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -1070,9 +1068,7 @@ def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
         if dtype is torch.float32:
             theirs = expected
         else:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=ATTENTION
-            ).to(device)
+            loaded = type(model32).from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION).to(device)
             theirs = [transformers_decode(loaded, p, NUM_TOKENS, t) for p, t in zip(prompts, tokens, strict=True)]
         model = load_model(folder, read_spec(folder), dtype=dtype, device=device, max_model_len=256)
     runs = [

@@ -37,13 +37,15 @@ class HostChunks:
         self._device, self._threads, self._block_bytes = device, threads, block_bytes
         self._num_slots, self._in_chunk = num_slots, max(min(CHUNK_BYTES // block_bytes, num_slots), 1)
         self._chunks: list[Future[Tensor]] = []
+        self._num_ready = 0  # of the first chunks
         self.use(-1)
 
     @property
     def num_ready(self) -> int:
         """Number of slots that exist."""
-        ready = next((i for i, chunk in enumerate(self._chunks) if not _is_ready(chunk)), len(self._chunks))
-        return min(ready * self._in_chunk, self._num_slots)
+        while self._num_ready < len(self._chunks) and _is_ready(self._chunks[self._num_ready]):
+            self._num_ready += 1
+        return min(self._num_ready * self._in_chunk, self._num_slots)
 
     def row(self, slot: int) -> Tensor:
         """Return the memory of a slot, [block_bytes] uint8."""
