@@ -136,6 +136,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module 
         "kernels.triton.sampling": ("best_keys", "best_tokens", "mask_logits", "sample"),
         "kernels.triton.thresholds": ("sampling_thresholds",),
         "kernels.triton.wide_pages": ("widen_pages",),
+        "kernels.cuda.vision": ("full_attention", "rotate_halves"),
     },
 }
 
@@ -278,6 +279,8 @@ split_linear = _dispatched(reference.split_linear)
 split_experts = _dispatched(reference.split_experts)
 add_pieces = _dispatched(reference.add_pieces)
 rope_and_store = _dispatched(reference.rope_and_store)
+rotate_halves = _dispatched(reference.rotate_halves)
+full_attention = _dispatched(reference.full_attention)
 store_kv = _dispatched(reference.store_kv)
 gather_blocks = _dispatched(reference.gather_blocks)
 scatter_blocks = _dispatched(reference.scatter_blocks)

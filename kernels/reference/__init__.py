@@ -78,6 +78,7 @@ from kernels.reference.split_sums import split_experts as split_experts
 from kernels.reference.split_sums import split_linear as split_linear
 from kernels.reference.split_sums import split_weight as split_weight
 from kernels.reference.step import embedding, plan_decode, prepare_step
+from kernels.reference.vision import full_attention, rotate_halves
 from kernels.reference.vocab_lora import adapt_embedding, retrained_logits
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "experts",
     "experts_add_norm",
     "extended_weight",
+    "full_attention",
     "fuses_adapters",
     "gate_and_mul",
     "gated",
@@ -142,6 +144,7 @@ __all__ = [
     "rope",
     "rope_and_store",
     "rotate_and_store",
+    "rotate_halves",
     "route",
     "route_norms_apart",
     "sample",

@@ -37,7 +37,7 @@ from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
 from tests.gpu.host_tier import check_file_texts, check_host_speed, check_host_texts
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
-from tests.gpu.images import check_image_models, check_image_speed
+from tests.gpu.images import check_image_models, check_image_speed, check_rotations
 from tests.gpu.latent import check_latent
 from tests.gpu.lora import (
     check_expert_adapters,
@@ -87,7 +87,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "shared": (check_shared_attention,),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
-    "images": (check_image_models, check_image_speed),
+    "images": (check_rotations, check_image_models, check_image_speed),
     "encoders": (check_bidirectional, check_encoder_models),
     "graphs": (check_graphs,),
     "story": (check_story,),

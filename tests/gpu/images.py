@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,16 @@ from engine.models.formats import weight_formats
 from engine.models.matrix import Scope
 from engine.models.spec import VisionSpec
 from engine.models.vision.kinds import make_encoder
+from engine.models.vision.layers import EncodedImages
+from kernels import reference
 from tests.gpu.checks import BF16, Checks, relative_error
 from tests.support.image_models import FAMILIES, NUM_TOKENS, Case, encoded, make_case
 
+VARIANTS: dict[str, dict[str, bool]] = {  # by constants of `kernels.cuda.choice`
+    "as it is": {"rotates_images": False, "cudnn_attention": False},
+    "one kernel rotates": {"rotates_images": True, "cudnn_attention": False},
+    "and cuDNN attends": {"rotates_images": True, "cudnn_attention": True},
+}
 PHOTOGRAPH = (48, 64)  # rows and columns of patches of 1,024 x 768 pixels
 QWEN3_VL_8B = VisionSpec(
     hidden_size=1152, intermediate_size=4304, num_layers=27, num_heads=16, patch_size=16, merge_size=2,
@@ -83,9 +92,12 @@ def _compare_encoded(checks: Checks, family: str, case: Case, dtype: str) -> Non
 
 @torch.inference_mode()
 def check_image_speed(checks: Checks) -> None:
-    """The time of the encoder of Qwen3-VL-8B for one image of 1,024 x 768 pixels, and for eight at once."""
+    """The time of the encoder of Qwen3-VL-8B in each form: one image of 1,024 x 768 pixels, and eight at once."""
     if checks.device == "cpu" or not checks.wants("images: speed"):
         return
+    from kernels.cuda import vision
+    from kernels.cuda.choice import CHOICE
+
     torch.manual_seed(0)
     encoder = make_encoder(QWEN3_VL_8B, 4096, Scope(BF16, torch.device(checks.device), weight_formats(None)))
     for parameter in encoder.parameters():
@@ -95,14 +107,45 @@ def check_image_speed(checks: Checks) -> None:
         grids = [PHOTOGRAPH] * count
         num_patches = sum(rows * columns for rows, columns in grids)
         patches = torch.randint(0, 256, (num_patches, 3, 16, 16), dtype=torch.uint8, device=checks.device)
-        encode = partial(encoder, patches, grids)
-        encode()
+        plain = None
+        for name, changes in VARIANTS.items():
+            try:
+                vars(vision)["CHOICE"] = replace(CHOICE, **changes)
+                found, seconds = _timed(partial(encoder, patches, grids))
+            finally:
+                vars(vision)["CHOICE"] = CHOICE
+            print(f"images: speed, {count} of 1,024 x 768, {name}: {1e3 * seconds / count:.1f} ms each", flush=True)
+            checks.add(f"images: speed, {count}, {name}: not finite", int((~found.isfinite()).sum()), 0)
+            plain = found if plain is None else plain
+            checks.add(f"images: speed, {count}, {name}: beside the plain one", relative_error(found, plain), 3e-2)
+
+
+def _timed(encode: Callable[[], EncodedImages]) -> tuple[torch.Tensor, float]:
+    """Return the embeddings, and the median of five times."""
+    encode()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        found = encode()
         torch.cuda.synchronize()
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            found = encode()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        print(f"images: speed, {count} of 1,024 x 768: {1e3 * sorted(seconds)[2] / count:.1f} ms each", flush=True)
-        checks.add(f"images: speed, {count} not finite", int((~found.embeddings.isfinite()).sum()), 0)
+        seconds.append(time.perf_counter() - start)
+    return found.embeddings, sorted(seconds)[2]
+
+
+def check_rotations(checks: Checks) -> None:
+    """The kernel that rotates queries and keys in place, beside the computation in float64."""
+    if checks.device == "cpu" or not checks.wants("images: rotations"):
+        return
+    from kernels.triton import rotation
+
+    for dtype in (torch.float32, BF16):
+        qkv = torch.randn(3000, 3 * 16 * 72, device=checks.device).to(dtype)
+        angles = torch.randn(3000, 36, device=checks.device) * 10
+        query, rest = qkv[:, : 16 * 72].unflatten(1, (16, 72)), qkv[:, 16 * 72 :].clone()
+        want = reference.rotate_halves(query.double(), angles.cos(), angles.sin())
+        limit = 1e-6 if dtype == torch.float32 else 3e-3
+        found = rotation.rotate_halves(query, angles.cos(), angles.sin())
+        checks.add(f"images: rotations {dtype}", relative_error(found, want), limit)
+        changed = int((qkv[:, 16 * 72 :] != rest).sum())
+        checks.add(f"images: rotations {dtype}: other columns", changed, 0)

@@ -56,6 +56,13 @@ def activation(dtype: torch.dtype) -> None:
     gate_and_mul(tensor(3, 2 * 3072, dtype=dtype), "gelu_tanh")
 
 
+def rotation(dtype: torch.dtype) -> None:
+    from kernels.triton.rotation import rotate_halves
+
+    heads = tensor(9, 3 * 16 * 72, dtype=dtype)[:, : 16 * 72].unflatten(1, (16, 72))
+    rotate_halves(heads, tensor(9, 36, dtype=F32), tensor(9, 36, dtype=F32))
+
+
 def kv_scale(num_kv_heads: int, cache: Tensor) -> Tensor | None:
     return tensor(2, num_kv_heads, dtype=F32) if cache.dtype == E4M3 else None
 
@@ -499,7 +506,7 @@ def channel_decays(num_seqs: int, num_tokens: int, dtype: torch.dtype) -> None:
 
 
 VARIANTS: list[Callable[[], None]] = [
-    *(functools.partial(f, dtype) for f in (norm, activation) for dtype in (F32, F16, BF16)),
+    *(functools.partial(f, dtype) for f in (norm, activation, rotation) for dtype in (F32, F16, BF16)),
     functools.partial(sampling, BF16),
     functools.partial(rotary, 128, 128, True),
     functools.partial(rotary, 64, 64, False, F16),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import kernels
 from engine.models.layers import Linear
 from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm, UnitRMSNorm
@@ -21,7 +22,6 @@ from engine.models.vision.layers import (
     gated,
     mixed,
     patch_positions,
-    rotated,
 )
 
 
@@ -99,7 +99,7 @@ class Gemma4Layer(nn.Module):
     @staticmethod
     def _rotated(x: Tensor, turns: Turns) -> Tensor:
         halves, (cos, sin) = x.chunk(2, -1), turns
-        return torch.cat([rotated(half, cos[:, i], sin[:, i]) for i, half in enumerate(halves)], -1)
+        return torch.cat([kernels.rotate_halves(half, cos[:, i], sin[:, i]) for i, half in enumerate(halves)], -1)
 
 
 class ClippedLinear(nn.Module):

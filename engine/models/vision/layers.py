@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, cast
 
@@ -119,7 +120,7 @@ class EncoderLayer(nn.Module):
             query, key = (norm(x) for norm, x in zip(self.qk_norms, (query, key), strict=True))
         q, k, v = (each.unflatten(1, (self.spec.num_heads, -1)) for each in (query, key, value))
         if turns is not None:
-            q, k = rotated(q, *turns), rotated(k, *turns)
+            q, k = kernels.rotate_halves(q, *turns), kernels.rotate_halves(k, *turns)
         return mixed(q, k, v, lengths)
 
 
@@ -138,17 +139,10 @@ def mixed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float 
     for length, same in groupby(lengths):  # groups of one size beside each other at once
         stop = begin + length * len(list(same))
         query, key, value = (each[:, begin:stop].unflatten(1, (-1, length)).transpose(0, 1) for each in (q, k, v))
-        found = F.scaled_dot_product_attention(query, key, value, scale=scale)
+        found = kernels.full_attention(query, key, value, scale)
         parts.append(found.transpose(1, 2).reshape(stop - begin, -1))
         begin = stop
-    return torch.cat(parts)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [N, heads, D] by angles whose cos and sin are [N, D / 2]: element i with element i + D / 2."""
-    low, high = x.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def patch_positions(grid: Grid, merge_size: int) -> Tensor:
@@ -157,6 +151,12 @@ def patch_positions(grid: Grid, merge_size: int) -> Tensor:
     at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     blocks = at.view(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
     return blocks.transpose(1, 2).reshape(-1, 2)
+
+
+@lru_cache(maxsize=8)
+def placed(grid: Grid, merge_size: int, device: torch.device) -> Tensor:
+    """Return `patch_positions` on a device. Most images of a server have few sizes."""
+    return patch_positions(grid, merge_size).to(device)
 
 
 class PatchEmbedding(CheckpointModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from engine.models.vision.layers import (
     PatchEmbedding,
     VisionEncoder,
     form_norm,
-    patch_positions,
+    placed,
 )
 
 FORM = LayerForm(
@@ -52,10 +53,9 @@ class QwenEncoder(VisionEncoder):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> EncodedImages:
         x = self.patch_embed(patches)
         lengths = [rows * columns for rows, columns in grids]
-        at = torch.cat([patch_positions(grid, self.spec.merge_size) for grid in grids]).to(x.device)
+        at = torch.cat([placed(grid, self.spec.merge_size, x.device) for grid in grids])
         if self.positions is not None:
-            of_images = zip(grids, at.split(lengths), strict=True)
-            x = x + torch.cat([self.positions(grid, one) for grid, one in of_images])
+            x = x + torch.cat([self.positions(grid) for grid in grids])
         order, windows = None, lengths
         if self.spec.window:
             order, windows = window_order(grids, self.spec)
@@ -97,25 +97,33 @@ class PositionGrid(CheckpointModule):
     def __init__(self, spec: VisionSpec, scope: Scope) -> None:
         super().__init__()
         self.side, self._name = round(spec.num_positions**0.5), scope.name("weight")
+        self._merge_size = spec.merge_size
         self.weight = scope.empty(spec.num_positions, spec.hidden_size)
 
-    def forward(self, grid: Grid, at: Tensor) -> Tensor:
-        """Return the vectors [n, C] of patches in the rows and columns `at` [n, 2] of an image, whose corners are those
-        of the square.
-        """
-        spread = torch.tensor([(self.side - 1) / max(count - 1, 1) for count in grid], device=at.device)
-        exact = at * spread
-        low = exact.floor().long()
-        high = (low + 1).clamp(max=self.side - 1)
-        share = exact - low  # of the higher point
-        found = torch.zeros(len(at), self.weight.shape[1], device=at.device)
-        for rows, row_share in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0])):
-            for columns, column_share in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1])):
-                found += self.weight[rows * self.side + columns] * (row_share * column_share).unsqueeze(1)
+    def forward(self, grid: Grid) -> Tensor:
+        """Return the vectors [n, C] of the patches of an image, whose corners are those of the square."""
+        found = torch.zeros(grid[0] * grid[1], self.weight.shape[1], device=self.weight.device)
+        for index, share in neighbours(grid, self._merge_size, self.side, self.weight.device):
+            found += self.weight[index] * share
         return found.to(self.weight.dtype)
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(self._name, tuple(map(Span.whole, self.weight.shape)), self.weight)
+
+
+@lru_cache(maxsize=8)
+def neighbours(grid: Grid, merge_size: int, side: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return the four points [n] int64 of a square table around each patch of an image, and their weights [n, 1]."""
+    at = placed(grid, merge_size, device)
+    exact = at * torch.tensor([(side - 1) / max(count - 1, 1) for count in grid], device=device)
+    low = exact.floor().long()
+    high = (low + 1).clamp(max=side - 1)
+    share = exact - low  # of the higher point
+    return [
+        (rows * side + columns, (row_share * column_share).unsqueeze(1))
+        for rows, row_share in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0]))
+        for columns, column_share in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1]))
+    ]
 
 
 class Merger(nn.Module):

@@ -5,6 +5,7 @@ The interpreter rounds float32 to bfloat16 towards zero, so a stored value may b
 which is twice what a GPU's may be; `close` allows for as many roundings as the operation makes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import KV_SCALES, NextNorm, WideCopy, reference
-from kernels.cuda import linear
-from kernels.triton import activation, kv_cache, norm, rotary
+from kernels.cuda import linear, vision
+from kernels.cuda.choice import CHOICE
+from kernels.triton import activation, kv_cache, norm, rotary, rotation
 from tests.support.attention_calls import spread_rope
 from tests.support.paged import as_a_layer_of_one_tensor
 from tests.support.unwritten import unwritten_is_unknown
@@ -102,6 +104,30 @@ def test_silu_of_large_numbers() -> None:
     x = torch.tensor([[-1e4, 1e4, -200.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
     assert activation.gate_and_mul(x, "silu").tolist() == [[0, 1e4, 0, 200]]
     assert activation.gate_and_mul(x, "gelu_tanh").tolist() == [[0, 1e4, 0, 200]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "num_heads", "size"), [(1, 3, 10), (7, 16, 72), (0, 2, 8)])
+def test_rotations_of_image_tokens(num_tokens: int, num_heads: int, size: int, dtype: torch.dtype) -> None:
+    """In place, in rows of a packed projection, whose other columns stay."""
+    qkv = torch.randn(num_tokens, 3 * num_heads * size).to(dtype)
+    angles = torch.randn(num_tokens, size // 2)
+    before, query, key = qkv.clone(), *(part.unflatten(1, (num_heads, size)) for part in qkv.chunk(3, 1)[:2])
+    for part in (query, key):
+        want = reference.rotate_halves(part.double(), angles.cos(), angles.sin())
+        close(rotation.rotate_halves(part, angles.cos(), angles.sin()), want, 3)
+        close(part, want, 3)
+    assert torch.equal(qkv.chunk(3, 1)[2], before.chunk(3, 1)[2])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_forms_of_rotations_of_image_tokens(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "CHOICE", replace(CHOICE, rotates_images=fused))
+    x, angles = torch.randn(5, 3, 10), torch.randn(5, 5)
+    want = reference.rotate_halves(x.double(), angles.cos(), angles.sin())
+    found = vision.rotate_halves(x, angles.cos(), angles.sin())
+    close(found, want, 3)
+    assert (found is x) == fused
 
 
 class Step:
