@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise, repeat
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import Acceptance, kind_of
@@ -337,14 +337,13 @@ class DraftPolicy:
             return numbers
         slots: list[tuple[float, int, int]] = []
         for index, survival in enumerate(survivals):
-            expected = 1.0  # tokens of a step
-            for position, survives in enumerate(survival):
-                slots.append((1 / (expected + survives) - 1 / expected, position, index))
-                expected += survives
+            each = [1 / tokens for tokens in accumulate(survival, initial=1.0)]  # steps for a token
+            changes = [after - before for before, after in pairwise(each)]
+            slots += zip(changes, range(len(changes)), repeat(index))
         if len(offers) > 1:  # of one offer they are in this order
             slots.sort()
         # Steps for a token of a request with 0, 1, 2 … drafts, the sum of all requests.
-        steps = list(accumulate((change for change, *_ in slots[:room]), initial=float(num_seqs)))
+        steps = list(accumulate([slot[0] for slot in slots[:room]], initial=float(num_seqs)))
         best = 0
         for number, seconds in self._costs.table(num_seqs, len(steps) - 1):
             if seconds * steps[number] < least:

@@ -12,7 +12,7 @@ FIRST_GUESS = 0.05  # of a step's time, that a further token is taken to cost un
 WAIT_GUESS = 0.1  # of a step's time, that waiting for a step with drafts is taken to cost until it has been measured
 # Numbers of drafts of a step. There are few, since each size takes time to be captured and measured.
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)
-LEAST_CHANGE = 0.02  # of a size's time, from which on estimates are made anew
+LEAST_CHANGE = 0.05  # of a size's time, from which on estimates are made anew
 MOST_TABLES = 256
 STALE = 512  # steps after which a size that was not used since is measured again
 RECHECK = 256  # steps after which plain ones are measured again
