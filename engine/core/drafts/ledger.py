@@ -10,7 +10,7 @@ DECAY = 0.99  # weight of earlier steps, for each step since
 LEAST_STEPS = 32  # before which nothing is concluded, unless
 MUCH = 8.0  # plain steps' time has been lost
 TOLERATED = 0.005  # of the time, that may be lost
-RECOVERS = 0.01  # of the time of a pause is what was lost before it
+RECOVERS = 0.006  # of the time of a pause is what was lost before it
 LONGEST, LONGEST_DRAFTER = 6.0, 64.0  # a step counts as at most so many plain ones: it may have been interrupted
 FIRST_PAUSE, MOST_PAUSE, MOST_DRAFTER = 64, 512, 8192  # steps
 MOST_REQUESTS = 256  # with drafts since the last pause, whose gains are told apart
@@ -18,7 +18,7 @@ Part = tuple[Request, int, float]  # of a step: request, its drafts, and the tok
 
 
 class Ledger:
-    """Ends drafts for some steps where they have made tokens slower, so that about a hundredth is lost at most.
+    """Ends drafts for some steps where they have made tokens slower, so that less than a hundredth is lost.
 
     The choice of drafts compares steps. It cannot tell what they cost beside: lookups that find nothing, a drafter that
     runs in vain or catches up on tokens, and the slower step after each one with drafts. For a tiny model that may be a
