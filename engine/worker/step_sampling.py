@@ -124,7 +124,9 @@ class StepSampling:
         counts = count_kept(self._step, packed.members.samples, tokens, handle.unsampled, self._imposed)
         drafter, hidden = proposer
         num_proposals, num_blocks = handle.output.num_proposals, self._batch.num_blocks(packed)
-        found = drafter.propose(SampledStep(packed, self._step, hidden, tokens, counts, num_proposals, num_blocks))
+        found = drafter.propose(
+            SampledStep(packed, self._step, hidden, tokens, counts, num_proposals, num_blocks, self._batch.rows)
+        )
         if not self._device.is_accelerator:
             return found
         ring = self._host_proposals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.input_batch import BatchSamples, PackedStep
+from engine.worker.input_batch import BatchSamples, PackedStep, Row
 from engine.worker.sampling.imposed import ImposedAcceptance
 from engine.worker.sampling.rejection import DraftProbabilities
 from kernels.data.layout import StepTensors
@@ -32,6 +32,14 @@ class HiddenStates:
 
         return cls(new(), {layer: new() for layer in layers})
 
+    def pairs(self, other: HiddenStates) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that a drafter reads, each with that of `other`: of its layers, if it reads some."""
+        return [(self.layers[i], other.layers[i]) for i in self.layers] or [(self.last, other.last)]
+
+    def select(self, tokens: Tensor) -> HiddenStates:
+        """Return a copy that has some tokens only, by their index [m] int64."""
+        return HiddenStates(self.last[tokens], {layer: states[tokens] for layer, states in self.layers.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
@@ -47,9 +55,9 @@ class SampledStep:
     tokens: Tensor  # [S] int64: each request's sampled tokens, see `BatchSamples`; below 0: a fault
     counts: Tensor  # [n] int64: how many of its samples each request keeps; 0: none
     num_proposals: int
-    num_blocks: (
-        np.ndarray
-    )  # [G, n] int32: entries of each request's block tables. A drafter stores nothing beyond them.
+    # [G, n] int32: entries of each request's block tables. A drafter stores nothing beyond them.
+    num_blocks: np.ndarray
+    rows: Mapping[str, Row]  # of all requests that have rows, by id
 
     @property
     def samples(self) -> BatchSamples:
