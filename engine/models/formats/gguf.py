@@ -60,11 +60,12 @@ class GGUFBlocks(QuantizedFormat):
             codes = (codes + 8).to(torch.uint8) if self.scheme.kind == "int4" else codes
             return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1))
         offset = 8 if self.scheme.kind == "int4" else 0  # a code's value is the code less 8
-        minimum = minimum - offset * scale
         codes = codes.to(torch.int8 if self.scheme.kind == "int8" else torch.uint8)
         if not on_gpu:
-            return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), minimum=minimum.reshape(n, -1))
-        codes, scale, zero = with_zero_points(codes, scale, minimum, offset)
+            codes, scale, minimum = codes.reshape(n, -1), scale.reshape(n, -1), minimum.reshape(n, -1)
+            zero = torch.full_like(scale, -offset, dtype=torch.int8) if offset else None  # so minima are not rounded
+            return UnpackedRows(codes, scale, zero=zero, minimum=minimum)
+        codes, scale, zero = with_zero_points(codes, scale, minimum - offset * scale, offset)
         return UnpackedRows(codes.reshape(n, -1), scale.reshape(n, -1), zero=zero.reshape(n, -1))
 
     def of_part(self, name: str) -> GGUFBlocks:
@@ -77,7 +78,7 @@ class GGUFBlocks(QuantizedFormat):
         """Return how many bytes more the unpacked form of `blocks` takes, at most."""
         of, bits = TYPES[self.scheme.block], 8 if self.scheme.kind == "int8" else 4
         scale = 4 if self.scheme.block in PRODUCTS else 2  # on GPUs half of it, and of the minima: see `unpack`
-        scales = of.values // self.scheme.group * (scale + 4 * self.scheme.minima)
+        scales = of.values // self.scheme.group * (scale + (5 if bits == 4 else 4) * self.scheme.minima)
         return blocks.numel() // of.num_bytes * (of.values * bits // 8 + scales - of.num_bytes)
 
     def random(self, shape: tuple[int, ...], stored: Stored, generator: torch.Generator) -> Tensor:
@@ -116,6 +117,8 @@ class WidenedBlocks(GGUFBlocks):
     def unpack(self, tensors: Tensors) -> UnpackedRows:
         rows = super().unpack(tensors)
         codes = (rows.codes.to(torch.int8) - 8) if self.scheme.kind == "int4" else rows.codes
+        if codes.is_cpu and rows.zero is not None:  # that of all codes
+            codes, rows = codes + 8, rows._replace(zero=None)
         copies = self.scheme.group // self.whole.group
         scale, zero, minimum = (
             None if each is None else each.repeat_interleave(copies, 1)

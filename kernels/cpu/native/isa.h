@@ -48,6 +48,7 @@ typedef int16_t Shorts __attribute__((vector_size(VECTOR)));
 typedef uint8_t Bytes __attribute__((vector_size(VECTOR)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR / 2)));
 typedef uint8_t Quarters __attribute__((vector_size(VECTOR / 4)));
+typedef int8_t SignedQuarters __attribute__((vector_size(VECTOR / 4)));
 
 inline Floats all(float x) { return x - Floats{}; }  // a sum with zero would be computed: it changes -0
 inline Ints all(int32_t x) { return Ints{} + x; }
@@ -80,6 +81,15 @@ inline Words widened(Quarters v) {
     return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)v));
 #else
     return __builtin_convertvector(v, Words);
+#endif
+}
+inline Ints widened(SignedQuarters v) {  // each with its sign
+#if defined(QUIRE_AVX512)
+    return (Ints)_mm512_cvtepi8_epi32((__m128i)v);
+#elif defined(QUIRE_AVX2)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)v));
+#else
+    return __builtin_convertvector(v, Ints);
 #endif
 }
 

@@ -3,6 +3,7 @@
 // Rows of W lie in tiles of WIDE vectors' lanes. A tile is read from end to end: channels in order, as many at a time as fill 32
 // bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
 // the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16: as BF16_CHANNELS says.)
+// Of 6 bits, four times four: two lines of nibbles, then one of upper bits, those of the first channels the lowest.
 //
 // Every sum is that of its token and row alone, in the same order of the channels, however many tokens are computed at once.
 #include <iterator>
@@ -21,18 +22,20 @@ Pool pool;
 
 extern "C" void quire_set_threads(int32_t threads) { pool.threads = threads; }
 
-enum Kind : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };
+enum Kind : int32_t { FLOAT32, BFLOAT16, INT8, INT4, INT6 };
 enum Then : int32_t { STORE, ADD, SWIGLU };
 
 struct Weight {
     Kind kind;
     int32_t rows, channels;  // channels: a multiple of what fills 32 bits
-    int32_t group;           // INT8, INT4: channels that share a scale of x, and of W where `scale` has groups
+    int32_t group;           // codes: channels that share a scale of x, and of W where `scale` has groups
     const char* data;
     const void* scale;        // float32 [rows] where the groups of W are whole rows; else [tiles, groups, WIDE, LANES]
     const bf16* short_scale;  // in its place [tiles, groups, WIDE, LANES]
     const float* zero;        // null, or zero point times scale: [tiles, groups, WIDE, LANES]
-    int32_t grouped;
+    // [tiles, groups, WIDE, LANES]: the numbers that `scale` and `zero`, then one for each 2^span groups, are multiplied by; or null.
+    const int8_t *scale_steps, *zero_steps;
+    int32_t grouped, span, offset;  // offset: of codes
 };
 
 // x as a product reads it: padded with zeros to the weight's channels.
@@ -45,7 +48,6 @@ struct Rows {
 
 namespace {
 
-constexpr int OFFSET[] = {0, 0, BYTE_OFFSET, 8};  // of stored codes
 constexpr int TILE_ROWS = WIDE * LANES, LINE = WIDE * VECTOR;
 // Tokens of a register tile: few registers hold fewer accumulators beside unpacked weights. Measured.
 constexpr int tall(Kind kind) {
@@ -72,7 +74,10 @@ template <int M> __attribute__((always_inline)) inline void ask_for(const char* 
         for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-inline int64_t tile_bytes(const Weight& w) { return int64_t(w.channels) * LINE >> w.kind; }  // a kind has half the bits of the last
+inline int64_t tile_bytes(const Weight& w) {
+    const int64_t words = int64_t(w.channels) * LINE;
+    return w.kind == INT6 ? words * 3 / 16 : words >> w.kind;  // other kinds have half the bits of the last
+}
 
 template <int M> using Sums = Floats[M][WIDE];  // of M tokens
 
@@ -120,6 +125,31 @@ template <int M> inline void dot_pairs(const Weight& w, const char* at, int64_t 
 __attribute__((always_inline)) inline void load_nibbles(const char* at, Bytes (&low)[WIDE], Bytes (&high)[WIDE]) {
     load_line(at, high);
     each<WIDE>([&](auto n) { low[n] = high[n] & 15, high[n] = (Bytes)((Words)high[n] >> 4) & 15; });
+}
+
+// Codes of 6 bits of eight channels: those of a unit of three lines that line HALF has the nibbles of.
+template <int HALF> __attribute__((always_inline)) inline void load_sixes(const char* at, Bytes (&low)[WIDE], Bytes (&high)[WIDE]) {
+    each<WIDE>([&](auto n) {
+        const Words nibbles = load<Words>(at + HALF * LINE + n * VECTOR), upper = load<Words>(at + 2 * LINE + n * VECTOR);
+        low[n] = (Bytes)((nibbles & 0x0f0f0f0f) | ((HALF ? upper : upper << 4) & 0x30303030));
+        high[n] = (Bytes)((nibbles >> 4 & 0x0f0f0f0f) | ((HALF ? upper >> 2 : upper << 2) & 0x30303030));
+    });
+}
+
+template <int M, int HALF>
+__attribute__((always_inline)) inline void dot_sixes(const char* at, const char* const* x, int64_t channel, Ints (&part)[M][WIDE]) {
+    Bytes low[WIDE], high[WIDE];
+    load_sixes<HALF>(at, low, high);
+    each<M>([&](auto m) {
+        const char* y = x[m] + channel + HALF * 8;
+#if QUIRE_PAIRS
+        const Words first = all(word(y)), last = all(word(y + 4));
+        each<WIDE>([&](auto n) { part[m][n] += sums(pairs(low[n], first) + pairs(high[n], last)); });
+#else
+        each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], low[n], word(y)); });
+        each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], high[n], word(y + 4)); });
+#endif
+    });
 }
 
 #if QUIRE_PAIRS
@@ -197,14 +227,24 @@ inline void dot_code_matrices(const char*& at, const char* const* x, int64_t& k,
 }
 #endif
 
-// Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float; void: those of rows come later.
+struct Steps {};  // scales that are whole multiples of their span's
+
+inline Floats in_steps(const Weight& w, const void* of_spans, const int8_t* steps, int tile, int64_t group, int n) {
+    const int64_t groups = w.channels / w.group, spans = groups >> w.span;
+    const Ints step = widened(load<SignedQuarters>(steps + (tile * groups + group) * TILE_ROWS + n * LANES));
+    return __builtin_convertvector(step, Floats) * load_lanes((const float*)of_spans + (tile * spans + (group >> w.span)) * TILE_ROWS + n * LANES);
+}
+
+// Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float, or Steps; void: those of rows come later.
 template <class SCALES, int M>
 __attribute__((always_inline)) inline void add_group(const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
     const int64_t groups = w.channels / w.group;
     const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
     Floats by[WIDE];
-    if constexpr (!std::is_void_v<SCALES>)
-        each<WIDE>([&](auto n) { by[n] = load_lanes((const SCALES*)scale + (tile * groups + group) * TILE_ROWS + n * LANES); });
+    each<WIDE>([&](auto n) {
+        if constexpr (std::is_same_v<SCALES, Steps>) by[n] = in_steps(w, scale, w.scale_steps, tile, group, n);
+        else if constexpr (!std::is_void_v<SCALES>) by[n] = load_lanes((const SCALES*)scale + (tile * groups + group) * TILE_ROWS + n * LANES);
+    });
     each<M>([&](auto m) {
         const float y = x_scale[m * groups + group];
         each<WIDE>([&](auto n) {
@@ -218,29 +258,35 @@ __attribute__((always_inline)) inline void add_group(const Weight& w, const floa
 template <int M> inline void subtract_zeros(const Weight& w, const Rows& rows, int tile, int token, Sums<M>& acc) {
     if (!w.zero) return;
     const int64_t groups = w.channels / w.group;
-    for (int64_t g = 0; g < groups; ++g)
-        each<M>([&](auto m) {
-            const int64_t at = (token + m) * groups + g;
-            const float y = rows.scale[at] * rows.sum[at];
-            each<WIDE>([&](auto n) { acc[m][n] -= load_lanes(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES) * y; });
+    for (int64_t g = 0; g < groups; ++g) {
+        Floats zero[WIDE];
+        each<WIDE>([&](auto n) {
+            if (w.zero_steps) zero[n] = in_steps(w, w.zero, w.zero_steps, tile, g, n);
+            else zero[n] = load_lanes(w.zero + (tile * groups + g) * TILE_ROWS + n * LANES);
         });
+        each<M>([&](auto m) {
+            const int64_t i = (token + m) * groups + g;
+            const float y = rows.scale[i] * float(rows.sum[i]);
+            each<WIDE>([&](auto n) { acc[m][n] -= zero[n] * y; });
+        });
+    }
 }
 
 template <Kind KIND, class SCALES, int M>
 inline void dot_codes(const Weight& w, const char* at, const char* const* x, const Rows& rows, int tile, int token, Sums<M>& acc) {
-    constexpr int PER_LINE = KIND == INT4 ? 8 : 4;
+    constexpr int PER_LINE = KIND == INT6 ? 16 : KIND == INT4 ? 8 : 4;  // of INT6: per unit of three
     const int64_t groups = w.channels / w.group, lines = w.group / PER_LINE;
     const float* x_scale = rows.scale + token * groups;
     const int32_t* x_sum = rows.sum + token * groups;
     for (int64_t g = 0, k = 0; g < groups; ++g) {
         Ints part[M][WIDE];
         each<M>([&](auto m) {
-            Ints start = all(-OFFSET[KIND] * x_sum[m * groups + g]);
+            Ints start = all(-w.offset * x_sum[m * groups + g]);
             each<WIDE>([&](auto n) { part[m][n] = start; });
         });
         const int64_t end = k + lines;
 #ifdef QUIRE_I8MM
-        if constexpr (M > 1) dot_code_matrices<KIND, M>(at, x, k, end, part);
+        if constexpr (M > 1 && KIND != INT6) dot_code_matrices<KIND, M>(at, x, k, end, part);
 #endif
         while (k < end) {
             if constexpr (KIND == INT8) {
@@ -253,6 +299,11 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
                     each<WIDE>([&](auto n) { part[m][n] = dot(part[m][n], c[n], y); });
                 });
                 ++k, at += LINE;
+            } else if constexpr (KIND == INT6) {
+                dot_sixes<M, 0>(at, x, k * 16, part);
+                dot_sixes<M, 1>(at, x, k * 16, part);
+                for (int i = 0; i < 3 * LINE; i += 64) __builtin_prefetch(at + i + AHEAD);
+                ++k, at += 3 * LINE;
             } else {
                 dot_nibbles<M>(at, x, k, part);
             }
@@ -296,7 +347,10 @@ template <Kind KIND> Multiply multiply_floats(int tokens) {
 inline Multiply multiply_for(const Weight& w, int tokens) {
     if (w.kind == FLOAT32) return multiply_floats<FLOAT32>(tokens);
     if (w.kind == BFLOAT16) return multiply_floats<BFLOAT16>(tokens);
+    if (w.kind == INT6) return multiply_codes<INT6, Steps>(tokens);
+    if (w.kind == INT8 && w.scale_steps) return multiply_codes<INT8, Steps>(tokens);
     if (w.kind == INT8) return w.grouped ? multiply_codes<INT8, float>(tokens) : multiply_codes<INT8, void>(tokens);
+    if (w.scale_steps) return multiply_codes<INT4, Steps>(tokens);
     return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
 }
 #ifdef QUIRE_AMX
@@ -308,15 +362,17 @@ inline int tile_words(const Weight& w, int tokens) {
     return words % 16 == 0 ? 16 : words % 8 == 0 ? 8 : words == 4 ? 4 : 0;
 }
 
-// A tile, its nibbles as bytes.
+// A tile, its codes as bytes.
 inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& bytes) {
     const char* at = w.data + tile * tile_bytes(w);
-    if (w.kind != INT4) return at;
-    bytes.resize(2 * tile_bytes(w));
-    for (char *to = bytes.data(), *end = to + bytes.size(); to < end; to += 2 * LINE, at += LINE) {
-        Bytes low[WIDE], high[WIDE];
-        load_nibbles(at, low, high);
-        each<WIDE>([&](auto n) { store(to + n * VECTOR, low[n]), store(to + LINE + n * VECTOR, high[n]); });
+    if (w.kind < INT4) return at;
+    bytes.resize(int64_t(w.channels) / 4 * LINE);
+    for (char *to = bytes.data(), *end = to + bytes.size(); to < end;) {
+        Bytes low[2][WIDE], high[2][WIDE];
+        if (w.kind == INT4) load_nibbles(at, low[0], high[0]), at += LINE;
+        else load_sixes<0>(at, low[0], high[0]), load_sixes<1>(at, low[1], high[1]), at += 3 * LINE;
+        for (int half = 0; half < (w.kind == INT4 ? 1 : 2); ++half, to += 2 * LINE)
+            each<WIDE>([&](auto n) { store(to + n * VECTOR, low[half][n]), store(to + LINE + n * VECTOR, high[half][n]); });
     }
     return bytes.data();
 }
@@ -331,7 +387,7 @@ void multiply_tiles(const amx::Tiles& tiles, const Weight& w, const Rows& rows, 
     const auto add = [&](auto count, int m, int64_t g, Ints* part) {
         constexpr int M = count;
         for (int i = 0; i < M; ++i)
-            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= OFFSET[w.kind] * rows.sum[(token + m + i) * groups + g]; });
+            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= w.offset * rows.sum[(token + m + i) * groups + g]; });
         add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, g, *(Ints(*)[M][WIDE])(part + m * WIDE), *(Sums<M>*)(to + m * WIDE));
     };
     for (int i = 0; i < tokens * WIDE; ++i) to[i] = Floats{};
@@ -349,7 +405,7 @@ void multiply_tiles(const amx::Tiles& tiles, const Weight& w, const Rows& rows, 
     }
 }
 inline auto multiply_tiles_for(const Weight& w) {
-    return w.short_scale ? multiply_tiles<bf16> : w.grouped ? multiply_tiles<float> : multiply_tiles<void>;
+    return w.scale_steps ? multiply_tiles<Steps> : w.short_scale ? multiply_tiles<bf16> : w.grouped ? multiply_tiles<float> : multiply_tiles<void>;
 }
 #endif
 
@@ -436,7 +492,7 @@ void all_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, con
     for (int token = 0, m; token < tokens; token += m) {
         m = tokens - token < amx::TOKENS ? tokens - token : amx::TOKENS;
         tiles.configure(m, words);
-        const int64_t ahead = token && w.kind != INT4 ? (next - tile) * tile_bytes(w) : AHEAD;
+        const int64_t ahead = token && w.kind < INT4 ? (next - tile) * tile_bytes(w) : AHEAD;
         multiply(tiles, w, rows, at, tile, token, m, ahead, acc);
         if (other_at) multiply(tiles, w, rows, other_at, other, token, m, ahead, up);
         finish(w, out, tile, token, m, acc, up);

@@ -10,8 +10,9 @@ from torch import Tensor
 from kernels import QuantizedWeight, pack_nibbles, reference
 from kernels.cpu import matmul
 from kernels.cpu.choice import Choices
-from kernels.cpu.library import library
+from kernels.cpu.library import layout, library
 from kernels.cpu.packed_weight import NativeWeight
+from kernels.cpu.scale_steps import in_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +85,21 @@ def integers(kind: Any, n: int, k: int, group: int) -> QuantizedWeight:
     return QuantizedWeight(kind, codes, torch.rand(n, -(-k // group)) / 100, group)
 
 
+def blocks(kind: Any, n: int, k: int, group: int, codes: tuple[int, int], has_minima: bool = False) -> QuantizedWeight:
+    """Scales and minima are whole multiples of one for each 256 channels, as in GGUF."""
+    factor = (torch.rand(n, k // 256, 1) / 1000).half().float()
+    steps = [(torch.randint(-64 * (1 - has_minima), 64, (n, k // 256, 256 // group)) * factor).flatten(1) for _ in "sm"]
+    values = torch.randint(*codes, (n, k), dtype=torch.uint8 if kind == "int4" else torch.int8)
+    weight = QuantizedWeight(kind, pack_nibbles(values) if kind == "int4" else values, steps[0], group)
+    none = torch.full((n, k // group), -8, dtype=torch.int8) if kind == "int4" else None
+    return replace(weight, minimum=steps[1], zero=none) if has_minima else weight
+
+
 WEIGHTS = {
+    "four bits in blocks of 256": blocks("int4", 100, 512, 32, (0, 16), has_minima=True),
+    "five bits in blocks of 256": blocks("int8", 64, 256, 32, (0, 32), has_minima=True),
+    "six bits in blocks of 256": blocks("int8", 70, 512, 16, (-32, 32)),
+    "eight bits in blocks of 256": blocks("int8", 64, 512, 32, (-128, 128), has_minima=True),
     "int8 by rows": integers("int8", 80, 256, 256),
     "int8 in groups": replace(integers("int8", 64, 192, 64), factor=torch.rand(64) + 1),
     "int8 in blocks": replace(integers("int8", 64, 256, 128), scale=torch.rand(4, 2) / 100, rows=16),
@@ -137,9 +152,36 @@ def test_products_of_integers_by_pytorch(backend: str, monkeypatch: pytest.Monke
     x, exact = torch.randn(7, weight.num_channels), reference.dequantize(weight.codes, weight, torch.float32)
     packed = matmul.pack_weight(weight)
     assert isinstance(packed, NativeWeight)
-    monkeypatch.setattr(native, "choices", Choices({f"{weight.kind} products": (0.1, 0.1, 0.1)}))
+    monkeypatch.setattr(native, "choices", Choices({f"{packed.kind} products": (0.1, 0.1, 0.1)}))
     monkeypatch.setattr(native, "call", lambda called, *_: pytest.fail(called))
     torch.testing.assert_close(matmul.linear(x, packed), x @ exact.T, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_are_as_small_as_in_a_file(backend: str) -> None:
+    """A byte for each group, the scale of 256 channels as a float, six bits where codes need no more."""
+    if library() is None:
+        return
+    for name, kind, bits in (("four", "int4", 4 + 16 / 32 + 64 / 256), ("six", "int6", 6 + 8 / 16 + 32 / 256)):
+        packed = matmul.pack_weight(WEIGHTS[f"{name} bits in blocks of 256"])
+        assert isinstance(packed, NativeWeight)
+        assert packed.kind == kind
+        num_bytes = packed.nbytes + sum(each.nbytes for each in packed.others if each is not None)
+        rows = -(-packed.num_rows // layout().tile_rows) * layout().tile_rows
+        assert num_bytes * 8 == rows * packed.num_channels * bits
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0**-24, 6.1e-5, 0.37, 65504.0])
+def test_scales_in_steps_are_not_rounded(factor: float) -> None:
+    codes = torch.tensor([[0, 3, 63, -128, 5, 7, 127, 1], [0, 0, 0, 0, 0, 0, 2, -4], [0, 0, 0, 0, 0, 0, 0, 0]])
+    for sign in (1, -1):
+        scale = codes * (sign * torch.tensor(factor).half().float())
+        found = in_steps(scale, 32)
+        assert found is not None
+        assert torch.equal(found.codes * found.factor, scale)
+    assert in_steps(codes * torch.tensor(factor).half().float(), 64) is not None
+    assert in_steps(torch.tensor([[1.0, 129.0]]), 128) is None
+    assert in_steps(torch.tensor([[1.0, 2.0**-30]]), 128) is None
+    assert in_steps(torch.ones(1, 3), 128) is None
 
 
 def test_what_is_not_finite_stays_so(backend: str) -> None:
