@@ -67,6 +67,12 @@ struct Buffers {
     std::vector<float> most, total;               // of each row, so far
     std::vector<int> tokens, positions;           // of each query
     std::vector<std::pair<int, int>> seeing;      // first and past row of those that see a tile of keys
+    const Tile* asked = nullptr;                  // the tile whose first values have been asked for
+};
+
+// Keys of a sequence, from `first` to `past`.
+struct Keys {
+    int seq, kv_head, first, past;
 };
 
 struct Sharing {
@@ -129,7 +135,17 @@ template <class T, class C> struct Worker {
     int query_of(int r) const { return a.sparse_block ? r % (int)buffers.positions.size() : r / group; }
     int head_of(int r) const { return first_head + (a.sparse_block ? r / (int)buffers.positions.size() : r % group); }
 
-    void run(const Tile& tile) {
+    // The keys that a tile reads first.
+    Keys keys_of(const Tile& tile) const {
+        if (tile.seqs) return {tile.seqs[0], tile.kv_head, 0, tile.shared};
+        const int start = a.starts ? a.starts[tile.seq] : tile.seq, end = a.starts ? a.starts[tile.seq + 1] : start + 1;
+        const int length = a.lens[tile.seq], position = length - (end - start) + tile.first, last = position + tile.count;
+        const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
+        return {tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past};
+    }
+
+    // `following`: the tile that this thread will probably compute next, or null.
+    void run(const Tile& tile, const Tile* following) {
         group = tile.head < 0 ? a.heads / a.kv_heads : 1;
         first_head = tile.kv_head * (a.heads / a.kv_heads) + (tile.head < 0 ? 0 : tile.head);
         const int queries = tile.members * tile.count, rows = queries * group, d = a.head_dim;
@@ -150,15 +166,11 @@ template <class T, class C> struct Worker {
             for (int i = 0; i < d; i += LANES) store(&query[r * d + i], load_lanes(q + i) * (a.scale * key_scale));
             if (a.sinks) most[r] = a.sinks[head], total[r] = 1;
         }
-        if (tile.seqs) {
-            read(tile.seqs[0], tile.kv_head, 0, tile.shared, 0, rows);
+        bool are_asked = buffers.asked == &tile;
+        read(keys_of(tile), tile.seqs ? nullptr : following, 0, rows, are_asked);
+        if (tile.seqs)
             for (int n = 0; n < queries; ++n)
-                read(tile.seqs[n], tile.kv_head, tile.shared, positions[n] + 1, n * group, (n + 1) * group);
-        } else {
-            const int position = positions[0], length = a.lens[tile.seq], last = position + tile.count;
-            const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
-            read(tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past, 0, rows);
-        }
+                read({tile.seqs[n], tile.kv_head, tile.shared, positions[n] + 1}, nullptr, n * group, (n + 1) * group, false);
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + head_of(r) * d;
             const float scale = value_scale / total[r];
@@ -166,24 +178,41 @@ template <class T, class C> struct Worker {
         }
     }
 
-    // Rows from `top` to `bottom` attend to the keys from `first` to `past` of a sequence. Tiles begin at multiples of KEYS, so
-    // that a row's sums are the same in whatever tile of queries it is; keys before `first` are not read.
-    void read(int seq, int kv_head, int first, int past, int top, int bottom) {
-        const int32_t* table = a.tables + a.rows[seq] * a.table_stride;
+    // Where the keys are of a tile that begins at `key`; those that it has not are where a neighbour is.
+    void locate(const Keys& some, int key, int64_t (&at)[KEYS]) const {
+        const int32_t* table = a.tables + a.rows[some.seq] * a.table_stride;
+        const int from = key < some.first ? some.first - key : 0, count = std::min(some.past - key, KEYS);
+        for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count; ++block, within = 0)
+            for (; within < a.block_size && j < count; ++within, ++j)
+                at[j] = table[block] * a.block_stride + some.kv_head * a.head_stride + within * a.head_dim;
+        std::fill(at, at + from, at[from]);
+        std::fill(at + count, at + KEYS, at[count - 1]);
+    }
+
+    // Rows from `top` to `bottom` attend to keys of a sequence. Tiles begin at multiples of KEYS, so that a row's sums are the
+    // same in whatever tile of queries it is; keys before the first are not read. What is read next is asked for meanwhile.
+    void read(const Keys& some, const Tile* following, int top, int bottom, bool are_asked) {
         auto& seeing = buffers.seeing;
         seeing.assign(1, {top, bottom});
-        for (int key = first / KEYS * KEYS; key < past; key += KEYS) {
+        const bool few = bottom - top <= TALL;
+        int64_t at[KEYS], next[KEYS];
+        for (int key = some.first / KEYS * KEYS; key < some.past; key += KEYS) {
             if (a.sparse_block) find_seeing(key / a.sparse_block);
             if (seeing.empty()) continue;
-            const int from = key < first ? first - key : 0;
-            const int count = past - key < KEYS ? past - key : KEYS;
-            int64_t at[KEYS];
-            for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count; ++block, within = 0)
-                for (; within < a.block_size && j < count; ++within, ++j)
-                    at[j] = table[block] * a.block_stride + kv_head * a.head_stride + within * a.head_dim;
-            for (int j = from; j < count; ++j)  // their values come while the keys are multiplied
+            const int from = key < some.first ? some.first - key : 0, count = std::min(some.past - key, KEYS);
+            locate(some, key, at);
+            if (key + KEYS < some.past) {
+                locate(some, key + KEYS, next);
+            } else if (const Keys after = following ? keys_of(*following) : Keys{}; after.past > 0) {
+                locate(after, after.first / KEYS * KEYS, next);
+                buffers.asked = few ? following : nullptr;
+            } else {
+                std::copy(at, at + KEYS, next);
+            }
+            for (int j = from; j < count && !are_asked; ++j)  // their values come while the keys are multiplied
                 for (int i = 0; i < a.head_dim; i += 64 / int(sizeof(C))) __builtin_prefetch((const C*)a.values + at[j] + i);
-            read_keys(at, from, count);
+            are_asked = few && !a.sparse_block;
+            read_keys(at, from, count, next);
             for (const auto& [begin, end] : seeing) by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
             const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window && !a.distance_bias;
             for (const auto& [begin, end] : seeing)
@@ -192,10 +221,13 @@ template <class T, class C> struct Worker {
                     if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
                     else soften<false>(r, head_of(r), own, key, count);
                 }
-            const int some = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
-            for (int i = 0; i < a.head_dim; i += some)
+            const int wide = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
+            for (int i = 0; i < a.head_dim; i += wide)
                 for (const auto& [begin, end] : seeing)
-                    by_rows<TALL>(begin, end, [&](auto m, int r) { add_values<m>(r, i, std::min(i + some, a.head_dim), at, from, count); });
+                    by_rows<TALL>(begin, end, [&](auto m, int r) {
+                        if (few) add_values<m, true>(r, i, std::min(i + wide, a.head_dim), at, from, count, next);
+                        else add_values<m, false>(r, i, std::min(i + wide, a.head_dim), at, from, count, next);
+                    });
         }
     }
 
@@ -221,13 +253,15 @@ template <class T, class C> struct Worker {
     }
 
     // A tile of keys in float32, a channel's keys side by side.
-    void read_keys(const int64_t* at, int from, int count) {
+    void read_keys(const int64_t* at, int from, int count, const int64_t* next) {
         for (int j = 0; j < KEYS; j += LANES) {
             if (j >= count || j + LANES <= from) {
                 for (int i = 0; i < a.head_dim; ++i) store(&keys[i * KEYS + j], Floats{});
                 continue;
             }
             for (int i = 0; i < a.head_dim; i += LANES) {
+                if (i * sizeof(C) % 64 == 0)
+                    for (int n = 0; n < LANES; ++n) __builtin_prefetch((const C*)a.keys + next[j + n] + i, 0, 2);
                 Floats v[LANES];
                 if (j >= from && j + LANES <= count) each<LANES>([&](auto n) { v[n] = load_lanes((const C*)a.keys + at[j + n] + i); });
                 else each<LANES>([&](auto n) { v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
@@ -297,21 +331,24 @@ template <class T, class C> struct Worker {
             for (int i = 0; i < a.head_dim; i += LANES) store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
     }
 
-    template <int M> void add_values(int r, int i, int end, const int64_t* at, int from, int count) {
+    // ASKS: for the values at `next`.
+    template <int M, bool ASKS> void add_values(int r, int i, int end, const int64_t* at, int from, int count, const int64_t* next) {
         constexpr int N = columns(M);
-        for (; i + N * LANES <= end; i += N * LANES) add_channels<M, N>(r, i, at, from, count);
+        for (; i + N * LANES <= end; i += N * LANES) add_channels<M, N, ASKS>(r, i, at, from, count, next);
         if constexpr (N > WIDE)
-            for (; i + WIDE * LANES <= end; i += WIDE * LANES) add_channels<M, WIDE>(r, i, at, from, count);
-        for (; i < end; i += LANES) add_channels<M, 1>(r, i, at, from, count);
+            for (; i + WIDE * LANES <= end; i += WIDE * LANES) add_channels<M, WIDE, ASKS>(r, i, at, from, count, next);
+        for (; i < end; i += LANES) add_channels<M, 1, ASKS>(r, i, at, from, count, next);
     }
 
-    template <int M, int N> void add_channels(int r, int channel, const int64_t* at, int from, int count) {
+    template <int M, int N, bool ASKS> void add_channels(int r, int channel, const int64_t* at, int from, int count, const int64_t* next) {
         Floats acc[M][N];
         float* to = &out[r * a.head_dim + channel];
         each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
         for (int j = from; j < count; ++j) {
             Floats v[N];
             each<N>([&](auto n) { v[n] = load_lanes((const C*)a.values + at[j] + channel + n * LANES); });
+            if (ASKS)
+                for (int i = 0; i < N * LANES; i += 64 / int(sizeof(C))) __builtin_prefetch((const C*)a.values + next[j] + channel + i, 0, 2);
             each<M>([&](auto m) {
                 Floats y = all(scores[(r + m) * KEYS + j]);
                 each<N>([&](auto n) { acc[m][n] += v[n] * y; });
@@ -348,7 +385,8 @@ template <class T, class C> void attend(const Attention& a) {
     }
     pool.run(tiles.size(), [&](int64_t i) {
         thread_local Buffers buffers;
-        Worker<T, C>{a, buffers}.run(tiles[i]);
+        const size_t following = i + pool.threads;
+        Worker<T, C>{a, buffers}.run(tiles[i], following < tiles.size() ? &tiles[following] : nullptr);
     });
 }
 
