@@ -18,7 +18,7 @@ from benchmarks.serving.metrics import METRICS, Report
 from engine.errors import ConfigError
 from engine.flags import check, flag
 
-RANDOM = ("random", "random-mm", "prefix_repetition", "conversations")
+RANDOM = ("random", "random-mm", "chat", "prefix_repetition", "conversations")
 FILES = ("custom", "sharegpt")
 
 
@@ -95,8 +95,8 @@ class DatasetFlags:
 
     dataset_name: str = flag(
         "random",
-        "random, random-mm (with images), prefix_repetition, conversations, custom or sharegpt (files), or one of "
-        f"{', '.join(workloads.NAMED)}",
+        "random, random-mm (with images), chat (lengths of real chats), prefix_repetition, conversations, custom or "
+        f"sharegpt (files), or one of {', '.join(workloads.NAMED)}",
         choices=(*RANDOM, *FILES, *workloads.NAMED),
         metavar="NAME",
     )
@@ -124,6 +124,9 @@ class DatasetFlags:
     )
     random_mm_num_distinct_items: int | None = flag(
         None, "images are chosen from so many different ones (else each is sent once)", at_least=1
+    )
+    chat_max_input_len: int | None = flag(
+        None, "prompts of chat have at most so many tokens (else up to 4,509)", at_least=1
     )
     prefix_repetition_prefix_len: int = flag(256, "tokens that prompts of prefix_repetition share", at_least=1)
     prefix_repetition_suffix_len: int = flag(256, "tokens of each that are its own", at_least=1)
@@ -204,8 +207,17 @@ class TrafficFlags:
         (), "find the highest rate at which these milliseconds hold, such as p99_ttft:500 p99_tpot:50", metavar="TARGET"
     )
 
+    find_seconds: float | None = flag(
+        None,
+        "of find_max_rate: measure each rate for so long, after a warm-up of a third of that; a rate at which more and "
+        "more requests are in flight does not hold (else: --num-prompts requests at each rate)",
+        above=0,
+    )
+
     def __post_init__(self) -> None:
         check(self)
+        if self.find_seconds is not None and not self.find_max_rate:
+            raise ConfigError("find_seconds needs find_max_rate")
         try:
             rate = float(self.request_rate)
         except ValueError:

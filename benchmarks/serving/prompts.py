@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
+from benchmarks.serving.chat_lengths import chat_requests
 from benchmarks.serving.client import Client, Failure
 from benchmarks.serving.conversations import Conversation, ConversationShape
 from benchmarks.serving.flags import DatasetFlags, TargetFlags
@@ -91,6 +92,9 @@ class Prompts:
                 seed=seed,
             )
             return requests if data.images is None else data.images.attach(requests, seed)
+        if data.dataset_name == "chat":
+            found = chat_requests(count or 1000, most=data.chat_max_input_len, vocab_size=self.vocab_size, seed=seed)
+            return [replace(each, output_len=data.output_len or each.output_len) for each in found]
         if data.dataset_name == "conversations":
             shape = self.conversations(1, seed)
             return [Conversation(shape, number).next_turn() for number in range(count or 1000)]

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ import uvloop
 from tqdm import tqdm
 
 from benchmarks import workloads
-from benchmarks.serving import metrics, replicas
+from benchmarks.serving import metrics, replicas, server_cpu
 from benchmarks.serving.client import UNREACHABLE, Answer, Client, Failure
 from benchmarks.serving.conversations import Conversations, token_ids_of
-from benchmarks.serving.flags import DatasetFlags, ReportFlags, Target, TargetFlags, TrafficFlags
+from benchmarks.serving.flags import DatasetFlags, ReportFlags, TargetFlags, TrafficFlags
 from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.rate_search import RateSearch, Run, finite
 from benchmarks.workloads import Request
 from engine.errors import ConfigError
 from engine.flags import Parser, add_flags, load
@@ -37,7 +37,7 @@ EPILOG = """examples:
   quire bench serve                                    random prompts, all at once, at http://127.0.0.1:8000
   quire bench serve --port 9000 --num-prompts 200 --random-input-len 256 --random-output-len 256 --max-concurrency 64
   quire bench serve --request-rate 8 --goodput ttft:500 tpot:50 --metric-percentiles 50,90,99 --save-result
-  quire bench serve --find-max-rate p99_ttft:500 p99_tpot:50 --num-prompts 300
+  quire bench serve --find-max-rate p99_ttft:500 p99_itl:30 --find-seconds 60 --dataset-name chat
   quire bench serve --dataset-name custom --dataset-path prompts.jsonl --endpoint /v1/chat/completions
   quire bench serve --dataset-name random-mm --endpoint /v1/chat/completions --num-prompts 200 --max-concurrency 64
   quire bench serve --dataset-name conversations --max-concurrency 64 --num-prompts 2000
@@ -60,21 +60,14 @@ def main(argv: list[str]) -> int:
         result = runner.run(benchmark.run())
     lines = benchmark.notes
     if result["completed"]:
-        lines = [metrics.table(result, benchmark.report.report), *lines, *about_clients(benchmark.clients)]
+        lines = [metrics.table(result, benchmark.report.report), *lines]
+        if cores := result.get("server_cpu"):
+            lines.append(server_cpu.describe(cores, result["output_throughput"]))
+        lines += about_clients(benchmark.clients)
     if path := benchmark.save(result):
         print(f"saved {path}")
     print("\n".join(lines))
     return 1 if result["failed"] or not result["completed"] else 0
-
-
-@dataclass
-class Run:
-    """One pass over the prompts."""
-
-    answers: list[Answer]
-    duration: float
-    client: dict[str, float]  # how busy we were ourselves
-    engines: dict[str, Any]  # what the server says of its caches and engines
 
 
 class Benchmark:
@@ -159,46 +152,20 @@ class Benchmark:
         return self._result(results)
 
     async def _find_max_rate(self, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
-        """Bisect between no rate and the server's maximum; the figures are those of the highest rate that holds."""
-        targets = [Target.parse(text) for text in self.traffic.find_max_rate]
-        probes: list[dict[str, Any]] = []
+        """Search for the highest rate that holds; the figures are those of that rate."""
 
-        async def probe(rate: float) -> tuple[bool, dict[str, Any]]:
+        async def run_at(rate: float, number: int, count: int | None) -> tuple[Run, list[float]]:
             nonlocal requests
-            if probes:
-                requests = await self._prompts.encode(self._prompts.requests(self.dataset.seed + len(probes)))
-            delays = arrival_times(len(requests), rate, self.traffic.burstiness, self.dataset.seed + len(probes))
-            run = await self._pass(requests, delays, f"rate {rate:.4g}")
-            found = {target.name: target.measured(run.answers) for target in targets}
-            holds = all(a.ok for a in run.answers) and all(found[t.name] <= t.limit_ms for t in targets)
-            shown = ", ".join(f"{t.name} {found[t.name]:.1f} of {t.limit_ms:g}" for t in targets)
-            measured = self._measure(run)
-            if measured["completed"]:
-                print(f"rate {rate:<8.4g} {'holds' if holds else 'fails'}   {shown}", flush=True)
-            throughput = measured["request_throughput"]
-            probes.append({"rate": _finite(rate), "holds": holds, "request_throughput": throughput, **found})
-            return holds, measured
+            seed = self.dataset.seed + number
+            if number:
+                requests = await self._prompts.encode(self._prompts.requests(seed, count))
+            delays = arrival_times(len(requests), rate, self.traffic.burstiness, seed)
+            return await self._pass(requests, delays, f"rate {rate:.4g}"), delays
 
-        holds, best = await probe(math.inf)
-        low, high = (math.inf, math.inf) if holds else (0.0, best["request_throughput"])
-        lowest = high / 64
-        while high > lowest and high > low * 1.05 and best["completed"]:
-            rate = (low + high) / 2
-            holds, measured = await probe(rate)
-            if holds:
-                low, best = rate, measured
-            else:
-                high = rate
-        found = {"targets": list(self.traffic.find_max_rate), "max_rate": _finite(low), "probes": probes}
-        if low == math.inf:
-            self.notes.append(
-                f"The targets hold even with all {len(requests)} requests at once: try more --num-prompts."
-            )
-        elif low:
-            self.notes.append(f"Highest request rate that holds (RPS): {low:.4g} (fails at {high:.4g})")
-        elif best["completed"]:
-            self.notes.append(f"No rate holds: the targets fail even at {high:.3g} requests a second.")
-        return self._result([best]) | {"configured_rate": low if 0 < low < math.inf else None, "find_max_rate": found}
+        search = RateSearch(self.traffic, run_at, self._measure)
+        best = await search.run()
+        self.notes += search.notes(len(requests), best)
+        return self._result([best]) | {"configured_rate": search.best_rate, "find_max_rate": search.found()}
 
     async def _first_requests(self) -> list[tuple[bytes, int]]:
         """The prompts of the first pass, when a single one like them has been answered."""
@@ -306,10 +273,14 @@ class Benchmark:
                 start = time.perf_counter()
                 answers = await send(bar.update)
                 duration = time.perf_counter() - start
+        after = await self._client.metrics()
         num_events = sum(len(answer.times) for answer in answers)
         client["events_per_second"] = num_events / duration
         client["max_events_per_second"] = num_events / max(client.pop("cpu_seconds"), 1e-9)
-        return Run(answers, duration, client, replicas.between(before, await self._client.metrics()))
+        engines = replicas.between(before, after)
+        if cores := server_cpu.between(before, after, duration):
+            engines["server_cpu"] = cores
+        return Run(answers, duration, client, engines)
 
     def _measure(self, run: Run) -> dict[str, Any]:
         """The figures of one pass, and what is odd about it."""
@@ -340,7 +311,7 @@ class Benchmark:
             "tokenizer_id": target.tokenizer,
             "num_prompts": len(self._prompts),
             **metadata,
-            "request_rate": _finite(rate),
+            "request_rate": finite(rate),
             "burstiness": self.traffic.burstiness,
             "max_concurrency": self.traffic.max_concurrency,
             "configured_rate": None if rate == math.inf else rate,
@@ -444,11 +415,6 @@ def about_clients(clients: list[dict[str, float]]) -> list[str]:
             "this client cannot keep the request rate."
         )
     return found
-
-
-def _finite(rate: float) -> float | str:
-    """JSON has no infinity."""
-    return "inf" if rate == math.inf else rate
 
 
 def _raise_file_limit() -> None:

@@ -17,8 +17,10 @@ import pytest
 from PIL import Image
 
 from benchmarks.processes import free_port
-from benchmarks.serving import serve
+from benchmarks.serving import serve, server_cpu
+from benchmarks.serving.chat_lengths import LENGTHS
 from benchmarks.serving.client import Answer
+from benchmarks.serving.rate_search import Run, Window
 from engine.errors import ConfigError
 from server.cli import main as cli
 from tests.support.stub_sse import Stub
@@ -228,16 +230,74 @@ def test_a_server_that_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert saved(tmp_path)["failures"] == {"connection refused": 1}
 
 
-async def queued(benchmark: serve.Benchmark, requests: list[Any], delays: Sequence[float], title: str) -> serve.Run:
+async def queued(benchmark: serve.Benchmark, requests: list[Any], delays: Sequence[float], title: str) -> Run:
     """A pass in which a server answers one request after the other, 4 ms each."""
     ends = list(itertools.accumulate(delays, lambda end, delay: max(end, delay) + 0.004, initial=0.0))[1:]
     answers = [Answer(9, delay, times=array("d", [end]), output_len=1) for delay, end in zip(delays, ends, strict=True)]
-    return serve.Run(
+    return Run(
         answers,
         ends[-1],
         {"cpu_share": 0.0, "loop_lag_p99_ms": 0.0, "events_per_second": 1.0, "max_events_per_second": 1.0},
         {},
     )
+
+
+@pytest.mark.parametrize(("rate", "grows"), [(100, False), (240, False), (300, True), (1000, True)])
+def test_a_rate_beyond_the_servers_makes_its_queue_grow(rate: float, grows: bool) -> None:
+    window = Window(rate, 3)
+    delays = serve.arrival_times(window.num_prompts, rate, 1.0, 0)
+    run = asyncio.run(queued(None, [], delays, ""))  # type: ignore[arg-type]  # 250 a second are answered
+    assert window.grows(run.answers, delays) == grows
+    assert len(window.measured(run.answers, delays)) == pytest.approx(3 * rate, rel=0.2)
+
+
+def test_each_rate_is_measured_after_a_warm_up(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three seconds. A limit that is never reached finds the capacity."""
+    passes: list[int] = []
+
+    async def counted(benchmark: serve.Benchmark, requests: list[Any], delays: Sequence[float], title: str) -> Run:
+        passes.append(len(requests))
+        return await queued(benchmark, requests, delays, title)
+
+    monkeypatch.setattr(serve.Benchmark, "_pass", counted)
+    words = ["--num-prompts", "400", "--find-max-rate", "ttft:400", "--find-seconds", "3", "--save-result"]
+    assert bench(stub.url("ok"), *words, "--result-dir", str(tmp_path), "--burstiness", "100") == 0
+    found = saved(tmp_path)["find_max_rate"]
+    assert 200 < found["max_rate"] < 270, "what a queue of one server can do"
+    for probe, sent in zip(found["probes"][1:], passes[1:], strict=True):
+        assert sent == math.ceil(4 * probe["rate"])
+    assert saved(tmp_path)["completed"] == pytest.approx(3 * found["max_rate"], abs=3)
+    assert {"grows", "output_throughput", "p99_ttft_ms"} <= found["probes"][-1].keys()
+
+
+def test_lengths_of_real_chats(stub: Stub) -> None:
+    words = ["--dataset-name", "chat", "--num-prompts", "200"]
+    assert serve.main(["--base-url", stub.url("ok"), "--disable-tqdm", *words]) == 0
+    sent = stub.requests[1:]
+    assert {(len(body["prompt"]), body["max_tokens"]) for body in sent} <= set(LENGTHS)
+    assert len({len(body["prompt"]) for body in sent}) > 50
+    prompts, answers = zip(*LENGTHS, strict=True)
+    assert len(LENGTHS) == 160
+    assert (np.median(prompts), np.median(answers)) == (977, 157)
+    stub.requests.clear()
+    assert bench(stub.url("ok"), *words[:2], "--chat-max-input-len", "300") == 0
+    assert max(len(body["prompt"]) for body in stub.requests) == 300
+    assert {body["max_tokens"] for body in stub.requests} == {4}
+
+
+def test_cpu_of_the_servers_processes() -> None:
+    def text(api: float, engine: float) -> str:
+        lines = [f'quire:process_cpu_seconds_total{{process="{name}"}} {value}' for name, value in
+                 (("api", 1.0), ("api_0", api), ("engine", engine))]  # fmt: skip
+        return "\n".join(["process_cpu_seconds_total 7.0", *lines])
+
+    cores = server_cpu.between(text(1, 2), text(2, 6), 4.0)
+    assert cores == {"api": 0.0, "api_0": 0.25, "engine": 1.0}
+    assert server_cpu.describe(cores, 10_000) == (
+        "Server, cores in use: api 0.00, api_0 0.25, engine 1.00; a token takes 25.0 µs of the API's."
+    )
+    assert server_cpu.between("process_cpu_seconds_total 1.5", "process_cpu_seconds_total 2.5", 2) == {"api": 0.5}
+    assert server_cpu.between("", "", 1) == {}
 
 
 def test_find_max_rate(
@@ -340,6 +400,7 @@ def test_the_watch_sees_a_blocked_loop() -> None:
         (["--burstiness", "2"], "burstiness has no effect"),
         (["--find-max-rate", "ttft:100", "--request-rate", "3"], "leave request_rate out"),
         (["--find-max-rate", "ttft:100", "--repeat", "3"], "cannot be combined"),
+        (["--find-seconds", "5"], "find_seconds needs find_max_rate"),
         (["--find-max-rate", "p99_tft:100"], "find_max_rate must be like p99_ttft:500"),
         (["--find-max-rate", "p101_ttft:100"], "find_max_rate must be like p99_ttft:500"),
         (["--goodput", "itl:5"], "goodput must be like ttft:500"),
