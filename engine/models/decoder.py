@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from engine.models.altup import AltUp, Streams, Sublayers
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
@@ -30,7 +31,7 @@ from engine.models.relative import RelativeBias
 from engine.models.residual import ImageSpan, InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
-from engine.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import AltUpSpec, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
 from engine.models.vision.kinds import make_encoder
 from engine.models.vision.layers import VisionEncoder
 
@@ -75,7 +76,8 @@ class Decoder(nn.Module):
                 continue
             own = replace(body.only_if(i in self.own_layers) / "layers" / i, transposed=spec.transposed)
             cos_sin = tables[layer.mixer.rope]
-            self.layers.append(DecoderLayer(layer, spec.hidden_size, cos_sin, make_norm, own, per_layer))
+            self.layers.append(DecoderLayer(layer, spec.hidden_size, cos_sin, make_norm, own, per_layer, spec.altup))
+        self.streams = Streams(spec.altup, spec.hidden_size, body) if spec.altup else None
         self._share_scales(spec)
         self._share_biases(spec, body)
         body, scope = body.only_if(is_last), scope.only_if(is_last)
@@ -197,7 +199,7 @@ class Decoder(nn.Module):
         scales = None if scaling is None else query_scales(scaling, positions).to(hidden.dtype)
         spans = () if images is None else images.spans
         context = TokenContext(adapters=adapters, query_scales=scales, image_spans=spans)
-        stream = ResidualStream(hidden, context=context)
+        stream = ResidualStream(hidden if self.streams is None else self.streams.expand(hidden), context=context)
         layers = zip(self.own_layers, self._here, self._skips, kv_cache, attention, vectors, strict=True)
         for index, layer, skips, kv, metadata, vector in layers:
             if skips:
@@ -209,7 +211,7 @@ class Decoder(nn.Module):
                 stream = replace(stream, hidden=added, normed=None)
             if (tap := self.taps.get(index)) is not None:
                 tap[: len(stream.hidden)].copy_(stream.hidden)
-        return stream.hidden
+        return stream.hidden if self.streams is None else self.streams.merge(stream.hidden)
 
     def _vectors(self, input_ids: Tensor, hidden: Tensor, images: ImageTokens | None) -> Sequence[Tensor]:
         """Return the vectors [T, P] of each layer's own. Tokens of images get those of the padding token."""
@@ -292,6 +294,7 @@ class DecoderLayer(nn.Module):
         make_norm: MakeNorm,
         scope: Scope,
         per_layer: PerLayerSpec | None = None,
+        altup: AltUpSpec | None = None,
     ) -> None:
         super().__init__()
         names, multiplier = layer.norms, layer.residual_multiplier
@@ -326,10 +329,11 @@ class DecoderLayer(nn.Module):
         )
         self.per_layer = PerLayerInput(per_layer, hidden_size, make_norm, scope) if per_layer else None
         self.output_scale = OutputScale(scope) if layer.output_scale else None
+        self.altup = AltUp(altup, hidden_size, make_norm, scope) if altup else None
         self.attention_norm.read_by(self._next_norm)
         if self.mlp is not None:
             self.mlp_norm.read_by(self.mlp.next_norm)
-        if not self.parallel and self.mlp is not None:
+        if not self.parallel and self.mlp is not None and self.altup is None:
             self.attention_sum.precede(self.mlp_norm)
 
     def forms_of_weights(self) -> tuple[object, ...]:
@@ -338,7 +342,7 @@ class DecoderLayer(nn.Module):
 
     def precede(self, following: DecoderLayer) -> None:
         """Let this layer's last kernel compute the norm with which the layer `following` begins, where it is faster."""
-        if self.output_scale is None and not self.further:
+        if self.output_scale is None and not self.further and self.altup is None:
             last = self.attention_sum if self.mlp is None else self.mlp_sum
             (last if self.per_layer is None else self.per_layer.after).precede(following.attention_norm)
 
@@ -360,6 +364,8 @@ class DecoderLayer(nn.Module):
         """
         slots = None if isinstance(self.mlp, MLP | None) else metadata.slot_mapping
         stream = replace(stream, context=stream.context._replace(slots=slots, vector=vector))
+        if self.altup is not None:
+            return self.altup(cast(Sublayers, self), stream, positions, kv, metadata)  # type: ignore[no-any-return]
         x = self.attention_norm(stream)
         normed = None
         if self.parallel or self.lends_input:

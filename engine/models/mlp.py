@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from torch import Tensor, nn
 
 import kernels
@@ -20,7 +22,7 @@ class MLP(nn.Module):
         super().__init__()
         inner, bias, self.spec = spec.intermediate_size, spec.bias, spec
         self._gate: GateEpilogue | None = None
-        self._splits = spec.gated and spec.activation == "gelu"  # no kernel computes this gate
+        self._splits = spec.gated and (spec.activation == "gelu" or spec.sparsity > 0)  # no kernel computes these gates
         self._alternates = spec.activation == "clamped_swiglu"  # nor this one
         if spec.gated and not self._splits and not self._alternates:
             self._gate = GateEpilogue("silu" if spec.activation == "silu" else "gelu_tanh")
@@ -56,7 +58,9 @@ class MLP(nn.Module):
             gate, up = self.gate_up.run(x).chunk(2, 1)
             if self.spec.up_first:
                 gate, up = up, gate
-            return kernels.activation(gate, "gelu").mul_(up)
+            assert self.spec.activation in ("gelu", "gelu_tanh")
+            gate = self._cut(gate) if self.spec.sparsity else gate
+            return kernels.activation(gate, self.spec.activation).mul_(up)
         if self._alternates:
             limit = self.spec.limit
             gate, up = self.gate_up.run(x).unflatten(1, (-1, 2)).unbind(2)
@@ -64,6 +68,18 @@ class MLP(nn.Module):
             return kernels.sigmoid(1.702 * gate).mul_(gate).mul_(up + 1)
         assert self.spec.activation != "clamped_swiglu"
         return kernels.activation(self.gate_up.run(x), self.spec.activation)
+
+    def _cut(self, gate: Tensor) -> Tensor:
+        """Return relu(gate - cutoff), gate [T, n]: the cutoff lies as far above a token's mean as `sparsity` says."""
+        size, wide = self.gate_up.shard.size, gate.float()
+
+        def mean(x: Tensor) -> Tensor:
+            own = x.mean(1, keepdim=True)
+            return own if size == 1 else self.gate_up.communicator.all_reduce(own) / size
+
+        middle = mean(wide)
+        deviation = mean((wide - middle).square()).sqrt()
+        return (wide - middle - NormalDist().inv_cdf(self.spec.sparsity) * deviation).relu_().to(gate.dtype)
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
         """See `Linear.next_norm`."""

@@ -28,12 +28,15 @@ class PerLayerEmbedding(nn.Module):
         self.projection = Linear(scope, hidden_size, {"per_layer_model_projection": width})
         self.norm = make_norm(scope / "per_layer_projection_norm", spec.size)
         self._shape = num_layers, spec.size
+        self._vocab_size = spec.vocab_size if spec.is_partial else 0
         # In the dtype of the weights, as the model was trained.
         self._multiplier = torch.tensor(spec.size**0.5, dtype=scope.dtype).item()
         self._projection_multiplier = hidden_size**-0.5
 
     def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
         """input_ids [T], embedded [T, hidden] → [T, L, P]."""
+        if self._vocab_size:
+            input_ids = torch.where(input_ids < self._vocab_size, input_ids, 0)
         of_tokens = kernels.scale(self.embed_tokens(input_ids), self._multiplier)
         projected = kernels.scale(self.projection.run(embedded), self._projection_multiplier)
         normed = self.norm(projected.unflatten(1, self._shape))

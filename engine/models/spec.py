@@ -178,6 +178,8 @@ class DenseSpec:
     down_bias: bool | None = None  # None: `bias`
     up_first: bool = False  # `fused` holds up, then gate; for "gelu" alone
     gate_multiplier: float = 1.0  # of the gate, before its activation
+    # Share of a token's gates that are cut off, if they are distributed normally: relu(gate - cutoff); 0: none is.
+    sparsity: float = 0.0
     fused: str = ""  # name of a tensor that holds gate, then up; "": separate tensors
     up_name: str = "up_proj"  # in the checkpoint
     down_name: str = "down_proj"
@@ -306,6 +308,17 @@ class PerLayerSpec:
 
     size: int
     vocab_size: int
+    is_partial: bool = False  # further tokens of the vocabulary have the vectors of token 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpSpec:
+    """Alternating updates of several residual streams (Gemma 3n), see `engine.models.altup`."""
+
+    num_streams: int
+    active: int  # the stream that layers compute
+    scales_output: bool  # by learnt numbers, before the layer's own embedding is added
+    laurel_rank: int  # of the learnt augmented residual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,6 +472,7 @@ class ModelSpec:
     embedding_dim: int = 0  # channels of embeddings, which are projected to `hidden_size`; 0: they have these
     adaptations: AdaptationSpec | None = None
     per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None  # None: there is one residual stream
     num_draft_layers: int = 0  # multi-token prediction layers stored after the decoder's, see `mtp`
     # How the checkpoint names such layers, if a drafter can use them: as further layers, or below "mtp".
     mtp: Literal["", "layers", "mtp"] = ""

@@ -63,6 +63,8 @@ def _drafter(
             )
         return DraftSpec(method="mtp", folder=target, model=mtp_spec(spec))
     folder = resolve_model(settings.model, download_dir=config.download_dir, weights=weights)
+    if settings.method in ("dflash", "eagle3") and spec.altup is not None:
+        raise config_error(f"{spec.architecture} has several residual streams, which {settings.method} does not read")
     if settings.method == "dflash":
         return read_dflash(folder, spec, settings.num_speculative_tokens)
     if settings.method == "eagle3":

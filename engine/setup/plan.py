@@ -366,7 +366,8 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
         if isinstance(mixer, LatentSpec) and can_expand(mixer):
             heads = max(heads, MOST_POSITIONS * expanded_width(mixer))
         widest = max(widest, heads + scratch, *(_mlp_width(mlp, spec.hidden_size) for mlp in layer.mlps))
-    hidden = options.max_num_batched_tokens * size * (2 * spec.hidden_size + widest)
+    streams = 1 if spec.altup is None else 3 * spec.altup.num_streams  # predicted and corrected ones, too
+    hidden = options.max_num_batched_tokens * size * (2 * streams * spec.hidden_size + widest)
     logits = options.max_num_seqs * spec.vocab_size * (size + 4)
     return max(hidden, logits)
 

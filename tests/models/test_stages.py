@@ -48,7 +48,7 @@ def chain(folder: Path, count: int, **options: Any) -> Any:
     return Chain(stages)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gemma4_small"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gemma4_small", "gemma3n"}))
 def test_two_stages_equal_the_model(tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path)
     whole = load(tmp_path)

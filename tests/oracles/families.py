@@ -160,6 +160,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 6,
+            "intermediate_size": [192, 192, 192, 192, 256, 256],
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": VOCAB,
+            "altup_active_idx": 1,
+            "laurel_rank": 16,
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}),
     "olmo3": (
         "Olmo3",
@@ -1005,7 +1025,7 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
                 parameter.normal_(1.0, 0.2)
                 if family.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in parameter_name:
                     parameter.sub_(1)  # of these, 1 + w is used
-                if family == "Gemma4" and "q_norm" in parameter_name:
+                if family in ("Gemma3n", "Gemma4") and "q_norm" in parameter_name:
                     parameter.mul_(len(parameter) ** -0.5)  # it has learnt the scale of its scores
             else:
                 parameter.normal_(0.0, 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)

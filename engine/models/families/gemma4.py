@@ -42,18 +42,10 @@ def gemma4(config: Config) -> ModelSpec:
     slide[-1] = False  # the last layer always has full attention
     count = num_layers(config)
     num_shared = integer(config, "num_kv_shared_layers", 0, minimum=0, maximum=count - 1)
-    first_shared = count - num_shared
-    mixers = []
-    for layer, kind in enumerate(KINDS[here] for here in slide):
-        mixer = _attention(config, kind, layer)
-        if layer >= first_shared:
-            sources = [source for source in range(first_shared) if slide[source] == slide[layer]]
-            if not sources:
-                raise ModelError(f"'num_kv_shared_layers' ({num_shared}) leaves no {kind} to share")
-            mixer = replace(mixer, kv_of=sources[-1])
-        mixers.append(mixer)
+    own = [_attention(config, KINDS[here], layer) for layer, here in enumerate(slide)]
+    mixers, unused = share_caches(own, slide, num_shared)
     windows = windows_of(config, slide, 512)
-    mlps = _mlps(config, first_shared)
+    mlps = _mlps(config, count - num_shared)
     spec = decoder(config, mixers, mlps, windows=windows, norms=GEMMA)
     return replace(
         spec,
@@ -64,12 +56,25 @@ def gemma4(config: Config) -> ModelSpec:
         else number(config, "final_logit_softcapping"),
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         per_layer=_per_layer(config),
-        unused=tuple(
-            f"layers.{layer}.self_attn.{name}."
-            for layer in range(first_shared, count)
-            for name in ("k_proj", "v_proj", "k_norm")
-        ),
+        unused=unused,
     )
+
+
+def share_caches(
+    mixers: list[AttentionSpec], slide: list[bool], num_shared: int
+) -> tuple[list[AttentionSpec], tuple[str, ...]]:
+    """Let the last layers read the cache of the last one before them that is of their kind.
+
+    Returns their attention and the names of their tensors that are not read. Raises `ModelError` if there is none.
+    """
+    first, shared = len(mixers) - num_shared, list(mixers)
+    for layer in range(first, len(mixers)):
+        sources = [source for source in range(first) if slide[source] == slide[layer]]
+        if not sources:
+            raise ModelError(f"'num_kv_shared_layers' ({num_shared}) leaves no {KINDS[slide[layer]]} to share")
+        shared[layer] = replace(mixers[layer], kv_of=sources[-1])
+    names = [(layer, name) for layer in range(first, len(mixers)) for name in ("k_proj", "v_proj", "k_norm")]
+    return shared, tuple(f"layers.{layer}.self_attn.{name}." for layer, name in names)
 
 
 def _attention(config: Config, kind: str, layer: int) -> AttentionSpec:

@@ -19,7 +19,6 @@ _FIELDS = {
     "linear_attn_config": "linear attention, which keeps a state instead of a KV cache",
     "index_topk": "sparse attention",
     "sparse_attention_config": "sparse attention",
-    "altup_num_inputs": "several residual streams (AltUp)",
     "hc_mult": "several residual streams (hyper-connections)",
     "swa_num_key_value_heads": "layers with heads of different sizes",
     "zero_expert_num": "experts that return their input",

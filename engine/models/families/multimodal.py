@@ -53,6 +53,7 @@ GEMMA3_SIZES = {
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
 MODELS: dict[str, tuple[str, Config]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3 from 4B", {"model_type": "gemma3_text"} | GEMMA3_SIZES),
+    "Gemma3nForConditionalGeneration": ("Gemma 3n", {"model_type": "gemma3n_text"}),
     "Gemma4ForConditionalGeneration": ("Gemma 4 as published", {"model_type": "gemma4_text"}),
     "Qwen2VLForConditionalGeneration": ("Qwen2-VL", {"model_type": "qwen2"}),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2.5-VL", {"model_type": "qwen2"}),
