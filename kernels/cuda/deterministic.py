@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import attention, moe
+from kernels.cuda.choice import CHOICE
 from kernels.data.activation import Gate
 from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.moe import Experts, RouterArgs
@@ -21,12 +22,14 @@ from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.triton import attention_prefill
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.fixed_linear import fixed_linear, log_sums
+from kernels.triton.fixed_parts import fixed_parts
 from kernels.triton.moe import grouped, sum_experts
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
 from kernels.triton.router import cuda_core_logits, top_k
 from kernels.triton.weight_only import weight_only_linear
 
+CHANNELS = 64  # of a tile of a float weight
 TILE_TOKENS = 64  # of a quantised weight's tile, and of an expert's
 
 
@@ -34,7 +37,7 @@ def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None
     """See `kernels.reference.linear`."""
     assert isinstance(x, Tensor)
     if not isinstance(weight, QuantizedWeight):
-        return fixed_linear(x, weight, bias, x.new_empty(len(x), len(weight)))
+        return float_linear(x, weight, bias, x.new_empty(len(x), len(weight)))
     if weight.order is not None:
         x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
     return weight_only_linear(x, weight, bias, TILE_TOKENS)
@@ -45,7 +48,17 @@ def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         return residual.add_(linear(x, weight, bias))
-    return fixed_linear(x, weight, bias, residual, residual)
+    return float_linear(x, weight, bias, residual, residual)
+
+
+def float_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None = None, pieces: int = 0
+) -> Tensor:
+    """Compute `fixed_linear`. pieces: whose sums a tree adds up; 0: as suits the matrix."""
+    if CHOICE.fixed_parts:
+        pieces = pieces or (2 if x.shape[1] % (2 * CHANNELS) == 0 else 1)
+        return fixed_parts(x, weight, bias, out, residual, pieces)
+    return fixed_linear(x, weight, bias, out, residual, pieces or 1)
 
 
 def linear_add_norm(
@@ -65,7 +78,10 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
-    result = linear(rms_norm(x, norm_weight, eps), weight, bias)
+    normed = rms_norm(x, norm_weight, eps)
+    if isinstance(weight, Tensor) and out is not None and out.dtype == x.dtype and out.stride(1) == 1:
+        return float_linear(normed, weight, bias, out)
+    result = linear(normed, weight, bias)
     return result if out is None else out.copy_(result)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs
+from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs, float_linear
 from kernels.cuda.fixed_lora import adapted_outputs
 from kernels.data.lora import AdapterTokens, ExpertLora
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.split_weight import SplitWeight, has_whole_groups, pieces_of, tree
-from kernels.triton.fixed_linear import fixed_linear
 from kernels.triton.moe import sum_experts
 from kernels.triton.weight_only import weight_only_linear
 
@@ -36,13 +35,13 @@ def split_linear(x: Tensor, weight: SplitWeight) -> Tensor:
     if len(weight.pieces) < len(columns):
         assert isinstance(first, Tensor)
         out = x.new_empty(len(x), len(first), dtype=torch.float32)
-        return fixed_linear(x, first, weight.bias, out, pieces=len(columns))
+        return float_linear(x, first, weight.bias, out, pieces=len(columns))
 
     def product(i: int) -> Tensor:
         piece, own, bias = weight.pieces[i], x[:, columns[i]], None if i else weight.bias
         if isinstance(piece, QuantizedWeight):
             return weight_only_linear(own, piece, bias, TILE_TOKENS, torch.float32)
-        return fixed_linear(own, piece, bias, x.new_empty(len(x), len(piece), dtype=torch.float32))
+        return float_linear(own, piece, bias, x.new_empty(len(x), len(piece), dtype=torch.float32), pieces=1)
 
     return tree(len(columns), product, Tensor.add_)
 

@@ -220,6 +220,7 @@ def deterministic(dtype: torch.dtype) -> None:
     from engine.models.shard import Shard
     from kernels.cuda import deterministic as forms
     from kernels.cuda import split_sums
+    from kernels.triton.fixed_parts import fixed_parts
 
     x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     forms.linear_add(tensor(9, 2048, dtype=dtype), x, weight, tensor(2048, dtype=dtype))
@@ -228,6 +229,9 @@ def deterministic(dtype: torch.dtype) -> None:
     for size in (1, 2):
         columns = Shard(0, size).eighths(1024 * size)
         split_sums.split_linear(x, split_sums.split_weight(weight, columns, tensor(2048, dtype=dtype)))
+    for tokens in (9, 600):
+        out = tensor(tokens, 2048, dtype=dtype)
+        fixed_parts(tensor(tokens, 1024, dtype=dtype), weight, weight[0], out, out, pieces=8)
     query, cache = tensor(9, 8, 128, dtype=dtype), tensor(2, 10, 2, 16, 128, dtype=dtype)
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
     for window in (0, 100):

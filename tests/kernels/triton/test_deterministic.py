@@ -28,7 +28,10 @@ from kernels import (
     reference,
 )
 from kernels.cuda import deterministic, split_sums
+from kernels.cuda.choice import CHOICE
 from kernels.data.quantized_weight import Weight
+from kernels.triton import fixed_parts
+from kernels.triton.fixed_linear import fixed_linear
 
 MOST = 67  # more than a tile
 SIZES = (2, 17, 66)
@@ -116,6 +119,39 @@ def test_sums_that_ranks_share(kind: str) -> None:
             own = split_sums.split_weight(weight[:, part].contiguous(), columns, None if rank else bias)
             sums.append(split_sums.split_linear(x[:, part], own))
         assert torch.equal(reference.add_pieces(torch.stack(sums), torch.float32), got), size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "k", "pieces"), [(40, 512, 8), (200, 256, 4), (72, 200, 2), (40, 96, 1)])
+def test_programs_that_share_a_tile(
+    n: int, k: int, pieces: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who adds up which pieces changes no bit."""
+    x, weight, residual = torch.randn(MOST, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(MOST, n).to(dtype)
+    bias = torch.randn(n).to(dtype)
+    want = fixed_linear(x, weight, bias, residual.clone(), residual, pieces)
+    for processors in (1, 2, 4, 9):
+        monkeypatch.setattr(fixed_parts, "num_multiprocessors", lambda device: processors)  # noqa: B023
+        fixed_parts._counters.cache_clear()
+
+        def parts(at: slice) -> Tensor:
+            into = residual[at].clone()
+            return fixed_parts.fixed_parts(x[at].clone(), weight, bias, into, into, pieces)
+
+        assert torch.equal(each_alone(parts), want), processors
+        assert not fixed_parts._counters(x.device).any()
+    fixed_parts._counters.cache_clear()
+
+
+def test_matrices_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_parts=True))
+    x, weight = torch.randn(MOST, 256).half(), torch.randn(72, 256).half()
+    got = each_alone(lambda at: deterministic.linear(x[at], weight))
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, atol=0.06, rtol=0.01)
+    out = torch.empty_like(got)
+    norm = torch.rand(256).half()
+    assert deterministic.norm_linear(x, norm, 1e-5, weight, None, out) is out
+    assert torch.equal(out, deterministic.norm_linear(x, norm, 1e-5, weight))
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "capped", "sinks"])
