@@ -19,7 +19,7 @@ from kernels.data.moe import Experts, RouterArgs
 from kernels.data.plan import prefill_tile_queries
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
-from kernels.triton import attention_prefill
+from kernels.triton import attention_prefill, fixed_attention
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.fixed_linear import fixed_linear, log_sums
 from kernels.triton.fixed_parts import fixed_parts
@@ -167,6 +167,10 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`. `plan` is not read."""
     assert not isinstance(out, QuantizedRows)
+    if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
+        out = torch.empty_like(query) if out is None else out
+        fixed_attention.decode(query, context, args, out)
+        return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 
 
@@ -186,7 +190,9 @@ def paged_attention_prefill(
         packed = context.key_cache.shape[1] if args.sparse is None else num_heads
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
         tiles = attention.tiles_of(query_start, context.lens, step)
-    if len(tiles):
+    if len(tiles) and CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
+        fixed_attention.prefill(query, query_start, context, args, tiles, out)
+    elif len(tiles):
         attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
     return out
 

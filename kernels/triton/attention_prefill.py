@@ -34,7 +34,7 @@ KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "sparse", "kv_s
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
     stride_token, head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
@@ -147,25 +147,25 @@ def _prefill_kernel(
         PER_BLOCK: tl.constexpr = SPARSE[0] // BLOCK_N
         for nth in tl.range(0, tl.cdiv(tl.maximum(local - first, 0), SPARSE[2]) * PER_BLOCK, num_stages=STAGES):
             at = (first + nth // PER_BLOCK * SPARSE[2]) * SPARSE[0] + nth % PER_BLOCK * BLOCK_N
-            acc, m, l = _attend_tile(
+            acc, m, l = attend_tile(
                 at, q, acc, m, l, key_base, value_base, table, 0, context_len, query_pos, slopes, scale, stride_block,
                 stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, 0, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
             )  # fmt: skip
     if WINDOW > 0 or SPARSE is not None:
         for at in tl.range(oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end), BLOCK_N, num_stages=1):
-            acc, m, l = _attend_tile(
+            acc, m, l = attend_tile(
                 at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale,
                 stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True,
                 PRECISION, CAUSAL,
             )  # fmt: skip
     for at in tl.range(whole_begin, whole_end, BLOCK_N, num_stages=STAGES):
-        acc, m, l = _attend_tile(
+        acc, m, l = attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, False, PRECISION,
             CAUSAL,
         )  # fmt: skip
     for at in tl.range(whole_end, end, BLOCK_N, num_stages=LAST_STAGES):
-        acc, m, l = _attend_tile(
+        acc, m, l = attend_tile(
             at, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
             stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, SPARSE, SOFT_CAP, ALIBI, True, PRECISION,
             CAUSAL,

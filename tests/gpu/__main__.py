@@ -28,6 +28,7 @@ from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
 from tests.gpu.determinism import check_deterministic_engine, check_forms
+from tests.gpu.deterministic_speed import check_deterministic_parts, check_deterministic_speed
 from tests.gpu.drafters import check_drafter_speed, check_drafter_texts
 from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
@@ -82,7 +83,12 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
         check_lora_engine,
     ),
     "windows": (check_windows,),
-    "determinism": (check_forms, check_deterministic_engine),
+    "determinism": (
+        check_forms,
+        check_deterministic_parts,
+        check_deterministic_engine,
+        check_deterministic_speed,
+    ),
     "drafters": (check_drafter_texts, check_drafter_speed),
     "shared": (check_shared_attention,),
     "drafts": (check_draft_texts, check_draft_speed),

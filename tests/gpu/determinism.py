@@ -38,6 +38,7 @@ from tests.gpu.deterministic_layers import (
     check_deterministic_latents,
     check_deterministic_states,
 )
+from tests.gpu.deterministic_speed import shared_work
 from tests.oracles.families import VOCAB, make_checkpoint
 from tests.oracles.random_adapters import write_random_adapter
 from tests.support.loaded import load
@@ -79,6 +80,8 @@ def check_forms(checks: Checks) -> None:
         call: Forms = lambda at: [deterministic.norm_gated(x[at].clone(), norm, 1e-6, weight_of)]  # noqa: B023, E731
         _compare(checks, f"deterministic norm_gated {kind}", call)
     _check_attention(checks)
+    with shared_work(parts=False):
+        _check_attention(checks, "deterministic ranges")
     check_deterministic_latents(checks, _compare)
     check_deterministic_states(checks)
     check_deterministic_adapters(checks, _compare)
@@ -94,6 +97,8 @@ def check_forms(checks: Checks) -> None:
 
 
 def _compare(checks: Checks, name: str, f: Forms, sizes: Sequence[int] = range(1, MOST + 1), most: int = MOST) -> None:
+    if not checks.wants(name.replace("torch.", "")):
+        return
     whole, wrong = f(slice(0, most)), 0
     for size in sizes:
         wrong += any(not torch.equal(got, want[:size]) for got, want in zip(f(slice(0, size)), whole, strict=True))
@@ -116,7 +121,7 @@ def _codes(checks: Checks, kind: str, n: int, k: int) -> QuantizedWeight:
     return QuantizedWeight(kind, codes, scale, 128)  # type: ignore[arg-type]
 
 
-def _check_attention(checks: Checks) -> None:
+def _check_attention(checks: Checks, what: str = "deterministic attention") -> None:
     """The newest tokens decoded, among 300 sequences and alone, and prefilled in chunks."""
     device, size, length = checks.device, 16, 1500
     blocks = length // size + 1
@@ -129,7 +134,7 @@ def _check_attention(checks: Checks) -> None:
         (8, 2, 256, F16, E4M3),
     ):
         for window in (0, 300):
-            name = f"deterministic attention {heads}/{kv_heads} {head_dim} window {window} {dtype}, cache {kept}"
+            name = f"{what} {heads}/{kv_heads} {head_dim} window {window} {dtype}, cache {kept}"
             if not checks.wants(name.replace("torch.", "")):
                 continue
             scales = torch.rand(2, kv_heads, device=device) + 0.5 if kept == E4M3 else None
@@ -236,6 +241,10 @@ def check_deterministic_engine(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as root:
             folder = str(model_folder("qwen3-0.6b", Path(root)))
             _check_engine(checks, "deterministic engine 0.6B", folder, 151000, load_format="dummy")
+    if checks.wants("deterministic engine shared work"):
+        with tempfile.TemporaryDirectory() as root, shared_work():
+            folder = str(model_folder("qwen3-0.6b", Path(root)))
+            _check_engine(checks, "deterministic engine shared work", folder, 151000, load_format="dummy")
     for what, family, settings in ENGINES:
         name = f"deterministic engine {what}"
         if not checks.wants(name):

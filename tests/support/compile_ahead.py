@@ -220,6 +220,7 @@ def deterministic(dtype: torch.dtype) -> None:
     from engine.models.shard import Shard
     from kernels.cuda import deterministic as forms
     from kernels.cuda import split_sums
+    from kernels.triton import fixed_attention
     from kernels.triton.fixed_parts import fixed_parts
 
     x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
@@ -236,7 +237,10 @@ def deterministic(dtype: torch.dtype) -> None:
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
     for window in (0, 100):
         args = kernels.AttentionArgs(0.1, window=window)
-        forms.paged_attention_decode(query, kernels.PagedContext(cache[0], cache[1], tables, rows, rows), args)
+        context, out = kernels.PagedContext(cache[0], cache[1], tables, rows, rows), tensor(9, 8, 128, dtype=dtype)
+        forms.paged_attention_decode(query, context, args)
+        fixed_attention.decode(query[:1], context, args, out[:1])
+        fixed_attention.prefill(query, rows, context, args, tensor(2, 2, dtype=I32), out)
     if dtype == BF16:
         stack = kernels.Experts(tensor(8, 512, 1024), tensor(8, 1024, 256))
         forms.experts(x, tensor(9, 2, dtype=I32), tensor(9, 2, dtype=F32), stack)

@@ -47,8 +47,9 @@ from tests.support.kernel_choices import (
 TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097, 8192)
 # Only integers: counts, orders and positions, which any kernel computes alike.
 OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton.blocks")
-# Its programs may share a tile, or have larger ones: the order of sums stays, as `python -m tests.gpu` checks.
-PARTS, OF_PROGRAMS = "kernels.triton.fixed_parts", ("SPLITS", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+# Their programs may share work, or have larger tiles: the order of sums stays, as `python -m tests.gpu` checks.
+SHARED = ("kernels.triton.fixed_parts", "kernels.triton.fixed_attention")
+OF_PROGRAMS = ("SPLITS", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 HEADS, KV_HEADS, DIM = 16, 8, 128
 
 # Kernels of the operation that runs now, with all that their code depends on.
@@ -64,8 +65,8 @@ def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **op
             numbers.append((parameter.name, value == 1, value % 16 == 0))
         elif isinstance(value, Tensor):
             numbers.append((parameter.name, str(value.dtype), value.shape[1:] == (1,)))
-    if kernel.module == PARTS:
-        numbers = [each for each in numbers if each[0] not in ("partial", "arrivals")]
+    if kernel.module in SHARED:
+        numbers = [each for each in numbers if each[0] not in ("partial", "parts", "stats", "arrivals")]
         options = {name: value for name, value in options.items() if name not in OF_PROGRAMS}
     constants = tuple(sorted((name, str(value)) for name, value in options.items()))
     found.append((kernel.module, kernel.__name__, tuple(numbers), constants))

@@ -30,7 +30,7 @@ from kernels import (
 from kernels.cuda import deterministic, split_sums
 from kernels.cuda.choice import CHOICE
 from kernels.data.quantized_weight import Weight
-from kernels.triton import fixed_parts
+from kernels.triton import fixed_attention, fixed_parts
 from kernels.triton.fixed_linear import fixed_linear
 
 MOST = 67  # more than a tile
@@ -154,8 +154,11 @@ def test_matrices_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(out, deterministic.norm_linear(x, norm, 1e-5, weight))
 
 
+@pytest.mark.parametrize("by_ranges", [False, True])
 @pytest.mark.parametrize("name", ["plain", "window", "capped", "sinks"])
-def test_attention(name: str) -> None:
+def test_attention(name: str, by_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_ranges=by_ranges))
+    monkeypatch.setattr(fixed_attention, "RANGE", 64)
     args = {
         "plain": AttentionArgs(0.25),
         "window": AttentionArgs(0.25, window=40),
@@ -185,6 +188,8 @@ def test_attention(name: str) -> None:
     assert torch.equal(got[1], torch.zeros(8, 16))
     for i in (0, 2, 3):
         assert torch.equal(got[i], whole[int(lens[i]) - 1]), i
+        one = replace(context, rows=rows, lens=lens[i : i + 1])
+        assert torch.equal(deterministic.paged_attention_decode(newest[i : i + 1], one, args)[0], got[i]), i
 
 
 @pytest.mark.parametrize("kind", ["float", "int4"])

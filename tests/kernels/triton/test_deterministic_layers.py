@@ -23,9 +23,10 @@ from kernels import (
     reference,
 )
 from kernels.cuda import attention, deterministic, fixed_latent, fixed_lora, split_sums
+from kernels.cuda.choice import CHOICE
 from kernels.data.forms import FORMS
 from kernels.data.state import StateSpace
-from kernels.triton import fixed_scan, recurrent
+from kernels.triton import fixed_attention, fixed_scan, recurrent
 from kernels.triton.lora import lora_add
 from tests.kernels.triton.test_deterministic import MOST, each_alone
 from tests.kernels.triton.test_deterministic import products_in_order as products_in_order
@@ -168,8 +169,11 @@ def test_latent_attention(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[:, : want[0].numel()].float(), want.flatten(1).float(), atol=0.05, rtol=0.01)
 
 
-def test_attention_over_an_e4m3_cache() -> None:
+@pytest.mark.parametrize("by_ranges", [False, True])
+def test_attention_over_an_e4m3_cache(by_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_ranges=by_ranges))
+    monkeypatch.setattr(fixed_attention, "RANGE", 64)
     length, size = 150, 16
     cache = torch.randn(2, 10, 2, size, 16).to(torch.float8_e4m3fn)
     tables, rows, args = torch.randperm(10).view(1, 10).int(), torch.zeros(1, dtype=torch.int32), AttentionArgs(0.25)

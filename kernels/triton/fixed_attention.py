@@ -1,0 +1,227 @@
+"""Paged attention with one order of sums, in Triton: by ranges of RANGE keys, whose results are merged in their order.
+
+A query's keys are read in the same tiles, range by range from the sequence's beginning on, whether it is decoded or is
+one of a prompt. A decode of few sequences divides its ranges among programs, and the last one to arrive merges them.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
+from kernels.data.plan import prefill_block_m, prefill_tile_queries
+from kernels.gpu.device import num_multiprocessors
+from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton.attention_prefill import attend_tile
+from kernels.triton.paged_tile import no_sum, normalised
+
+KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "kv_scale")
+RANGE = 256  # keys
+PROGRAMS = 4  # of a multiprocessor, up to which the ranges of a sequence are divided
+MOST_BYTES = 64 << 20  # of the results of ranges
+
+
+@triton.jit
+def _merged(acc, m, l, more, more_m, more_l):
+    """Add a range's result to those before it. Products and sums are fused explicitly, so in any kernel alike."""
+    new_m = tl.maximum(m, more_m)
+    base = tl.where(new_m == -float("inf"), 0.0, new_m)
+    rescale = tl.exp2(m - base)
+    weight = tl.exp2(more_m - base)
+    more *= weight[:, None]
+    more_l *= weight
+    return tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), more), new_m, tl.fma(l, rescale, more_l)
+
+
+@triton.jit(
+    do_not_specialize=["num_ranges"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "query_start",
+        "context_lens",
+        "alibi_slopes",
+        "sinks",
+        "kv_scale",
+        "tiles",
+    ],
+)
+def _fixed_attention_kernel(
+    query, key_cache, value_cache, out, parts, stats, arrivals, block_tables, rows, query_start, context_lens,
+    alibi_slopes, sinks, kv_scale, tiles, scale, num_ranges,
+    stride_qt, stride_qh, stride_ot, stride_table, stride_block, stride_head, stride_token,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for TILE_Q queries of a sequence and the GROUP heads of a KV head, and for one of SPLITS parts of
+    the ranges.
+
+    parts [sequences, num_ranges, H, D], stats [sequences, num_ranges, 2, H] float32: results of ranges. arrivals: 0
+    before and after, one for each sequence and KV head.
+    """
+    if PDL:
+        launch_dependents()
+        wait_for_inputs()
+    head = tl.program_id(0) % NUM_KV_HEADS
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+    seq = tl.load(tiles + tile * 2)
+    first_query = tl.load(tiles + tile * 2 + 1)
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    context_len = tl.load(context_lens + seq)
+    table = block_tables + tl.load(rows + seq).to(tl.int64) * stride_table
+
+    m_index = tl.arange(0, BLOCK_M)
+    query_index = first_query + m_index // GROUP
+    heads = head * GROUP + m_index % GROUP
+    d = tl.arange(0, D_PAD)
+    row_mask = (m_index < TILE_Q * GROUP) & (query_index < query_len)
+    q_mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
+    tokens = (start + query_index).to(tl.int64)
+    q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=q_mask, other=0.0)
+    if SCALED:  # the scores and the sum of values, not each key and value
+        scale *= tl.load(kv_scale + head)
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    if FP8 and q.dtype == tl.bfloat16:  # e4m3 becomes float16 in one instruction, exactly
+        q = q.to(tl.float16)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slopes = tl.load(alibi_slopes + heads)
+    key_base = key_cache + head.to(tl.int64) * stride_head
+    value_base = value_cache + head.to(tl.int64) * stride_head
+
+    first_pos = context_len - query_len + first_query
+    end = tl.minimum(first_pos + TILE_Q, context_len)  # of the keys that any row sees
+    query_pos = tl.minimum(context_len - query_len + query_index, context_len - 1)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(first_pos - WINDOW + 1, 0)
+    first_range, end_range = oldest // RANGE, tl.cdiv(end, RANGE)
+
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    for index in range(first_range + split, end_range, SPLITS):
+        part = no_sum(BLOCK_M, D_PAD, False)
+        part_m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        part_l = tl.zeros([BLOCK_M], tl.float32)
+        begin = tl.maximum(index * RANGE, oldest // BLOCK_N * BLOCK_N)
+        for at in tl.range(begin, tl.minimum(index * RANGE + RANGE, end), BLOCK_N, num_stages=STAGES):
+            part, part_m, part_l = attend_tile(
+                at, q, part, part_m, part_l, key_base, value_base, table, oldest, context_len, query_pos, slopes,
+                scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP, ALIBI,
+                True, PRECISION,
+            )  # fmt: skip
+        if SPLITS == 1:
+            acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
+        else:
+            at_part = seq.to(tl.int64) * num_ranges + index
+            at_head = at_part * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(parts + at_head[:, None] * HEAD_DIM + d[None, :], part[0], mask=q_mask)
+            at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
+            tl.store(at_stat, part_m, mask=row_mask)
+            tl.store(at_stat + NUM_KV_HEADS * GROUP, part_l, mask=row_mask)
+    is_last = split >= 0
+    counter = arrivals + seq * NUM_KV_HEADS + head
+    if SPLITS > 1:
+        tl.debug_barrier()  # all of this program's results are stored before it arrives
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        tl.debug_barrier()
+    if is_last:
+        if SPLITS > 1:
+            for index in range(first_range, end_range):
+                at_part = seq.to(tl.int64) * num_ranges + index
+                at_head = at_part * (NUM_KV_HEADS * GROUP) + heads
+                at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
+                more = tl.load(
+                    parts + at_head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0, cache_modifier=".cg"
+                )
+                more_m = tl.load(at_stat, mask=row_mask, other=-float("inf"), cache_modifier=".cg")
+                more_l = tl.load(at_stat + NUM_KV_HEADS * GROUP, mask=row_mask, other=0.0, cache_modifier=".cg")
+                acc, m, l = _merged(acc, m, l, more, more_m, more_l)
+            tl.store(counter, 0)
+        if SCALED:
+            acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
+        acc = normalised(acc, m, l, sinks + heads, row_mask, SINKS)
+        to = out + tokens[:, None] * stride_ot + heads[:, None] * HEAD_DIM + d[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=q_mask)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Counters of the sequences' heads whose ranges are divided. Kernels of a device run one after the other."""
+    return torch.zeros(PROGRAMS * num_multiprocessors(device), dtype=torch.int32, device=device)
+
+
+def prefill(
+    query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
+) -> None:
+    """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
+    `kernels.paged_attention_prefill`.
+    """
+    _, num_heads, head_dim = query.shape
+    num_kv_heads = context.key_cache.shape[1]
+    queries = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
+    _launch(query, query_start, context, args, tiles, out, queries, prefill_block_m(head_dim, query.dtype), 1)
+
+
+def decode(query: Tensor, context: PagedContext, args: AttentionArgs, out: Tensor) -> None:
+    """Compute the attention of the query [B, H, D] of each sequence into `out`."""
+    num_seqs, num_heads, head_dim = query.shape
+    _, num_kv_heads, page, _ = context.key_cache.shape
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device)
+    tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
+    ranges, splits = cdiv(context.block_tables.shape[1] * page, RANGE), 1
+    if num_seqs * ranges * num_heads * head_dim * 4 <= MOST_BYTES:
+        most = PROGRAMS * num_multiprocessors(query.device)
+        while 2 * splits <= ranges and 2 * splits * num_seqs * num_kv_heads <= most:
+            splits *= 2
+    block_m = prefill_block_m(head_dim, query.dtype)
+    if query.itemsize == 2 and head_dim <= 128:  # a tile of as many rows as a warpgroup multiplies
+        block_m = 64
+    _launch(query, starts, context, args, tiles, out, 1, block_m, splits)
+
+
+def _launch(
+    query: Tensor,
+    query_start: Tensor,
+    context: PagedContext,
+    args: AttentionArgs,
+    tiles: Tensor,
+    out: Tensor,
+    tile_queries: int,
+    block_m: int,
+    splits: int,
+) -> None:
+    if missing := KNOWN.missing(args):
+        raise NotImplementedError(f"no deterministic kernel computes attention with {', '.join(missing)}")
+    _, num_heads, head_dim = query.shape
+    keys, lens, tables = context.key_cache, context.lens, context.block_tables
+    _, num_kv_heads, page, _ = keys.shape
+    small = query.dtype == torch.float32 or head_dim > 128
+    ranges, parts, stats = cdiv(tables.shape[1] * page, RANGE), out, out
+    if splits > 1:
+        parts = query.new_empty(len(query), ranges, num_heads, head_dim, dtype=torch.float32)
+        stats = query.new_empty(len(query), ranges, 2, num_heads, dtype=torch.float32)
+    optional: list[Any] = [lens if each is None else each for each in (args.alibi_slopes, args.sinks, args.kv_scale)]
+    _fixed_attention_kernel[(len(tiles) * num_kv_heads, splits)](
+        query, keys, context.value_cache, out, parts, stats, _counters(query.device) if splits > 1 else lens, tables,
+        context.rows, query_start, lens, *optional, tiles, args.scale, ranges,
+        query.stride(0), query.stride(1), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1),
+        keys.stride(2), NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=block_m, TILE_Q=tile_queries, BLOCK_N=32 if small else 64,
+        RANGE=RANGE, PAGE=page, WINDOW=args.window, SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None,
+        SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else 3, SPLITS=splits,
+        num_warps=8 if block_m == 128 else 4, **pdl_options(query.device),
+    )  # fmt: skip
