@@ -12,26 +12,31 @@ from kernels.data.moe import Experts
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.split_weight import SplitWeight, has_whole_groups, pieces_of, tree
 from kernels.triton.moe import sum_experts
-from kernels.triton.weight_only import weight_only_linear
+from kernels.triton.weight_only import dequantize, weight_only_linear
 
 
 def split_weight(weight: Weight, columns: tuple[slice, ...], bias: Tensor | None = None) -> SplitWeight:
     """See `kernels.reference.split_weight`. One kernel reads all pieces of a float weight, in the weight's memory.
 
-    ValueError: the weight has no such pieces.
+    Codes that the columns would cut are kept whole, and dequantised in each call.
     """
     bias = None if bias is None else bias.float()
     if isinstance(weight, Tensor):
         is_even = all(own.stop - own.start == columns[0].stop for own in columns)
         return SplitWeight((weight,) if is_even else tuple(pieces_of(weight, columns)), columns, bias)
-    if weight.kind == "e2m1" or not has_whole_groups(weight, columns):
-        raise ValueError(f"a weight of {weight.kind} in groups of {weight.group} channels cannot be divided in eighths")
-    return SplitWeight(tuple(pieces_of(weight, columns)), columns, bias)
+    return SplitWeight(tuple(pieces_of(weight, columns)) if _divides(weight, columns) else (weight,), columns, bias)
+
+
+def _divides(weight: QuantizedWeight, columns: tuple[slice, ...]) -> bool:
+    return weight.kind != "e2m1" and has_whole_groups(weight, columns)
 
 
 def split_linear(x: Tensor, weight: SplitWeight) -> Tensor:
     """See `kernels.reference.split_linear`."""
     first, columns = weight.pieces[0], weight.columns
+    if isinstance(first, QuantizedWeight) and len(weight.pieces) == 1 and not _divides(first, columns):
+        weight = split_weight(dequantize(first.codes, first, x.dtype), columns, weight.bias)
+        first = weight.pieces[0]
     if len(weight.pieces) < len(columns):
         assert isinstance(first, Tensor)
         out = x.new_empty(len(x), len(first), dtype=torch.float32)

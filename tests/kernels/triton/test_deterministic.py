@@ -93,12 +93,15 @@ def test_products(kind: str) -> None:
     close(got, reference.rms_norm(into.double(), torch.ones(n).double(), 1e-5))
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "uneven", "int4", "e4m3"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "uneven", "int4", "e4m3", "cut groups", "permuted"])
 def test_sums_that_ranks_share(kind: str) -> None:
     dtype, n, k = torch.float32 if kind == "float32" else torch.float16, 40, 300 if kind == "uneven" else 512
+    k = 160 if kind == "cut groups" else k
     weight: Weight = torch.randn(n, k).to(dtype)
-    if kind == "int4":
+    if kind in ("int4", "cut groups"):
         weight = int4(n, k)
+    elif kind == "permuted":
+        weight = replace(int4(n, k), order=torch.randperm(k))
     elif kind == "e4m3":
         weight = QuantizedWeight("e4m3", torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1), k)
     x, bias = torch.randn(MOST, k).to(dtype), torch.randn(n).to(dtype)
