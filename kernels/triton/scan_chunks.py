@@ -21,7 +21,7 @@ def _multiply(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, t, PRECISION: tl.constexpr):
+def inverse_of(a, t, PRECISION: tl.constexpr):
     """Return the inverse of 1 + a, where a [64, 64] is strictly lower triangular; t: 0 to 63.
 
     Two neighbouring blocks on the diagonal, whose inverse is n, and the block e below the first become one:
@@ -88,7 +88,7 @@ def prepare_kernel(
     tl.store(seen + to, result.to(seen.dtype.element_ty))
     if DELTA:
         similar = _multiply(key, tl.trans(key), PRECISION) * between * (beta * of_key)[:, None]
-        result = _inverse(tl.where(t[:, None] > t[None, :], similar, 0.0), t, PRECISION) * beta[None, :]
+        result = inverse_of(tl.where(t[:, None] > t[None, :], similar, 0.0), t, PRECISION) * beta[None, :]
         result = tl.where(t[:, None] > t[None, :], result, 0.0)
         tl.store(inverse + to, result.to(inverse.dtype.element_ty))
     at = scalars + head.to(tl.int64) * num_padded + wide_token

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
+from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
 from kernels.triton.scan_chunks import prepare_kernel, scan_kernel
 from kernels.triton.scan_decode import decode_kernel
 
@@ -25,6 +27,13 @@ DECODE_WARPS, SCAN_WARPS = 4, 4
 # Of operands of tensor cores, whatever the dtype of activations. With bfloat16 operands these kernels ended with an
 # illegal memory access on an H100 (Triton 3.6), though the same code in float32 was right.
 PRECISION = "tf32x3"
+IN_PARTS = False  # compute several tokens by `chunk_states` instead of `scan_chunks`
+SOLVE = {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
+STATES = {"STAGES": 2, "num_warps": 4}
+OUTPUTS = {"num_warps": 8, "num_stages": 1}
+STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
+NARROW, EXACT = "tf32", "tf32"  # their precision with activations of 16 bits, and that of the equations of updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ class _Layer:
         if num_decodes:
             self._decode(context, num_decodes, out)
         if num_decodes < len(context.rows):
-            self._scan(context, num_decodes, out)
+            (self._compute_parts if IN_PARTS else self._scan)(context, num_decodes, out)
         return out
 
     def _decode(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
@@ -99,6 +108,39 @@ class _Layer:
             **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK,
             ENTRIES=next_power_of_2(cdiv(CHUNK, size)), PRECISION=PRECISION, num_warps=SCAN_WARPS,
             num_stages=1,
+        )  # fmt: skip
+
+    def _compute_parts(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
+        c, s, sizes, x = context, self.states, self.sizes, self.inputs
+        num_heads, key_dim, value_dim = sizes["NUM_VALUES"], sizes["DK"], sizes["DV"]
+        num_chunks, is_delta, wide = cdiv(len(x), CHUNK), self.skip is None, x.dtype == torch.float32
+        num_padded, of_v = num_chunks * CHUNK, max(next_power_of_2(value_dim), 16)
+        skip, operands = self.rate if self.skip is None else self.skip, PRECISION if wide else NARROW
+        sizes |= {"CHUNK": CHUNK, "TYPE": TYPES[x.dtype], "PRECISION": operands}
+        scalars = x.new_empty(5, num_heads, num_padded, dtype=torch.float32)
+        seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK)
+        weights = x.new_empty(len(x) if is_delta else 0, num_heads, key_dim)
+        solved = x.new_empty(len(x), num_heads, value_dim)
+        starts = x.new_empty(num_chunks + len(c.rows), num_heads, key_dim, value_dim)
+        assert c.sequence_of is not None
+        solve_kernel[(num_chunks, num_heads)](
+            x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
+            num_padded, scalars, seen, weights, solved, *self.limits, x.stride(0), self.gates.stride(0),
+            **sizes, EXACT=PRECISION if wide else EXACT, **SOLVE,
+        )  # fmt: skip
+        sizes |= {"SIZE": c.block_size, "BLOCK_T": max(next_power_of_2(c.block_size), 16)}
+        block_v = min(of_v, STATES_V)
+        states_kernel[(num_heads, cdiv(value_dim, block_v), len(c.rows) - num_decodes)](
+            x, scalars, weights, solved, starts, s.before, s.keys, s.updates, s.decays,
+            c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
+            x.stride(0), c.block_tables.stride(0),
+            **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)), **STATES,
+        )  # fmt: skip
+        block_v = min(of_v, OUTPUTS_V)
+        outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
+            x, skip, scalars, seen, solved, starts, s.keys, s.updates, s.decays, out,
+            c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of, len(c.block_tables), num_decodes,
+            len(x), num_padded, x.stride(0), c.block_tables.stride(0), **sizes, BLOCK_V=block_v, **OUTPUTS,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -85,10 +86,22 @@ def _layers(device: str) -> list[Layer]:
     if device != "cpu":
         from kernels.triton import scans
 
-        layers += [
-            Layer(f"chunks of delta rule of {net}", heads, True, scans.delta_rule) for net, heads in NETS.items()
-        ]
+        for net, heads in NETS.items():
+            layers.append(Layer(f"chunks of delta rule of {net}", heads, True, scans.delta_rule))
+            layers.append(Layer(f"parts of delta rule of {net}", heads, True, _in_parts(scans.delta_rule)))
+        for net, heads in STATE_SPACES.items():
+            layers.append(Layer(f"parts of mamba2 of {net}", heads, False, _in_parts(scans.mamba2)))
     return layers + [Layer(f"mamba2 of {net}", heads, False, kernels.mamba2) for net, heads in STATE_SPACES.items()]
+
+
+def _in_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of `kernels.triton.scans` that computes several tokens by `chunk_states`."""
+
+    def run(*args: Any) -> Tensor:
+        with mock.patch("kernels.triton.scans.IN_PARTS", True):
+            return function(*args)
+
+    return run
 
 
 def _check_conv(checks: Checks, dtype: torch.dtype, length: int) -> None:

@@ -14,6 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -478,13 +479,16 @@ def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 12
 def scans(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dtype) -> None:
     """The same delta net by chunks, and a state-space layer with states like it."""
     from kernels.data.state import StateSpace
+    from kernels.triton import scans
     from kernels.triton.grouped_norm import grouped_rms_norm
-    from kernels.triton.scans import delta_rule, mamba2
 
     inputs = tensor(len(context.sequence_of), width, dtype=dtype)
-    delta_rule(inputs, tensor(len(inputs), 64, dtype=dtype), heads, heads, states, context)
     steps = tensor(len(inputs), 32, dtype=dtype)
-    out = mamba2(inputs, steps, StateSpace(heads, heads, heads, (0.0, 1.0)), states, context).flatten(1)
+    for in_parts in (True, False):
+        with mock.patch.object(scans, "IN_PARTS", in_parts):
+            scans.delta_rule(inputs, tensor(len(inputs), 64, dtype=dtype), heads, heads, states, context)
+            layer = StateSpace(heads, heads, heads, (0.0, 1.0))
+            out = scans.mamba2(inputs, steps, layer, states, context).flatten(1)
     grouped_rms_norm(out, out, tensor(out.shape[1], dtype=dtype), 1e-6, 8, True)
 
 

@@ -18,10 +18,12 @@ from tests.oracles.state_steps import CASE_NAMES, CASES, StateSteps
 scans: Any = pytest.importorskip("kernels.triton.scans")
 fixed: Any = pytest.importorskip("kernels.triton.fixed_scan")
 grouped_norm: Any = pytest.importorskip("kernels.triton.grouped_norm")
+parts: Any = pytest.importorskip("tests.support.state_parts")
+IDS = ["reference", "cpu", "triton", "parts", "fixed"]
 LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
-@pytest.mark.parametrize("module", [reference, cpu, scans, fixed], ids=["reference", "cpu", "triton", "fixed"])
+@pytest.mark.parametrize("module", [reference, cpu, scans, parts, fixed], ids=IDS)
 @pytest.mark.parametrize(("block_size", "only_decodes", "heads", "dtype"), CASES, ids=CASE_NAMES)
 def test_chunks_give_what_tokens_give_one_by_one(
     module: Any, block_size: int, only_decodes: bool, heads: Heads, dtype: torch.dtype
