@@ -138,6 +138,7 @@ def _part_of(name: str, module: CheckpointModule) -> str:
         return "tables"
     names = {"embed_tokens": "embedding", "lm_head": "head", "attention": "attention"}
     names |= {"mlp": "mlp", "per_layer": "mlp", "positions": "tables", "token_types": "tables"}
+    names |= {"embedding_projection": "mlp", "altup": "mlp", "streams": "mlp"}
     if "lm_head" not in name and "head" in name.split("."):  # after pooling
         return "mlp"
     return next(names[each] for each in name.split(".") if each in names)

@@ -169,6 +169,11 @@ class GPTQ(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("g_idx", torch.int32, I32, 0, 1)
 
+    def growth(self, matrix: Matrix) -> int:
+        """Codes of three bits take four in memory."""
+        stored = (tensor.nbytes for (_, name), tensor in matrix.stored.items() if name == "qweight")
+        return sum(stored) // 3 if self.bits == 3 else 0
+
     def unpack(self, tensors: Tensors) -> UnpackedRows:
         codes, order = _codes_of_words(tensors["qweight"], self.bits, 0).T, None
         scale = tensors["scales"].reshape(-1, len(codes)).T

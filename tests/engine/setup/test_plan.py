@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +14,9 @@ from benchmarks.model_shapes import model_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.families import read_spec
+from engine.models.hub import resolve_model
+from engine.models.matrix import Matrix
+from engine.models.shard import Shard
 from engine.models.weights import bytes_of_parts, decoder_of_shapes
 from engine.setup import plan as planning
 from engine.setup.gpu_specs import GPUS, find_gpu
@@ -22,6 +25,10 @@ from engine.setup.plan import Plan, alternatives, gpu_here, make_plan, on_all_de
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device import CudaDevice, Memory
 from engine.worker.startup import build_runner
+from tests.engine.test_encoders import reference
+from tests.oracles.families import make_checkpoint
+from tests.oracles.gguf_files import write_gguf
+from tests.oracles.quantised import make_quantised
 from tests.support.loaded import load as load_model
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
@@ -50,6 +57,68 @@ def test_weights_are_counted_as_they_are_loaded(tiny_model: Path) -> None:
     assert sum(counted.values()) == held
     assert counted["head"] == 0, "it is the embedding"
     assert min(counted[part] for part in ("embedding", "attention", "mlp", "norms")) > 0
+
+
+def held(value: Any) -> int:
+    """Return the bytes of all tensors of a weight."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(held(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else 0
+
+
+def kept_bytes(model: Any) -> int:
+    """Pack the layers' matrices into the common forms, and return their bytes."""
+    found = 0
+    for matrix in (module for module in model.layers.modules() if isinstance(module, Matrix)):
+        matrix.format.pack(matrix)
+        found += held(matrix.weight)
+    return found
+
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 2) for name in ("gptq-int3", "torchao-int8", "torchao-fp8", "torchao-int4")), ("awq-gemv", 1)],
+)
+def test_quantised_weights_are_counted_as_they_are_kept(name: str, size: int, tmp_path: Path) -> None:
+    """Nearly: in memory scales have 16 bits. Codes of three bits take four."""
+    make_quantised(name, tmp_path, shape=WIDE)
+    plan = make_plan(EngineConfig(model=str(tmp_path), tensor_parallel_size=size, max_model_len=64), GPUS["h200"])
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "max_model_len": 64, "shard": Shard(0, size)}
+    found = kept_bytes(load_model(tmp_path, read_spec(tmp_path), **options))
+    counted = plan.weights["attention"] + plan.weights["mlp"]
+    assert 0.98 * found <= counted <= 1.1 * found, (counted, found)
+
+
+def test_blocks_of_gguf_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "hf", WIDE)
+    path = write_gguf(model, tmp_path / "model.gguf", lambda name: "Q4_0" if "attn" in name else "Q8_0")
+    plan = make_plan(EngineConfig(model=str(path), device="cpu", max_model_len=64), planning.cpu_here())
+    folder = resolve_model(str(path))
+    found = kept_bytes(load_model(folder, read_spec(folder), dtype=torch.float32, device="cpu", max_model_len=64))
+    counted = plan.weights["attention"] + plan.weights["mlp"]
+    assert 0.98 * found <= counted <= 1.1 * found, (counted, found)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "mistral3", "internvl", "glm4v", "gemma3n", "albert"])
+def test_all_parts_are_counted_as_they_are_loaded(name: str, tmp_path: Path) -> None:
+    """Encoders of images have a part of their own; layers that share weights are counted once."""
+    if name == "albert":
+        reference(tmp_path, "Albert")
+    else:
+        make_checkpoint(name, tmp_path)
+    spec = read_spec(tmp_path)
+    loaded = load_model(tmp_path, spec, dtype=torch.bfloat16, device="cpu")
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=64)
+    plan = make_plan(config, GPUS["h200"])
+    unused = ("lm_head." if spec.tie_word_embeddings else "-", "-" if spec.final_norm else "norm.")
+    parts = {id(each): each.nbytes for name, each in loaded.named_parameters() if not name.startswith(unused)}
+    assert plan.weight_bytes == sum(parts.values())
+    vision = 0 if loaded.vision is None else sum(each.nbytes for each in loaded.vision.parameters())
+    assert plan.weights["vision"] == vision
+    assert (vision > 0) == (name not in ("albert", "gemma3n"))
 
 
 def test_scales_of_rounded_weights_are_counted(plan_of: Any) -> None:
