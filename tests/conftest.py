@@ -81,6 +81,14 @@ def make_model() -> Callable[[Path], Path]:
     return write_model
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ranks are forks of this process: they have its patches, and start without importing anything."""
+    from tests.support.forks import fork_ranks
+
+    fork_ranks(monkeypatch, tmp_path_factory.mktemp("meetings"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--experts", action="store_true", help="the tiny model of tests is a mixture of experts")
 

@@ -60,9 +60,9 @@ def _sampling(**fields: Any) -> SamplingParams:
 
 
 REQUESTS = {
-    **{f"growing {i}": Request([5 + i], _sampling(max_tokens=44, logprobs=2)) for i in range(4)},
-    "long": Request([3 * i % 250 + 2 for i in range(60)], _sampling(max_tokens=30, logprobs=2)),
-    "shared": Request([*SHARED, 9], _sampling(max_tokens=20, logprobs=2)),
+    **{f"growing {i}": Request([5 + i], _sampling(max_tokens=36, logprobs=2)) for i in range(4)},
+    "long": Request([3 * i % 250 + 2 for i in range(60)], _sampling(max_tokens=18, logprobs=2)),
+    "shared": Request([*SHARED, 9], _sampling(max_tokens=12, logprobs=2)),
     "sampled": Request([*SHARED, 17, 21], _sampling(temperature=0.8, seed=3)),
     "grammar": Request(
         [40, 41],
@@ -79,12 +79,12 @@ REQUESTS = {
         [70, 71],
         _sampling(
             temperature=0.9, seed=9, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3,
-            max_tokens=24,
+            max_tokens=16,
         ),
         "filters and penalties",
     ),
     **{
-        f"{adapter} adapter": Request([*SHARED, 9], _sampling(max_tokens=20, logprobs=2), "LoRA adapters", adapter)
+        f"{adapter} adapter": Request([*SHARED, 9], _sampling(max_tokens=12, logprobs=2), "LoRA adapters", adapter)
         for adapter in ADAPTERS
     },
 }  # fmt: skip

@@ -47,6 +47,7 @@ MAX_FLIPPED = 2  # answers that may differ where rounding can also send a token 
      *(pytest.param(each, id=str(each), marks=pytest.mark.slow)
        for each in (*QUICK[NUM_FIRST:], *REST, *OF_DRAFTERS))],
 )  # fmt: skip
+@pytest.mark.usefixtures("forked")
 def test_answers_are_those_of_each_request_alone(
     configuration: Configuration, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def start(model: Path, settings: dict[str, Any]) -> LLM:
 
 
 @pytest.mark.parametrize("name", WITH)
+@pytest.mark.usefixtures("forked")
 def test_an_embedding_is_that_of_its_text_alone(name: str, model: Path) -> None:
     settings = WITH[name]
     plain = start(model, {key: value for key, value in settings.items() if key in ALONE})

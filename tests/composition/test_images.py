@@ -96,6 +96,7 @@ def expected(model: Path) -> Iterator[list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize("feature", [pytest.param(e, marks=pytest.mark.heavy if e in HEAVY else ()) for e in FEATURES])
+@pytest.mark.usefixtures("forked")
 def test_answers_are_those_of_each_request_alone(
     feature: str, model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

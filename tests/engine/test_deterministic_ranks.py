@@ -53,6 +53,7 @@ def degrees_agree(case: str, folder: Path, degrees: tuple[int, ...]) -> None:
         llm.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_give_the_bytes_of_one(tmp_path: Path) -> None:
     degrees_agree("experts int8", tmp_path, (2,))
 

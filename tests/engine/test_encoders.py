@@ -233,6 +233,7 @@ def test_files_of_jina_are_those_of_roberta(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_ranks(tmp_path: Path) -> None:
     model = reference(tmp_path, "Albert", "ForSequenceClassification", num_labels=3)
     llm = start(tmp_path, tensor_parallel_size=2)

@@ -85,6 +85,7 @@ PARALLEL = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
     [{}, {"max_num_batched_tokens": 16}, {"enforce_eager": True}, *PARALLEL],
     ids=["plain", "chunked", "eager", "two ranks", "two stages"],
 )
+@pytest.mark.usefixtures("forked")
 def test_what_was_evicted_is_found(tiny_model: Path, expected: list[list[int]], settings: dict[str, Any]) -> None:
     engine = start(tiny_model, num_gpu_blocks_override=16, kv_offloading_size=8 * MIB, **settings)
     assert two_turns(engine, PROMPTS, LENGTH) == expected
@@ -103,6 +104,7 @@ def test_what_was_evicted_is_found(tiny_model: Path, expected: list[list[int]], 
     [{}, PARALLEL[0], pytest.param(PARALLEL[1], marks=pytest.mark.slow)],
     ids=["one", "two ranks", "two stages"],
 )
+@pytest.mark.usefixtures("forked")
 def test_requests_run_while_blocks_are_on_their_way(
     tiny_model: Path, expected: list[list[int]], settings: dict[str, Any], slow_loads: None
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_window_and_full_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [{}, {"pipeline_parallel_size": 2}], ids=["one rank", "a stage without attention"])
+@pytest.mark.usefixtures("forked")
 def test_states_of_recurrent_layers(tmp_path: Path, ranks: dict[str, int]) -> None:
     prompts, answers = make_hybrid("lfm2", tmp_path)
     few = {"num_gpu_blocks_override": 30, "num_states_override": 6, "block_size": 16}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,21 @@ CASES = ["lfm2", "qwen3_5", "nemotron_h"]
 MORE_CASES = ["lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "bamba", "falcon_h1", "kimi_linear"]
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any, Any]]:
+    """Make a case once, in whichever order tests ask for it: folder, prompts, answers of transformers."""
+
+    @functools.cache
+    def make(case: str) -> tuple[Path, Any, Any]:
+        folder = tmp_path_factory.mktemp("hybrid")
+        return folder, *make_hybrid(case, folder)
+
+    return make
+
+
 @pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    folder = tmp_path_factory.mktemp("hybrid")
-    prompts, answers = make_hybrid(request.param, folder)
-    return folder, prompts, answers
+def model(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Any, Any]]) -> tuple[Path, Any, Any]:
+    return models(request.param)
 
 
 def start(folder: Path, **settings: Any) -> Engine:
@@ -158,6 +170,7 @@ def test_completions_of_one_prompt_wait_for_its_state(model: Any) -> None:
     "model", ["lfm2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3_5", *MORE_CASES))], indirect=True
 )
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"])
+@pytest.mark.usefixtures("forked")
 def test_several_ranks_answer_as_one(model: Any, ranks: dict[str, int]) -> None:
     folder, prompts, answers = model
     llm = LLM(
@@ -171,8 +184,15 @@ def test_several_ranks_answer_as_one(model: Any, ranks: dict[str, int]) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("truth", [0.0, 0.7])
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+@pytest.mark.parametrize(
+    ("truth", "enforce_eager"),
+    [
+        pytest.param(0.7, False, id="captured"),
+        pytest.param(0.0, True, id="eager, all wrong"),
+        pytest.param(0.7, True, id="eager", marks=pytest.mark.slow),
+        pytest.param(0.0, False, id="captured, all wrong", marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_change_no_answer(model: Any, truth: float, enforce_eager: bool) -> None:
     folder, prompts, answers = model
     drafts = {"num_speculative_tokens": 5, "enable_adaptive_verification": False}
@@ -234,6 +254,7 @@ def test_a_state_dtype_needs_states(tmp_path: Path) -> None:
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow, id="two stages"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_restart_finds_prefixes_with_their_states(model: Any, tmp_path: Path, parallel: dict[str, int]) -> None:
     folder, prompts, _ = model
     prompt = max(prompts, key=len)

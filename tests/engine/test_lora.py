@@ -300,6 +300,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoRARe
         ),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_adapters_and_the_base_share_a_batch(
     several: tuple[Path, list[LoRARequest], list[Any]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

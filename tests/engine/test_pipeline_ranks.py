@@ -8,6 +8,7 @@ from tests.engine.test_pipeline import same
 from tests.engine.test_ranks import KINDS, PROMPTS, start
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_stages_of_two_ranks(demo_model: Path) -> None:
     one, four = start(demo_model, 1), start(demo_model, 2, pipeline_parallel_size=2)
     try:

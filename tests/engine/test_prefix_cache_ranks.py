@@ -1,4 +1,4 @@
-"""The prefix cache in a file for each rank, with real processes over gloo: found where all ranks have it.
+"""The prefix cache in a file for each rank, over gloo: found where all ranks have it.
 
 By itself: a process holds one group of ranks at a time.
 """
@@ -49,6 +49,7 @@ def start(tiny_model: Path, path: Path) -> Iterator[Callable[..., Engine]]:
             engine.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_find_what_both_have(start: Callable[..., Engine], path: Path) -> None:
     alone = start()
     expected, cached = ask(alone, PROMPT)
@@ -72,6 +73,7 @@ def test_two_ranks_find_what_both_have(start: Callable[..., Engine], path: Path)
     assert ask(start(), PROMPT) == (expected, 0), "nothing of a rank that holds a part"
 
 
+@pytest.mark.usefixtures("forked")
 def test_stages_find_what_a_stop_in_the_middle_left(start: Callable[..., Engine]) -> None:
     """The last stage has not run its part of the newest steps when the engine is closed."""
     expected, _ = ask(start(), PROMPT)

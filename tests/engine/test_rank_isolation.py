@@ -23,7 +23,6 @@ from engine.worker.parallel.losses import Losses
 from engine.worker.step_handle import StepHandle
 from engine.worker.step_sampling import StepSampling
 from tests.engine.test_structured_outputs import ASKED, Loop, params
-from tests.support.forks import ForkLauncher
 
 SOUND_STEPS = 3  # of the culprit, before its steps fail
 METHODS = {  # in a step → method that raises
@@ -33,13 +32,6 @@ METHODS = {  # in a step → method that raises
     "sampling": (StepSampling, "begin"),
     "masks": (StepHandle, "sample"),
 }
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ForkLauncher, "folder", tmp_path, raising=False)
-    monkeypatch.setattr(ranks, "LocalLauncher", ForkLauncher)
-    monkeypatch.setattr(ranks, "MAX_MISSED", 300)
 
 
 def make_fail(patch: pytest.MonkeyPatch, where: str, who: str, fails_always: bool) -> None:

@@ -71,6 +71,7 @@ def test_the_prefix_cache_is_empty_after_sleep_and_a_file_of_it_is_saved(tiny_mo
         llm.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_sleep_at_level_2_only(tiny_model: Path) -> None:
     llm = load(tiny_model, tensor_parallel_size=2)
     before = answers(llm)

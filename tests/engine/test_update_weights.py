@@ -42,6 +42,7 @@ def answers(llm: LLM) -> list[Any]:
     [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}],
     ids=["captured", "int8", "int4", "eager", "two ranks"],
 )
+@pytest.mark.usefixtures("forked")
 def test_answers_are_those_of_a_new_start(tiny_model: Path, other: Path, settings: dict[str, Any]) -> None:
     llm = LLM(model=str(other), **SETTINGS, **settings)
     expected = answers(llm)
@@ -119,6 +120,7 @@ def some(folder: Path, part: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings", [{}, {"quantization": "int8"}, {"tensor_parallel_size": 2}], ids=["plain", "int8", "two ranks"]
 )
+@pytest.mark.usefixtures("forked")
 def test_named_tensors_replace_those_of_the_model(
     tiny_model: Path, other: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
 
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 SHARED = 70  # tokens with which some prompts begin
 LENGTHS = (1, 2, 16, 17, 33, 90, 131)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import traceback
 import warnings
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+
+import pytest
 
 import kernels
 from engine.worker.parallel import ranks
@@ -72,7 +75,7 @@ class ForkLauncher:
     """Starts followers as forks, which have the patches of this process."""
 
     folder: Path  # for the ranks to meet
-    num_meetings = 0
+    meetings = itertools.count()
 
     def __init__(self, num_ranks: int) -> None:
         self.locations = [Location("", rank) for rank in range(num_ranks)]
@@ -81,8 +84,14 @@ class ForkLauncher:
         return [Fork(location.device_index) for location in self.locations[1:]]
 
     def rendezvous(self) -> str:
-        self.num_meetings += 1  # the ranks remove a file that they have left
-        return f"file://{self.folder}/store-{self.num_meetings}"
+        return f"file://{self.folder}/store-{next(self.meetings)}"  # the ranks remove a file that they have left
 
     def close(self) -> None:
         pass
+
+
+def fork_ranks(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """From here on, ranks of engines in this process are forks of it."""
+    patch.setattr(ForkLauncher, "folder", folder, raising=False)
+    patch.setattr(ranks, "LocalLauncher", ForkLauncher)
+    patch.setattr(ranks, "MAX_MISSED", 300)  # a fork that computes lets its heartbeats wait

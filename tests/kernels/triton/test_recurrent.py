@@ -116,7 +116,7 @@ def test_delta_rule_in_chunks_is_that_token_by_token(
 @pytest.mark.parametrize("only_decodes", [False, True])
 def test_states_of_16_bits_are_rounded_and_no_more(module: Any, only_decodes: bool) -> None:
     torch.manual_seed(0)
-    lengths, heads = [3, 40, 90], (1, 2, 16, 16)
+    lengths, heads = [3, 17, 40] if only_decodes else [3, 40, 90], (1, 2, 16, 16)
     steps = StateSteps(1, lengths, 16, only_decodes=only_decodes)
     qkv, gates = torch.randn(sum(lengths), 64), torch.randn(sum(lengths), 4)
     rate, bias = torch.rand(2) / 4, torch.randn(2)
