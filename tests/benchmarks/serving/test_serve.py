@@ -242,7 +242,7 @@ async def queued(benchmark: serve.Benchmark, requests: list[Any], delays: Sequen
     )
 
 
-@pytest.mark.parametrize(("rate", "grows"), [(100, False), (240, False), (300, True), (1000, True)])
+@pytest.mark.parametrize(("rate", "grows"), [(50, False), (150, False), (350, True), (1000, True)])
 def test_a_rate_beyond_the_servers_makes_its_queue_grow(rate: float, grows: bool) -> None:
     window = Window(rate, 3)
     delays = serve.arrival_times(window.num_prompts, rate, 1.0, 0)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
     "arguments",
     [
         pytest.param(["90", "--once"], id="90, the first launch of each"),
-        *(pytest.param([each], marks=pytest.mark.slow, id=each) for each in ("80", "86", "90", "100", "120")),
+        *(pytest.param([each], marks=pytest.mark.slow, id=each) for each in ("80", "86", "89", "90", "100", "120")),
     ],
 )
 def test_every_kernel_compiles(arguments: list[str], tmp_path: Path) -> None:
