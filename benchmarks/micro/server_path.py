@@ -37,8 +37,9 @@ EPILOG = """examples:
   quire bench server-path --endpoint /v1/completions --streams 64 --step-ms 5
   quire bench server-path --save-result path.json
 
-"API process" is CPU time of the process with HTTP, JSON and text; "engine process" is what the engine's process spends
-beside its steps. Both are of the time in which all streams run. An event carries one token when the server keeps up.
+"API" is CPU time of the process with HTTP, JSON and text; with --api-server-count of all of them and of the main
+process, which passes tokens on. "Engine process" is what the engine's process spends beside its steps. All are of the
+time in which all streams run. An event carries one token when the server keeps up.
 """
 
 
@@ -54,6 +55,7 @@ class PathFlags:
     )
     model: str = flag("qwen3-0.6b", "whose vocabulary is used", choices=tuple(SHAPES))
     models_dir: str = flag("out/models", "where configurations of models are written", metavar="FOLDER")
+    api_server_count: int = flag(1, "processes that take connections", at_least=1)
     repeat: int = flag(3, "how often to measure; the median counts", at_least=1)
     extra_body: dict[str, Any] | None = flag(None, "more fields for each request")  # noqa: RUF009
     save_result: str | None = flag(None, "where to save the figures as JSON", metavar="FILE")
@@ -207,7 +209,7 @@ class Snapshot:
 
 
 async def measure(flags: PathFlags, port: int, pids: list[int]) -> dict[str, float]:
-    """All streams once: figures by name. `pids`: of the API process and of the engine process."""
+    """All streams once: figures by name. `pids`: of the engine process, the main process, and further API processes."""
     body: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": flags.tokens, "ignore_eos": True}
     if flags.endpoint.endswith("/chat/completions"):
         body["messages"] = [{"role": "user", "content": "Tell me a story."}]
@@ -234,14 +236,15 @@ async def measure(flags: PathFlags, port: int, pids: list[int]) -> dict[str, flo
         raise RuntimeError("the streams did not run at the same time: ask for more --tokens")
     num_events, seconds = last.num_events - first.num_events, last.time - first.time
     tokens = (last.time - first.time) / (flags.step_ms / 1000) * flags.streams
-    api, engine = (last.seconds[i] - first.seconds[i] for i in range(2))
+    engine, main, *others = (after - before for before, after in zip(first.seconds, last.seconds, strict=True))
+    api, at_first = main + sum(others), sum(first.seconds[1:]) - sum(begin.seconds[1:])
+    apart = {"main_process_us_per_token": main / tokens * 1e6} if others else {}
     return {
         "api_us_per_event": api / num_events * 1e6,
-        "api_us_per_event_in_kernel": (last.system[0] - first.system[0]) / num_events * 1e6,
+        "api_us_per_event_in_kernel": (sum(last.system[1:]) - sum(first.system[1:])) / num_events * 1e6,
+        **apart,
         "api_events_per_cpu_second": num_events / api,
-        "api_us_per_request_at_the_start": (first.seconds[0] - begin.seconds[0] - api / num_events * first.num_events)
-        / flags.streams
-        * 1e6,
+        "api_us_per_request_at_the_start": (at_first - api / num_events * first.num_events) / flags.streams * 1e6,
         "engine_process_us_per_token": engine / tokens * 1e6,
         "events_per_second": num_events / seconds,
         "tokens_per_event": tokens / num_events,
@@ -260,15 +263,16 @@ def main(argv: list[str]) -> int:
     command = [sys.executable, "-P", "-m", "benchmarks.micro.server_path", "server", str(folder), "--port", str(port)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--max-model-len", "4096", "--device", "cpu"]
     command += ["--chat-template", template, "--disable-uvicorn-access-log"]
+    command += ["--api-server-count", str(flags.api_server_count)]
     environ = {**os.environ, STEP_SECONDS: str(flags.step_ms / 1000)}
     server = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
     try:
         if not wait_until_ready(server, port, time.time() + 300):
             raise RuntimeError("the server does not start")
-        (engine_pid,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        pids = _pids(server.pid, flags.api_server_count)
         runs = []
         for number in range(flags.repeat + 1):
-            found = uvloop.run(measure(flags, port, [server.pid, int(engine_pid)]))
+            found = uvloop.run(measure(flags, port, pids))
             if number:  # the first one warms up
                 runs.append(found)
                 print("  ".join(f"{name} {value:,.2f}" for name, value in found.items()), file=sys.stderr, flush=True)
@@ -281,6 +285,16 @@ def main(argv: list[str]) -> int:
     if flags.save_result:
         save({"benchmark": "server_path", **result, "runs": runs, "environment": environment()}, flags.save_result)
     return 0
+
+
+def _pids(main: int, num_api: int) -> list[int]:
+    """Return the processes of a server: of the engine, the main one, and further API processes."""
+    children = [int(pid) for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split()]
+    is_api = {pid: b"server.processes" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    (engine,) = (pid for pid in children if not is_api[pid])
+    others = [pid for pid in children if is_api[pid]]
+    assert len(others) == (num_api if num_api > 1 else 0)
+    return [engine, main, *others]
 
 
 def _serve(argv: list[str]) -> int:
