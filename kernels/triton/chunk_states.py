@@ -113,7 +113,7 @@ def states_kernel(
     """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
 
     starts [chunks + sequences, Hv, DK, DV]: the state before what a chunk has of a sequence, at the sum of both
-    indices. `solved` becomes the updates.
+    indices; sequences count from the first that is not a decode. `solved` becomes the updates.
     """
     head, sequence = tl.program_id(0), tl.program_id(2) + first_sequence
     key_head = head // (NUM_VALUES // NUM_KEYS)
@@ -170,7 +170,8 @@ def states_kernel(
         )
         at_update = solved + (wide_token[:, None] * NUM_VALUES + head) * DV + v_at
         update = tl.load(at_update, mask=is_own[:, None] & is_v, other=0.0).to(tl.float32)
-        at_start = starts + ((chunk + sequence).to(tl.int64) * NUM_VALUES) * (DK * DV) + at_state
+        part = (chunk + tl.program_id(2)).to(tl.int64)
+        at_start = starts + part * (NUM_VALUES * DK * DV) + at_state
         tl.store(at_start, state.to(starts.dtype.element_ty), mask=is_state)
         if DELTA:
             weight = tl.load(
@@ -250,7 +251,8 @@ def outputs_kernel(
         if (row < num_rows - 1) & (high > low):
             is_real = is_real | is_its
             at_state = head.to(tl.int64) * (DK * DV) + tl.trans(k_at) * DV + v_at  # [K, V]
-            at_start = starts + ((chunk + sequence).to(tl.int64) * NUM_VALUES) * (DK * DV) + at_state
+            part = (chunk + sequence - first_sequence).to(tl.int64)
+            at_start = starts + part * (NUM_VALUES * DK * DV) + at_state
             state = tl.load(at_start, mask=tl.trans(is_k) & is_v, other=0.0)
             output += _multiply(tl.where(is_its[:, None], query, 0.0), state, TYPE, PRECISION)
 

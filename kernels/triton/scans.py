@@ -121,7 +121,7 @@ class _Layer:
         seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK)
         weights = x.new_empty(len(x) if is_delta else 0, num_heads, key_dim)
         solved = x.new_empty(len(x), num_heads, value_dim)
-        starts = x.new_empty(num_chunks + len(c.rows), num_heads, key_dim, value_dim)
+        starts = x.new_empty(num_chunks + len(c.rows) - num_decodes, num_heads, key_dim, value_dim)
         assert c.sequence_of is not None
         solve_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
