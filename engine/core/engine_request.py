@@ -24,9 +24,10 @@ class ImageInput:
     start: int  # index of the first placeholder in the prompt
     num_tokens: int  # placeholders
     grid: tuple[int, int]  # rows and columns of patches
-    patches: bytes  # uint8 [rows · columns, 3, P, P], in the order in which the model's encoder merges them
+    patches: bytes  # uint8 [frames, rows · columns, 3, P, P], in the order in which the model's encoder merges them
     digest: str  # hexadecimal SHA-256 of the grid and the patches
     sees_both_ways: bool = False  # each of its tokens sees the others, so a step computes it to its end or not at all
+    num_frames: int = 1  # 2: two frames of a video
 
     @property
     def stop(self) -> int:

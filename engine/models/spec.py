@@ -396,6 +396,7 @@ class VisionSpec:
     image_token_id: int  # placeholder of a token of an image
     placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
     placeholder_end: str = ""  # text behind these
+    video_token_id: int | None = None  # placeholder of a token of a video; None: the model reads none
     marker_id: int | None = None  # that stands for an image in a prompt, where it is not the image's token
     before: tuple[int, ...] = ()  # tokens that are written before each image, and behind it
     behind: tuple[int, ...] = ()

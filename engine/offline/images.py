@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from PIL import Image
 from engine.text.image_marks import marked
 from engine.vision import decode
 from engine.vision.decode import ImageError
-from engine.vision.loader import ImageLoader
-from engine.vision.processors import ProcessedImage
+from engine.vision.loader import ImageLoader, Picture
 from engine.vision.sources import ImageSource
+from engine.vision.videos import frames_at
 
 _KINDS = "a Pillow image, a path, the bytes of a file, or a URL"
 
@@ -23,6 +24,14 @@ class Given:
 
     def __init__(self, image: Any) -> None:
         self.image = image
+
+
+@dataclass(frozen=True, slots=True)
+class GivenVideo:
+    """A video in a message: a file as of an image, or a list of images, one a frame."""
+
+    video: Any
+    rate: Any = None  # frames of a list a second; None: 2
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
@@ -57,10 +66,15 @@ def _image_of(part: Any) -> Given | None:
             return Given(url.get("url") if isinstance(url, Mapping) else url)
         case "image" | "image_pil" as kind:
             return Given(part.get(kind))
+        case "video_url":
+            url = part.get("video_url")
+            return Given(GivenVideo(url.get("url") if isinstance(url, Mapping) else url))
+        case "video":
+            return Given(GivenVideo(part.get("video"), part.get("fps")))
     return None
 
 
-def load_all(loader: ImageLoader | None, given: Any) -> list[ProcessedImage]:
+def load_all(loader: ImageLoader | None, given: Any) -> list[Picture]:
     """Load one image or several. Raises `ImageError`, which names the image that is at fault."""
     each = list(given) if isinstance(given, list | tuple) else [given]
     if loader is None:
@@ -75,17 +89,36 @@ def load_all(loader: ImageLoader | None, given: Any) -> list[ProcessedImage]:
     return found
 
 
-def _load(loader: ImageLoader, image: Any) -> ProcessedImage:
+def _load(loader: ImageLoader, image: Any) -> Picture:
+    if isinstance(image, GivenVideo):
+        return _load_video(loader, image)
     if isinstance(image, Image.Image):
         return loader.load_image(image)
-    if isinstance(image, bytes):
-        return loader.load_file(image)
     if isinstance(image, str) and ":" in image[:8]:
         return loader.load(ImageSource(image))
-    if not isinstance(image, str | Path):
-        raise ImageError(f"it must be {_KINDS}, got {type(image).__name__}")
+    return loader.load_file(_file(image))
+
+
+def _load_video(loader: ImageLoader, given: GivenVideo) -> Picture:
+    video, rate = given.video, given.rate
+    if rate is not None and (not isinstance(rate, int | float) or not 0 < rate <= 1000):
+        raise ImageError(f"'fps' must be a number of frames a second, got {rate!r}")
+    if isinstance(video, list | tuple):
+        images = [each if isinstance(each, Image.Image) else decode.decode(_file(each)) for each in video]
+        return loader.load_frames(frames_at(images, rate))
+    if isinstance(video, str) and ":" in video[:8]:
+        return loader.load(ImageSource(video, is_video=True))
+    return loader.load_video([_file(video)], rate)
+
+
+def _file(given: Any) -> bytes:
+    """Return the bytes of a file that is given by itself or by its path."""
+    if isinstance(given, bytes):
+        return given
+    if not isinstance(given, str | Path):
+        raise ImageError(f"it must be {_KINDS}, got {type(given).__name__}")
     try:
-        with Path(image).expanduser().open("rb") as file:
-            return loader.load_file(file.read(decode.MAX_BYTES + 1))
+        with Path(given).expanduser().open("rb") as file:
+            return file.read(decode.MAX_BYTES + 1)
     except OSError as error:
-        raise ImageError(f"{image} cannot be read: {error.strerror}") from None
+        raise ImageError(f"{given} cannot be read: {error.strerror}") from None

@@ -345,16 +345,16 @@ class LLM:
         adapter: Adapter | None,
     ) -> Job:
         (text, token_ids, cache_salt, images), loader = read_prompt(prompt), self._input_processor.images
+        loaded = [] if images is None else load_all(loader, images)
         if token_ids is None:
             assert text is not None
             if self._input_processor.tokenizer is None:
                 raise ValueError("is a text, but there is no tokenizer (skip_tokenizer_init): give prompt_token_ids")
-            written = text if images is None or loader is None else loader.with_margins(text)
+            written = text if loader is None else loader.written(text, loaded)
             token_ids = self._input_processor.tokenizer.encode(written, add_special_tokens)
         request_id = str(next(self._ids))
         request = EngineRequest(request_id, token_ids, sampling, pooling, cache_salt, priority, adapter=adapter)
         if images is not None:
-            loaded = load_all(loader, images)
             assert loader is not None
             placed = loader.place(token_ids, loaded)
             token_ids = placed.token_ids

@@ -20,13 +20,14 @@ from engine.models.files import Progress, silent
 from engine.models.generation_config import read_generation_config
 from engine.models.hub import resolve_model, short_name
 from engine.models.pooling_config import Prompts, is_embedding_model, normalizes, read_pooling, read_prompts
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelSpec, VisionSpec
 from engine.processing.grammars import Grammars
 from engine.processing.model_info import ModelInfo
 from engine.text.tokenizer import Tokenizer
 from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import read_processor
 from engine.vision.sources import Media
+from engine.vision.videos import read_video_processor
 
 ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 PREDICTED_CHARACTERS = 16  # of a predicted answer, for each token of the context
@@ -307,9 +308,18 @@ def _image_loader(
         token_id, vision.marker_id, ids_of("before"), ids_of("behind"), ids_of("row_ends"),
         vision.merge_size,
         text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, bool(vision.sees_both_ways),
+        vision.video_token_id, text_of(video_placeholder(vision)),
     )  # fmt: skip
     processor, text = read_processor(folder, vision), text_of(ids_of("placeholder")) + vision.placeholder_end
-    return ImageLoader(processor, media, token_id, text, config.max_images, layout)
+    videos = read_video_processor(folder, vision)
+    return ImageLoader(processor, media, token_id, text, config.max_images, layout, videos)
+
+
+def video_placeholder(vision: VisionSpec) -> tuple[int, ...]:
+    """Return the tokens that stand for two frames of a video, as `VisionSpec.placeholder` for an image."""
+    if vision.video_token_id is None:
+        return ()
+    return tuple(vision.video_token_id if token == vision.image_token_id else token for token in vision.placeholder)
 
 
 def _default_pooling(config: EngineConfig, folder: Path, spec: ModelSpec) -> str:

@@ -31,8 +31,14 @@ class ProcessedImage:
 
     num_tokens: int  # of a prompt, from its first one to its last one, with those that end rows
     grid: tuple[int, int]  # rows and columns of patches
-    patches: bytes  # uint8 [rows · columns, 3, P, P], in the order in which the encoder merges them
+    patches: bytes  # uint8 [frames, rows · columns, 3, P, P], in the order in which the encoder merges them
     digest: str  # hexadecimal SHA-256 of the grid and the patches
+    num_frames: int = 1  # 2: of a video
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the patches."""
+        return len(self.patches)
 
 
 class Processor(Protocol):

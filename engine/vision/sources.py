@@ -15,15 +15,18 @@ from engine.vision.decode import ImageError
 from engine.vision.download import download
 
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+# Pictures, one a frame, with a comma between; perhaps with the number of them a second.
+_FRAMES_URL = re.compile(r"data:video/(?:jpeg|png|webp)(?:;fps=([0-9.]{1,10}))?;base64,", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """The place of an image: a URL, or a file in base64."""
+    """The place of an image or of a video: a URL, or a file in base64."""
 
     url: str = ""  # data:, http:, https: or file:
     base64: str = ""
+    is_video: bool = False
 
     @property
     def is_remote(self) -> bool:
@@ -52,6 +55,18 @@ class Media:
             return self._local(source.url)
         raise ImageError("it must be a data URL with base64, such as data:image/png;base64,…")
 
+    def read_frames(self, source: ImageSource, most: int) -> tuple[list[bytes], float | None]:
+        """Return the files of a video, a single one or up to `most` pictures, and how many of these a second has (None:
+        it is not said). Raises `ImageError`.
+        """
+        found = _FRAMES_URL.match(source.url)
+        if found is None:
+            return [self.read(source)], None
+        files = source.url[found.end() :].split(",", most)
+        if len(files) > most:
+            raise ImageError(f"it has more than {most} frames")
+        return [from_base64(each) for each in files], _rate(found[1]) if found[1] else None
+
     def _local(self, url: str) -> bytes:
         if self.folder is None:
             raise ImageError("file URLs are not allowed here (--allowed-local-media-path): send a data URL")
@@ -62,6 +77,16 @@ class Media:
             return read_file(Path(unquote(parts.path)), self.folder, decode.MAX_BYTES)
         except (OSError, ValueError):  # the reason is not shown: it would say which files exist
             raise ImageError("there is no such file in the folder of --allowed-local-media-path") from None
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 1000:
+        raise ImageError(f"fps must be a number of frames a second, got {text}")
+    return rate
 
 
 def from_base64(text: str) -> bytes:

@@ -139,8 +139,9 @@ class ImageReader:
     def _run(self, images: Sequence[ImageInput]) -> list[EncodedImages]:
         vision, side = self._model.vision, self._spec.patch_size
         assert vision is not None
-        data = np.frombuffer(b"".join(image.patches for image in images), dtype=np.uint8)
-        patches = self._device.upload(torch.from_numpy(data.reshape(-1, 3, side, side).copy()))
+        data = [np.frombuffer(each.patches, np.uint8).reshape(each.num_frames, -1, 3, side, side) for each in images]
+        together = np.concatenate(data, 1)
+        patches = self._device.upload(torch.from_numpy(together[0] if len(together) == 1 else together))
         encoded = vision(patches, [image.grid for image in images])
         counts = [math.prod(image.grid) // self._spec.merge_size**2 for image in images]
         of_layers = [each.split(counts) for each in encoded.deepstack]
@@ -211,15 +212,16 @@ def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, s
 
 
 def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
-    """Group images that are encoded at once: together at most `ENCODED_PATCHES`, or a single one. In deterministic
-    mode each is encoded alone, so that the others change no bit of it.
+    """Group images that are encoded at once, of as many frames: together at most `ENCODED_PATCHES`, or a single one. In
+    deterministic mode each is encoded alone, so that the others change no bit of it.
     """
     group: list[ImageInput] = []
     for image in images:
         if group and kernels.FORMS.deterministic:
             yield group
             group = []
-        if sum(math.prod(each.grid) for each in (*group, image)) > ENCODED_PATCHES and group:
+        is_large = sum(math.prod(each.grid) for each in (*group, image)) > ENCODED_PATCHES
+        if group and (is_large or image.num_frames != group[0].num_frames):
             yield group
             group = []
         group.append(image)

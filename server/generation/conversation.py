@@ -11,8 +11,7 @@ from engine.text.chat_renderer import RenderedChat
 from engine.text.chat_template import ChatTemplateError
 from engine.text.image_marks import renumbered
 from engine.vision.decode import ImageError
-from engine.vision.loader import ImageLoader, PromptWithImages
-from engine.vision.processors import ProcessedImage
+from engine.vision.loader import ImageLoader, Picture, PromptWithImages
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
@@ -41,7 +40,7 @@ class ConversationEncoder:
         """loader: None: the model reads text only. caller: who holds the images' memory."""
         self._chat, self._loader, self._caller = chat, loader, caller
 
-    def encode(self, conversation: Conversation, encode: EncodeText, images: Sequence[ProcessedImage] = ()) -> Prompt:
+    def encode(self, conversation: Conversation, encode: EncodeText, images: Sequence[Picture] = ()) -> Prompt:
         """Return the prompt of a conversation. The template writes the beginning-of-text token itself.
 
         images: of all messages, in order.
@@ -58,8 +57,9 @@ class ConversationEncoder:
         text = rendered.text
         continued = conversation.messages[-1].content or "" if conversation.continue_final_message else ""
         reasoning = self._chat.reasoning_format
-        token_ids = encode(text if not images or self._loader is None else self._loader.with_margins(text))
-        placed = self._placed(token_ids, [images[index] for index in rendered.images]) if images else None
+        shown = [images[index] for index in rendered.images] if images else []
+        token_ids = encode(self._written(text, shown))
+        placed = self._placed(token_ids, shown) if images else None
         return Prompt(
             token_ids if placed is None else placed.token_ids,
             reasoning is not None and reasoning.opened_by(text, continued),
@@ -69,13 +69,21 @@ class ConversationEncoder:
             placed,
         )
 
-    def _placed(self, token_ids: list[int], images: Sequence[ProcessedImage]) -> PromptWithImages:
+    def _written(self, text: str, images: Sequence[Picture]) -> str:
+        """Return a prompt's text as the model's processor completes it around images."""
+        if not images or self._loader is None:
+            return text
+        try:
+            return self._loader.written(text, images)
+        except ImageError as error:
+            raise _misplaced(error) from None
+
+    def _placed(self, token_ids: list[int], images: Sequence[Picture]) -> PromptWithImages:
         assert self._loader is not None
         try:
             return self._loader.place(token_ids, images, self._caller)
         except ImageError as error:
-            reason = f"{error}: the texts have some of their own, or the chat template does not show these images"
-            raise InvalidRequestError(reason, "messages") from None
+            raise _misplaced(error) from None
 
     def _rendered(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> RenderedChat:
         """Render messages; if the template fails, once more with tools that have all optional fields."""
@@ -90,6 +98,11 @@ class ConversationEncoder:
                     return replace(rendered, changes=(*rendered.changes, note))
             reason = f"the chat template rejected the messages: {error}"
             raise InvalidRequestError(reason, "messages", lead=None) from None
+
+
+def _misplaced(error: ImageError) -> InvalidRequestError:
+    reason = f"{error}: the texts have some of their own, or the chat template does not show these images"
+    return InvalidRequestError(reason, "messages")
 
 
 def _given_messages(conversation: Conversation) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine import ModelInfo
 from engine.core.fairness.tenants import group_of
 from engine.vision.decode import ImageError
-from engine.vision.processors import ProcessedImage
+from engine.vision.loader import Picture
 from engine.vision.sources import ImageSource
 from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.request import Conversation
@@ -15,9 +15,7 @@ MAX_HELD_BYTES = 2 << 30  # of the images of all requests; see `HeldBytes` for e
 RETRY_SECONDS = 5
 
 
-async def load_images(
-    model: ModelInfo, conversation: Conversation, workers: Workers, tenant: str
-) -> list[ProcessedImage]:
+async def load_images(model: ModelInfo, conversation: Conversation, workers: Workers, tenant: str) -> list[Picture]:
     """Return the images of a conversation, in order. Raises `RequestError`, which names the image that is at fault.
 
     No more are loaded than the context holds.
@@ -32,16 +30,16 @@ async def load_images(
         loader.check_count(len(sources))
     except ImageError as error:
         raise InvalidRequestError(str(error), "messages") from None
-    found: list[ProcessedImage] = []
+    found: list[Picture] = []
     try:
         await _load_all(model, sources, found, workers, tenant)
     finally:
-        loader.held.add(group_of(tenant), -sum(len(image.patches) for image in found))
+        loader.held.add(group_of(tenant), -sum(image.num_bytes for image in found))
     return found
 
 
 async def _load_all(
-    model: ModelInfo, sources: list[ImageSource], found: list[ProcessedImage], workers: Workers, tenant: str
+    model: ModelInfo, sources: list[ImageSource], found: list[Picture], workers: Workers, tenant: str
 ) -> None:
     """Add the images to `found`, whose memory the caller then holds. Raises `RequestError`."""
     assert model.images is not None
@@ -53,9 +51,10 @@ async def _load_all(
         try:
             image = await _load(model, source, workers, tenant)
         except ImageError as error:
-            raise InvalidRequestError(f"image {number}: {error}", "messages") from None
+            kind = "video" if source.is_video else "image"
+            raise InvalidRequestError(f"{kind} {number}: {error}", "messages") from None
         found.append(image)
-        model.images.held.add(group_of(tenant), len(image.patches))
+        model.images.held.add(group_of(tenant), image.num_bytes)
         num_tokens += image.num_tokens
         if num_tokens >= model.max_model_len:
             reason = (
@@ -65,10 +64,10 @@ async def _load_all(
             raise InvalidRequestError(reason, "messages", lead=None)
 
 
-async def _load(model: ModelInfo, source: ImageSource, workers: Workers, tenant: str) -> ProcessedImage:
+async def _load(model: ModelInfo, source: ImageSource, workers: Workers, tenant: str) -> Picture:
     loader = model.images
     assert loader is not None
     if not source.is_remote:
         return await workers.run_image(loader.load, source, tenant=tenant)
     data = await workers.run_download(loader.read, source, tenant=tenant)
-    return await workers.run_image(loader.load_file, data, tenant=tenant)
+    return await workers.run_image(loader.load_read, source, data, tenant=tenant)

@@ -154,7 +154,7 @@ def test_texts_around_images_of_gemma3(tmp_path: Path) -> None:
     loader = ImageLoader(read_processor(tmp_path, vision), Media(()), soft, "", 2, layout)
     text = "user\n<start_of_image>What?\n<start_of_image>"
     images = [loader.load_image(picture(9, 9)), loader.load_image(picture(30, 8))]
-    prompt = loader.place(tokenizer.encode(loader.with_margins(text), False), images)
+    prompt = loader.place(tokenizer.encode(loader.written(text, images), False), images)
     expand = processing("gemma3.processing_gemma3", "Gemma3Processor").replace_image_token
     whole = expand(
         SimpleNamespace(full_image_sequence="\n\n<start_of_image>" + "<soft>" * 4 + "<end_of_image>\n\n"),

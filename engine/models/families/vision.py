@@ -44,6 +44,7 @@ def qwen3_vl(config: Config, text: Config) -> VisionSpec:
         num_positions=integer(fields, "num_position_embeddings", 2304),
         image_token_id=integer(config, "image_token_id", 151655),
         placeholder=_placeholder(config),
+        video_token_id=integer(config, "video_token_id", 151656),
         rope_sections=_sections(text, (24, 20, 20)),
         deepstack=_layers(fields, "deepstack_visual_indexes", [], integer(fields, "depth", 32)),
         activation=_activation(fields, "gelu_pytorch_tanh"),

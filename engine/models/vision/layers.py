@@ -160,9 +160,10 @@ def placed(grid: Grid, merge_size: int, device: torch.device) -> Tensor:
 
 
 class PatchEmbedding(CheckpointModule):
-    """Normalises patches and projects them: [N, 3, P, P] uint8 → [N, C].
+    """Normalises patches and projects them: [N, 3, P, P] uint8, or [2, N, 3, P, P] of two frames → [N, C].
 
-    A projection of two frames is halved: those of an image are the same, so its two parts are added.
+    The frames of an image are the same, so the two parts of a projection of two frames are added. A second frame adds
+    its difference from the first, as the second part projects it.
     """
 
     def __init__(self, spec: VisionSpec, scope: Scope, *, bias: bool, frames: int = 0) -> None:
@@ -171,7 +172,9 @@ class PatchEmbedding(CheckpointModule):
         side = spec.patch_size
         self._frames, self._shape = frames, (spec.hidden_size, 3, *[frames][: bool(frames)], side, side)
         self._name, self._bias_name = scope.name("weight"), scope.name("bias")
-        self.weight = scope.empty(spec.hidden_size, 3 * side**2)
+        # Of both frames together; and, where the model reads videos, of the second one.
+        num_parts = 1 if spec.video_token_id is None else 2
+        self.weight = scope.empty(num_parts, spec.hidden_size, 3 * side**2)
         self.bias = scope.empty(spec.hidden_size) if bias else None
         for name, values in (("mean", spec.mean), ("std", spec.std)):
             self.register_buffer(name, torch.tensor(values, device=scope.device).view(3, 1, 1), persistent=False)
@@ -180,8 +183,13 @@ class PatchEmbedding(CheckpointModule):
     std: Tensor
 
     def forward(self, patches: Tensor) -> Tensor:
-        x = ((patches.float() / 255 - self.mean) / self.std).flatten(1)
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        first = patches[0] if patches.ndim == 5 else patches
+        x = ((first.float() / 255 - self.mean) / self.std).flatten(1)
+        found = F.linear(x.to(self.weight.dtype), self.weight[0], self.bias)
+        if patches.ndim == 5:
+            change = ((patches[1].float() - first.float()) / 255 / self.std).flatten(1)
+            found = found + F.linear(change.to(self.weight.dtype), self.weight[1])
+        return found
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         spans = tuple(map(Span.whole, self._shape))
@@ -191,7 +199,9 @@ class PatchEmbedding(CheckpointModule):
             yield CheckpointTensor(self._bias_name, (Span.whole(self._shape[0]),), self.bias)
 
     def _take(self, stored: Tensor) -> None:
-        self.weight.copy_(stored.float().sum(2).flatten(1))
+        self.weight[0].copy_(stored.float().sum(2).flatten(1))
+        if len(self.weight) > 1:
+            self.weight[1].copy_(stored[:, :, 1].flatten(1))
 
 
 class Vector(CheckpointModule):

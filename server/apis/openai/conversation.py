@@ -67,6 +67,21 @@ class ImagePart(Body):
         return ImageSource(self.image_url if isinstance(self.image_url, str) else self.image_url.url)
 
 
+class VideoPart(Body):
+    """A video as frames: an animated file or pictures, in a data URL or another one that the server allows."""
+
+    type: Literal["video_url"]
+    video_url: ImageURL | str
+    uuid: str | None = None
+
+    NO_EFFECT: ClassVar[Any] = {"uuid": None}
+
+    @property
+    def source(self) -> ImageSource:
+        url = self.video_url if isinstance(self.video_url, str) else self.video_url.url
+        return ImageSource(url, is_video=True)
+
+
 class FunctionCall(Body):
     name: str
     arguments: Any = None  # a JSON object as a string, as in OpenAI's API, or the object itself
@@ -86,8 +101,8 @@ class MessageFields(Body):
         pattern=ROLE, description="`system`, `user`, `assistant`, `tool`, or another role of the chat template."
     )
     content: Annotated[
-        str | list[TextPart | ImagePart | RefusalPart | ThinkingPart] | None,
-        one_message("a string or a list of text and image parts; other parts are not supported"),
+        str | list[TextPart | ImagePart | VideoPart | RefusalPart | ThinkingPart] | None,
+        one_message("a string or a list of text, image and video parts; other parts are not supported"),
     ] = None
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
@@ -211,8 +226,8 @@ def _message(given: MessageFields) -> Message:
     )
 
 
-def _shown(part: TextPart | ImagePart | RefusalPart) -> str | ImageSource:
-    if isinstance(part, ImagePart):
+def _shown(part: TextPart | ImagePart | VideoPart | RefusalPart) -> str | ImageSource:
+    if isinstance(part, ImagePart | VideoPart):
         return part.source
     return (part.refusal if isinstance(part, RefusalPart) else part.text) or ""
 
