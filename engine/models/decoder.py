@@ -254,9 +254,10 @@ class Decoder(nn.Module):
         x = SublayerInput(hidden, self.norm, context=TokenContext(adapters=adapters))
         return self._scaled(self.lm_head.own_logits(x, out))
 
-    def logits_of_normed(self, normed: Tensor) -> Tensor:
-        """Apply the output head to hidden states after a norm: [N, hidden] -> [N, vocab], on all ranks."""
-        return self.lm_head.gather(self._scaled(self.lm_head.own_logits(SublayerInput(normed, normed=normed))))
+    def logits_of_normed(self, normed: Tensor, head: LMHead | None = None) -> Tensor:
+        """Apply the output head, or `head`, to hidden states after a norm: [N, hidden] -> [N, vocab], on all ranks."""
+        head = self.lm_head if head is None else head
+        return head.gather(self._scaled(head.own_logits(SublayerInput(normed, normed=normed))))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         multiplier, cap = self._of_logits

@@ -11,6 +11,7 @@ from engine.models.drafters.dflash import read_dflash
 from engine.models.drafters.eagle3 import read_eagle3
 from engine.models.drafters.mtp import mtp_spec
 from engine.models.drafters.spec import DraftSpec
+from engine.models.drafters.token_map import read_token_map
 from engine.models.families import read_spec
 from engine.models.files import read_json
 from engine.models.hub import resolve_model
@@ -61,14 +62,20 @@ def _drafter(
             raise config_error(
                 f"method mtp needs a checkpoint with prediction layers: {spec.architecture} has none that is known"
             )
-        return DraftSpec(method="mtp", folder=target, model=mtp_spec(spec))
+        token_ids: tuple[int, ...] = ()
+        if settings.speculative_token_map:
+            token_ids = read_token_map(Path(settings.speculative_token_map).expanduser(), spec.vocab_size)
+        head = settings.draft_lm_head_quantization
+        model = mtp_spec(spec)
+        return DraftSpec(method="mtp", folder=target, model=model, head_quantization=head, token_ids=token_ids)
     folder = resolve_model(settings.model, download_dir=config.download_dir, weights=weights)
     if settings.method in ("dflash", "eagle3") and spec.altup is not None:
         raise config_error(f"{spec.architecture} has several residual streams, which {settings.method} does not read")
     if settings.method == "dflash":
-        return read_dflash(folder, spec, settings.num_speculative_tokens)
+        found = read_dflash(folder, spec, settings.num_speculative_tokens)
+        return replace(found, head_quantization=settings.draft_lm_head_quantization)
     if settings.method == "eagle3":
-        return read_eagle3(folder, spec)
+        return replace(read_eagle3(folder, spec), head_quantization=settings.draft_lm_head_quantization)
     draft = read_spec(folder)
     plain = replace(config, quantization=None)
     draft = replace(draft, quantization=quantization_in_memory(draft, plain, options.device))

@@ -22,6 +22,7 @@ NEEDS_FOLDER = ("draft_model", "eagle3", "dflash")
 MODEL_TOKENS = 3  # drafts by a model, unless it is said how many
 BLOCK_TOKENS = 7  # by one that guesses a block at a time
 REJECTION_METHODS = ("exact", "standard", "synthetic")
+HEAD_METHODS = ("fp8", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class SpeculativeConfig:
     # probabilities, which keeps the distribution; synthetic: they are accepted whatever they are, for benchmarks
     rejection_sample_method: str = "exact"
     synthetic_acceptance_length: float = 0.0  # synthetic: tokens of a step, with all drafts; 0: not synthetic
+    # mtp: file of the tokens that it may guess, see `token_map`; "": all
+    speculative_token_map: str = ""
+    # mtp, eagle3, dflash: fp8, int8 or int4, to which the drafter's output head is quantised when it is loaded
+    draft_lm_head_quantization: str = ""
     # suffix, lookup in earlier answers:
     suffix_decoding_max_tree_depth: int = 24  # tokens whose agreement is compared
     suffix_decoding_max_cached_requests: int = 10_000  # answers to a caller that are kept
@@ -84,7 +89,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "suffix_decoding_max_spec_factor": (0.1, 16.0),
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
-_CHOICES = {"method": METHODS, "rejection_sample_method": REJECTION_METHODS}
+_CHOICES = {
+    "method": METHODS,
+    "rejection_sample_method": REJECTION_METHODS,
+    "draft_lm_head_quantization": HEAD_METHODS,
+}
+_TEXTS = {"model": "a folder or a Hugging Face id", "speculative_token_map": "a file of token ids"}
+_NEED = {  # settings → the methods with which they are allowed
+    "speculative_token_map": ("mtp",),
+    "draft_lm_head_quantization": ("mtp", "eagle3", "dflash"),
+}
 
 
 def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -121,9 +135,9 @@ def _check_value(name: str, value: Any) -> None:
                 raise config_error(f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
         elif type(value) is not int or not least <= value <= most:
             raise config_error(f"{name} must be a whole number from {least} to {most}, got {value!r}")
-    elif name == "model":
+    elif name in _TEXTS:
         if not isinstance(value, str) or not value:
-            raise config_error(f"model must be a folder or a Hugging Face id, got {value!r}")
+            raise config_error(f"{name} must be {_TEXTS[name]}, got {value!r}")
     elif name not in _CHOICES and type(value) is not bool:
         raise config_error(f"{name} must be true or false, got {value!r}")
 
@@ -136,6 +150,9 @@ def _check_together(config: SpeculativeConfig, given: Mapping[str, Any]) -> None
         )
     if suffix := [name for name in given if name.startswith("suffix_") and config.method != "suffix"]:
         raise config_error(f"{suffix[0]} needs method suffix, got {config.method}")
+    for name, methods in _NEED.items():
+        if name in given and config.method not in methods:
+            raise config_error(f"{name} needs method {' or '.join(methods)}, got {config.method}")
     length, most = config.synthetic_acceptance_length, config.num_speculative_tokens + 1
     if (config.rejection_sample_method == "synthetic") != bool(length):
         raise config_error("rejection_sample_method synthetic and synthetic_acceptance_length need each other")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.flags import Parser
 
-COMMANDS = ("serve", "chat", "generate", "plan", "pull", "models", "check", "bench", "top", "keys", "env")  # modules
+# Modules of this folder.
+COMMANDS = ("serve", "chat", "generate", "plan", "pull", "models", "count", "check", "bench", "top", "keys", "env")
 EPILOG = """examples:
   quire serve                             serve the bundled demo model: API and chat page at http://127.0.0.1:8000
   quire serve Qwen/Qwen3-0.6B             serve a model from Hugging Face, downloaded once
@@ -22,6 +23,7 @@ EPILOG = """examples:
   quire plan Qwen/Qwen3-32B --gpu h100    what a model needs: memory, context, speed
   quire pull Qwen/Qwen3-0.6B              download a model without serving it
   quire models                            list the supported model families and formats
+  quire count zai-org/GLM-4.7-Flash *.txt count tokens of texts, for a smaller draft head
   quire check http://127.0.0.1:8000       test which API features a server supports
   quire bench throughput --help           measure performance
   quire top http://127.0.0.1:8000         watch a running server

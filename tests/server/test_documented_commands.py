@@ -46,6 +46,7 @@ ONLY_READ = {
     "curl -X POST http://127.0.0.1:8000/v1/weights?path=/models/step-200": "tests/engine/test_update_weights.py",
     "quire serve": "the live server stands for it; its settings are loaded",
     "quire pull": "needs the network: tests/server/commands/test_pull.py",
+    "quire count": "needs a model of the Hub: tests/server/commands/test_count.py",
     "quire bench engines": "minutes, and another engine",
     "quire bench servers": "minutes, and another engine",
     "quire bench scale": "minutes, and several GPUs: tests/benchmarks/offline",

@@ -197,8 +197,10 @@ class BlockLayer(nn.Module):
 class BlockDrafter(nn.Module):
     """A block drafter. Embedding and output head are the target's unless its checkpoint has its own."""
 
-    def __init__(self, spec: ModelSpec, block: BlockSpec, num_positions: int, scope: Scope) -> None:
-        """`spec`: of a decoder of the drafter's layers. `num_positions`: rows of the RoPE table."""
+    def __init__(self, spec: ModelSpec, block: BlockSpec, num_positions: int, scope: Scope, head_scope: Scope) -> None:
+        """`spec`: of a decoder of the drafter's layers. `num_positions`: rows of the RoPE table. `head_scope`: of the
+        output head.
+        """
         super().__init__()
         make_norm, size = norm_maker(spec), spec.hidden_size
         self.spec = block
@@ -211,7 +213,7 @@ class BlockDrafter(nn.Module):
             self.layers.append(BlockLayer(layer, block, size, table, make_norm, scope / f"layers.{i}"))
         self.norm = make_norm(scope / "norm", size)
         self.embed_tokens = Embedding(scope / "embed_tokens", spec.vocab_size, size) if block.has_embedding else None
-        self.lm_head = LMHead(scope, block.draft_vocab_size, size) if block.has_head else None
+        self.lm_head = LMHead(head_scope, block.draft_vocab_size, size) if block.has_head else None
         self.vocabulary = DraftVocabulary(block.draft_vocab_size, spec.vocab_size, scope) if block.has_head else None
         self.markov: nn.ModuleList | None = None
         self.selector: nn.ModuleList | None = None

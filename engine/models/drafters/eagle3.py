@@ -109,8 +109,12 @@ class Eagle3Head(nn.Module):
     The hidden state is a projection of those of the target at first, then the head's own.
     """
 
-    def __init__(self, spec: ModelSpec, eagle3: Eagle3Spec, num_positions: int, scope: Scope) -> None:
-        """`spec`: of a decoder that has the head's layer alone. `num_positions`: rows of the RoPE table."""
+    def __init__(
+        self, spec: ModelSpec, eagle3: Eagle3Spec, num_positions: int, scope: Scope, head_scope: Scope
+    ) -> None:
+        """`spec`: of a decoder that has the head's layer alone. `num_positions`: rows of the RoPE table. `head_scope`:
+        of the output head.
+        """
         super().__init__()
         make_norm, size, layer = norm_maker(spec), spec.hidden_size, spec.layers[0]
         assert isinstance(layer.mixer, AttentionSpec)
@@ -140,7 +144,7 @@ class Eagle3Head(nn.Module):
         self.sum = OutputSum()
         self.mlp = MLP(layer.mlp, size, of_layer / "mlp")  # type: ignore[arg-type]
         self.norm = make_norm(scope / "norm", size)
-        self.lm_head = LMHead(scope, eagle3.draft_vocab_size, size)
+        self.lm_head = LMHead(head_scope, eagle3.draft_vocab_size, size)
         self.vocabulary = DraftVocabulary(eagle3.draft_vocab_size, spec.vocab_size, scope)
 
     def combine(self, states: list[Tensor]) -> Tensor:

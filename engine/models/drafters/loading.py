@@ -10,6 +10,7 @@ import torch
 from engine.models.checkpoints import Checkpoint, NamedTensors, RandomWeights, StoredTensor, open_checkpoint
 from engine.models.decoder import Decoder, pack_weights
 from engine.models.drafters.dflash import CONFIDENCE, BlockDrafter
+from engine.models.drafters.draft_head import CutHead, check_head, of_head
 from engine.models.drafters.eagle3 import Eagle3Head
 from engine.models.drafters.mtp import MTPHead, cos_sin_of, mtp_names
 from engine.models.drafters.spec import DraftSpec
@@ -95,30 +96,36 @@ def _head(
 ) -> MTPHead | Eagle3Head | BlockDrafter:
     """Create a drafter that uses the target's embedding and, with `mtp`, its output head."""
     if spec.method == "mtp":
-        return _mtp(spec.model, target, target_spec, scope, stored, str(spec.folder))
+        return _mtp(spec, target, target_spec, scope, stored)
     floats = replace(scope, weight_formats=weight_formats(None))
     if spec.block is not None:
         has_embedding, has_head = (f"{name}.weight" in stored for name in ("embed_tokens", "lm_head"))
         block = replace(spec.block, has_embedding=has_embedding, has_head=has_head)
-        return BlockDrafter(spec.model, block, num_positions, floats)
+        return BlockDrafter(spec.model, block, num_positions, floats, of_head(floats, spec))
     assert spec.eagle3 is not None
     eagle3 = replace(spec.eagle3, has_embedding="embed_tokens.weight" in stored)
-    return Eagle3Head(spec.model, eagle3, num_positions, floats)
+    return Eagle3Head(spec.model, eagle3, num_positions, floats, of_head(floats, spec))
 
 
 def _mtp(
-    spec: ModelSpec, target: Decoder, target_spec: ModelSpec, scope: Scope, stored: dict[str, StoredTensor], origin: str
+    draft: DraftSpec, target: Decoder, target_spec: ModelSpec, scope: Scope, stored: dict[str, StoredTensor]
 ) -> MTPHead:
-    names = mtp_names(target_spec)
+    spec, origin, names = draft.model, str(draft.folder), mtp_names(target_spec)
     assert names is not None, "a model without prediction layers is refused"
     own = {name: tensor for name, tensor in stored.items() if name.startswith(names.root + ".")}
     if stored and not own:
         raise ModelError(f"{origin}: holds no prediction layer, {names.root!r}: method mtp needs it")
+    head = None
+    if draft.has_own_head:
+        check_head(target_spec, stored, origin)
+        head = CutHead(of_head(scope, draft), draft.token_ids or range(target_spec.vocab_size), target_spec)
     if all(tensor.dtype in FLOAT_DTYPES for tensor in own.values()):  # though others may be quantised
         scope = replace(scope, weight_formats=weight_formats(None))
     if any(name.endswith(STACKED[0]) for name in own):
         spec = replace(spec, layers=tuple(map(_stacked, spec.layers)))
-    return MTPHead(spec, names, cos_sin_of(target, spec), scope)
+    found = MTPHead(spec, names, cos_sin_of(target, spec), scope)
+    found.lm_head = head
+    return found
 
 
 def _stacked(layer: LayerSpec) -> LayerSpec:

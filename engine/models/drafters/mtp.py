@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.models.attention import Attention, AttentionMetadata
 from engine.models.decoder import Decoder, DecoderLayer, norm_maker
+from engine.models.drafters.draft_head import CutHead
 from engine.models.formats import weight_formats
 from engine.models.latent import LatentAttention
 from engine.models.layers import Linear
@@ -57,6 +58,7 @@ class MTPHead(nn.Module):
         of_layer = root / names.layer if names.layer else root
         self.layer = DecoderLayer(spec.layers[0], size, cos_sin, make_norm, of_layer)
         self.norm = make_norm(root / names.norm, size)
+        self.lm_head: CutHead | None = None  # instead of the target's
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, kv: Tensor, metadata: AttentionMetadata

@@ -56,6 +56,13 @@ class DraftSpec:
     model: ModelSpec  # of `mtp` and `eagle3`: a decoder that has the drafter's layer alone
     eagle3: Eagle3Spec | None = None
     block: BlockSpec | None = None
+    head_quantization: str = ""  # to which its output head is quantised when it is loaded; "": floats
+    token_ids: tuple[int, ...] = ()  # of `mtp`: those that it can guess, ascending; (): all
+
+    @property
+    def has_own_head(self) -> bool:
+        """True for `mtp` with a copy of the target's head instead of that itself."""
+        return self.method == "mtp" and bool(self.token_ids or self.head_quantization)
 
     @property
     def mixers(self) -> tuple[Attending, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.models.drafters.dflash import BlockDrafter
 from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
-from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer
+from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer, of_all_tokens
 from engine.worker.proposers.proposer import SampledStep
 
 
@@ -109,6 +109,4 @@ class DFlashProposer(ModelProposer):
         if head is None or vocabulary is None:
             return self._target.logits_of_normed(hidden)
         own = head.gather(head.own_logits(SublayerInput(hidden, normed=hidden)))
-        logits = own.new_full((len(own), self._target.spec.vocab_size), -torch.inf)
-        logits[:, vocabulary.token_ids] = own
-        return logits
+        return of_all_tokens(own, vocabulary.token_ids, self._target.spec.vocab_size)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
 from engine.models.drafters.eagle3 import Eagle3Head
 from engine.worker.proposers.following import FollowingProposer
-from engine.worker.proposers.model_proposer import DrafterSetup
+from engine.worker.proposers.model_proposer import DrafterSetup, of_all_tokens
 from engine.worker.proposers.proposer import HiddenStates
 
 
@@ -40,6 +39,4 @@ class Eagle3Proposer(FollowingProposer):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `SuccessiveProposer.logits`. Tokens that the head cannot guess have -inf."""
         own = self._head.logits(hidden)
-        logits = own.new_full((len(own), self._target.spec.vocab_size), -torch.inf)
-        logits[:, self._head.vocabulary.token_ids] = own
-        return logits
+        return of_all_tokens(own, self._head.vocabulary.token_ids, self._target.spec.vocab_size)

@@ -286,3 +286,10 @@ def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> Gro
 
 def _at(metadata: AttentionMetadata, indices: Tensor) -> AttentionMetadata:
     return replace(metadata, logits_indices=indices)
+
+
+def of_all_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [n, vocab_size] of all tokens, given those of some [n, m]; the others have -inf."""
+    found = logits.new_full((len(logits), vocab_size), -torch.inf)
+    found[:, token_ids] = logits
+    return found

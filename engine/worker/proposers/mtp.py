@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.attention import AttentionMetadata
 from engine.models.drafters.mtp import MTPHead
 from engine.worker.proposers.following import FollowingProposer
-from engine.worker.proposers.model_proposer import DrafterSetup
+from engine.worker.proposers.model_proposer import DrafterSetup, of_all_tokens
 from engine.worker.proposers.proposer import HiddenStates
 
 
@@ -33,5 +33,7 @@ class MTPProposer(FollowingProposer):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `SuccessiveProposer.logits`."""
-        return self._target.logits_of_normed(hidden)
+        """See `SuccessiveProposer.logits`. Tokens that a cut head cannot guess have -inf."""
+        head = self._head.lm_head
+        found = self._target.logits_of_normed(hidden, head)
+        return found if head is None else of_all_tokens(found, head.token_ids, self._target.spec.vocab_size)

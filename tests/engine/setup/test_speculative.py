@@ -32,6 +32,10 @@ from engine.worker.proposers.suffix import SuffixLimits
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be a whole number from 1 to 16, got 0"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min must be at most prompt_lookup_max, 4"),
         ({"enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
+        ({"method": "eagle3", "model": "x", "speculative_token_map": "t"}, "map needs method mtp, got eagle3"),
+        ({"method": "mtp", "speculative_token_map": 3}, "speculative_token_map must be a file of token ids, got 3"),
+        ({"draft_lm_head_quantization": "int8"}, "quantization needs method mtp or eagle3 or dflash, got ngram"),
+        ({"method": "mtp", "draft_lm_head_quantization": "x"}, "quantization must be fp8, int8, int4, got 'x'"),
         ([1], "speculative_config must be a JSON object"),
         (
             {"rejection_sample_method": "block"},
