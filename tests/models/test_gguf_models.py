@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "qwen3_5_moe": WIDE | {"shared_expert_intermediate_size": 96},
     "qwen3_next": WIDE | {"shared_expert_intermediate_size": 96},
+    "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32, "activation_sparsity_pattern": [0.9] + [0.0] * 5},
     "gemma4": {},
     "gemma4_moe": WIDE,
     "gemma4_small": {"hidden_size_per_layer_input": 32},

@@ -17,11 +17,12 @@ ARCHITECTURES = {
     "phi3": "phi3", "gpt_oss": "gpt-oss", "glm4": "glm4", "granite": "granite", "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe", "smollm3": "smollm3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "gemma4_text": "gemma4",
+    "gemma3n_text": "gemma3n",
     "granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")  # norms have one added
-FLOATS = ("norm", "conv.conv", "conv1d", "ssm_a", "ssm_d")  # parts of names of tensors that stay floats
+FLOATS = ("altup", "norm", "conv.conv", "conv1d", "ssm_a", "ssm_d")  # parts of names of tensors that stay floats
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 
@@ -121,6 +122,8 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
         write_nemotron(writer, config)
     if architecture == "gemma4":
         write_gemma4(writer, config)
+    if architecture == "gemma3n":
+        write_gemma3n(writer, config)
 
 
 def write_mamba(writer: Any, config: Any) -> None:
@@ -151,6 +154,18 @@ def write_nemotron(writer: Any, config: Any) -> None:
         writer.add_expert_group_count(config.n_group)
         if config.moe_latent_size is not None:
             writer.add_moe_latent_size(config.moe_latent_size)
+
+
+def write_gemma3n(writer: Any, config: Any) -> None:
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    normal = torch.distributions.normal.Normal(0, 1)
+    scales = [normal.icdf(torch.tensor(share)).item() for share in config.activation_sparsity_pattern]
+    writer.add_activation_sparsity_scale(scales)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def write_gemma4(writer: Any, config: Any) -> None:
@@ -217,7 +232,14 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, Tensor, Calla
     config = model.config
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    weights = model.state_dict()
+    for stack in ("altup_projections", "altup_unembed_projections"):  # of Gemma 3n
+        members = [tensor for name, tensor in weights.items() if f".{stack}." in name]
+        if members:
+            yield f"{names.get_name(f'model.{stack}')}.weight", torch.stack(members), lambda stored: None
+    for name, tensor in weights.items():
+        if "altup_projections" in name or "altup_unembed_projections" in name:
+            continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for part, view in _parts(name, tensor, config):
@@ -254,6 +276,7 @@ OWN_NAMES = {  # that the map has not
     "router.scale": "blk.{}.ffn_gate_inp.scale",
     "router.per_expert_scale": "blk.{}.ffn_down_exps.scale",
     "layer_scalar": "blk.{}.layer_output_scale.weight",
+    "altup.correct_output_scale": "blk.{}.altup_correct_scale.weight",
 }
 
 

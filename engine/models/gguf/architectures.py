@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 from engine.models.errors import ModelError
@@ -20,6 +21,8 @@ OUTSIDE = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
 }
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -95,19 +98,34 @@ GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+LAYER_EMBEDDING = {
+    "inp_gate": "per_layer_input_gate",
+    "post_norm": "post_per_layer_input_norm",
+    "proj": "per_layer_projection",
+}
+GEMMA3N = {
+    **GEMMA,
+    **LAYER_EMBEDDING,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+    "laurel_r": "laurel.linear_right",
+}
 GEMMA4 = {
     **GEMMA,
+    **LAYER_EMBEDDING,
     **{f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_down_exps.scale": "router.per_expert_scale",
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
-    "inp_gate": "per_layer_input_gate",
     "layer_output_scale": "layer_scalar",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "post_norm": "post_per_layer_input_norm",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "proj": "per_layer_projection",
 }
 PLAIN_NORMS = ("ssm_norm",)
 # Tensors that config.json holds instead.
@@ -381,6 +399,31 @@ def _gemma4(settings: Settings) -> Config:
     }
 
 
+def _gemma3n(settings: Settings) -> Config:
+    count = settings.integer("block_count")
+    slides, scales = settings.get("attention.sliding_window_pattern"), settings.get("activation_sparsity_scale")
+    for name, values in (("attention.sliding_window_pattern", slides), ("activation_sparsity_scale", scales)):
+        if not isinstance(values, list) or len(values) != count:
+            raise ModelError(f"gemma3n.{name} must be a list of {count} values, got {values!r:.60}")
+    return {
+        **_gemma(settings),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "sliding_window": settings.integer("attention.sliding_window"),
+        "intermediate_size": settings.integers("feed_forward_length"),
+        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
+        "num_kv_shared_layers": settings.integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": settings.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": settings.size("per_layer_token_embd.weight", 0),
+        "final_logit_softcapping": settings.get("final_logit_softcapping", 30.0),
+        "altup_num_inputs": settings.integer("altup.num_inputs"),
+        "altup_active_idx": settings.integer("altup.active_idx"),
+        "altup_correct_scale": settings.has("altup_correct_scale.weight"),
+        "laurel_rank": settings.size("blk.0.laurel_l.weight", 0),
+        "rope_theta": settings.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": settings.get("rope.freq_base_swa", 1e4),
+    }
+
+
 def _experts_of_gemma4(settings: Settings) -> Config:
     return {
         "enable_moe_block": True,
@@ -569,6 +612,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("GemmaForCausalLM", _gemma, norm_offset=1.0),
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, name="Gemma3ForCausalLM", config=_gemma3),
+    "gemma3n": Architecture("Gemma3nForCausalLM", _gemma3n, GEMMA3N),
     "gemma4": Architecture("Gemma4ForCausalLM", _gemma4, GEMMA4),
     "phi3": Architecture("Phi3ForCausalLM", _phi3, _FUSED),
     "gpt-oss": Architecture(

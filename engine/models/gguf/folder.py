@@ -54,10 +54,10 @@ FUSED = (
 ALONE = (
     *("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp"),
     *("shortconv.in_proj", "shortconv.out_proj", "ssm_ba", "ssm_in", "ssm_out"),
-    *("ffn_gate_up_exps", "ffn_latent_down", "ffn_latent_up", "inp_gate", "proj"),
+    *("ffn_gate_up_exps", "ffn_latent_down", "ffn_latent_up", "inp_gate", "proj", "laurel_l", "laurel_r"),
 )
 # Names of these are not followed by the kind of tensor.
-WHOLE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_d", "ssm_dt", "layer_output_scale")
+WHOLE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_d", "ssm_dt", "layer_output_scale", "altup_correct_scale")
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 SETTINGS |= {"penalty_repeat": "repetition_penalty"}
 
@@ -220,7 +220,7 @@ def _tensors(
         for ours, entry in found:
             if ours is None:
                 raise ModelError(f"it holds {name!r}, which architecture {of.name} has no place for")
-            if "{}" in ours and tensor.shape[0] != num_experts:
+            if part.endswith("_exps") and tensor.shape[0] != num_experts:
                 raise ModelError(f"{name!r} has {tensor.shape[0]} experts of {num_experts}; download it again")
             named = ours if entry["blocks"] or part in WHOLE or not what else f"{ours}.{what}"
             yield prefix + named, entry | _changes(name, part, tensor, of, config)
