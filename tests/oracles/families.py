@@ -814,6 +814,18 @@ CASES |= {
             **NONE,
         },
     ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            "embedding_multiplier": 10.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.125,
+        }
+        | NONE,
+    ),
+    "youtu": ("Youtu", LATENT | {"q_lora_rank": 48, "rope_interleave": True, **NONE}),
+    "vaultgemma": ("VaultGemma", {**ALTERNATING, "head_dim": 48, "query_pre_attn_scalar": 40, **NONE}),
     "cwm": ("Cwm", {**ALTERNATING, "head_dim": 32, "bos_token_id": 1, "eos_token_id": [0]}),
     "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 32, "num_shared_experts": 2}),
     "exaone_moe": (

@@ -211,6 +211,9 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "AfmoeForCausalLM": gated.afmoe,
     "GraniteSWAForCausalLM": newest.granite_swa,
     "CwmForCausalLM": newest.cwm,
+    "HyperCLOVAXForCausalLM": newest.hyperclovax,
+    "YoutuForCausalLM": newest.youtu,
+    "VaultGemmaForCausalLM": newest.vault_gemma,
 }
 
 

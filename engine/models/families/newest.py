@@ -18,9 +18,10 @@ from engine.models.families.common import (
 from engine.models.families.experts import MIXTRAL, deepseek_mlps, experts
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import granite, llama
+from engine.models.families.other_norms import gemma2
 from engine.models.families.renamed import minicpm
 from engine.models.families.rope import phi_longrope
-from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec
+from engine.models.spec import AttentionSpec, DenseSpec, ExpertNames, ModelSpec, MoESpec, Norms
 
 KINDS = ("full_attention", "sliding_attention")
 HY3_EXPERTS = ExpertNames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp")
@@ -111,6 +112,30 @@ def granite_swa(config: Config) -> ModelSpec:
         mixer = replace(layer.mixer, window=window, learnt=("sinks",), rope=layer.mixer.rope if theta else None)
         layers.append(replace(layer, mixer=mixer))
     return replace(spec, layers=tuple(layers))
+
+
+def hyperclovax(config: Config) -> ModelSpec:
+    """HyperCLOVA X: Granite's multipliers, logits that are multiplied, norms after attention and MLP, too."""
+    head_dim = integer(config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads"))
+    scale, logits = number(config, "attention_multiplier", head_dim**-0.5), number(config, "logits_scaling", 1.0)
+    spec = granite({**config, "attention_multiplier": scale})
+    norms = Norms()
+    if flag(config, "use_post_norm", True):
+        norms = Norms(after_mixer="post_norm1", after_mlp="post_norm2")
+    layers = tuple(replace(layer, norms=norms) for layer in spec.layers)
+    return replace(spec, layers=layers, logits_multiplier=logits)
+
+
+def youtu(config: Config) -> ModelSpec:
+    """Youtu-LLM (Tencent): latent attention and dense MLPs."""
+    return decoder(config, latent_attention(config, bias=flag(config, "attention_bias")), dense(config))
+
+
+def vault_gemma(config: Config) -> ModelSpec:
+    """VaultGemma: Gemma 2 without the norms after attention and MLP."""
+    spec = gemma2(config)
+    norms = Norms(before_mlp="pre_feedforward_layernorm")
+    return replace(spec, layers=tuple(replace(layer, norms=norms) for layer in spec.layers))
 
 
 def cwm(config: Config) -> ModelSpec:
