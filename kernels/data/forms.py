@@ -49,6 +49,13 @@ class Forms:
         return not self.deterministic
 
     @property
+    def rows_alone(self) -> bool:
+        """Return True if what PyTorch computes of logits is computed for each row alone: it divides the sums of a row,
+        and rounds the elements of a tensor, by the number of rows.
+        """
+        return self.deterministic
+
+    @property
     def sums_in_eighths(self) -> bool:
         """Return True if sums that ranks share are added up in eighths, so that they do not depend on the ranks."""
         return self.deterministic

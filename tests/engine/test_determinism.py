@@ -68,12 +68,13 @@ def grows(i: int) -> bool:
 
 
 def sampling(i: int) -> SamplingParams:
-    """Parameters of request `i`: greedy, sampled, filtered, with penalties."""
+    """Parameters of request `i`: greedy, sampled, filtered, with penalties, filtered by PyTorch."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
         {"temperature": 1.1, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 0.9, "typical_p": 0.8, "xtc_probability": 0.5, "top_n_sigma": 2.0, "dry_multiplier": 0.5},
     ]
     return SamplingParams(
         max_tokens=40 if grows(i) else 8, seed=i, logprobs=2, ignore_eos=True, **kinds[i % len(kinds)]

@@ -6,13 +6,17 @@ Logits are [n, V] float32 and changed in place; -inf excludes a token. Histories
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 import kernels
 
+P = ParamSpec("P")
 MAX_PENALTY = 1e30
 DRY_MAX_MATCH = 50  # longer repetitions are penalised like one of this length
 DRY_ELEMENTS = 1 << 26  # most comparisons at a time
@@ -23,6 +27,20 @@ def unpack_masks(masks: Tensor, vocab_size: int) -> Tensor:
     """Unpack bit masks [n, W] int32, lowest bit first, to [n, V] bool."""
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     return ((masks.unsqueeze(2) >> bits) & 1).bool().view(len(masks), -1)[:, :vocab_size]
+
+
+def _rows_alone(change: Callable[P, None]) -> Callable[P, None]:
+    """Return a function of logits [n, V] and parameters [n, ...] that changes rows alone where `kernels.FORMS` says."""
+
+    @functools.wraps(change)
+    def apply(*args: P.args, **options: P.kwargs) -> None:
+        tensors: tuple[Any, ...] = args
+        untyped: Callable[..., None] = change
+        step = 1 if kernels.FORMS.rows_alone else max(len(tensors[0]), 1)
+        for i in range(0, len(tensors[0]), step):
+            untyped(*(each[i : i + step] for each in tensors), **options)
+
+    return apply
 
 
 def penalize(
@@ -45,6 +63,7 @@ def penalize(
     logits.sub_(counts * frequency.unsqueeze(1)).sub_((counts > 0) * presence.unsqueeze(1))
 
 
+@_rows_alone
 def dont_repeat(
     logits: Tensor,
     history: Tensor,
@@ -101,6 +120,7 @@ def completes(recent: Tensor, num_answered: Tensor, words: Tensor) -> Tensor:
     return (((recent == begins) & answered) | (begins < 0)).all(1)
 
 
+@_rows_alone
 def keep_top_n_sigma(logits: Tensor, sigmas: Tensor) -> None:
     """Drop logits more than `sigmas` [n] standard deviations below the highest; <= 0: none. Ignores -inf."""
     possible = logits > -math.inf
@@ -118,6 +138,7 @@ def keep_nucleus(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     logits.masked_fill_(logits < floor.unsqueeze(1), -math.inf)
 
 
+@_rows_alone
 def keep_typical(logits: Tensor, temperature: Tensor, mass: Tensor) -> None:
     """Keep the tokens with surprise closest to the entropy, until they have probability `mass` [n]; ties all stay."""
     logprobs = (logits / temperature.unsqueeze(1)).log_softmax(1)
@@ -130,6 +151,7 @@ def keep_typical(logits: Tensor, temperature: Tensor, mass: Tensor) -> None:
     logits.masked_fill_(far & (mass.unsqueeze(1) < 1), -math.inf)
 
 
+@_rows_alone
 def exclude_top_choices(
     logits: Tensor, temperature: Tensor, threshold: Tensor, probability: Tensor, seeds: Tensor, positions: Tensor
 ) -> None:

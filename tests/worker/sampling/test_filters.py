@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
+import kernels
 from engine.core.params.sampling import SamplingParams
 from engine.worker.sampling import filters
 from tests.support.slow_sampler import coin_of, edited_logits, filtered_logits, repetitions
@@ -138,3 +140,29 @@ def test_top_p_of_nothing_keeps_the_most_likely_token() -> None:
     )
     assert kept.isfinite().sum(-1).tolist() == [1, 1, 1, 1]
     assert torch.equal(kept.argmax(-1), logits.argmax(-1))
+
+
+def test_in_deterministic_mode_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    n, vocab_size = 5, 40_003
+    logits, temperature = torch.randn(n, vocab_size) * 3, torch.rand(n) + 0.5
+    history, breakers = torch.randint(9, (n, 60)), torch.zeros(n, vocab_size, dtype=torch.bool)
+    lengths, of_rows = torch.full((n,), 60), torch.linspace(0.3, 0.9, n)
+    calls: dict[Callable[..., None], tuple[torch.Tensor, ...]] = {
+        filters.keep_top_n_sigma: (of_rows,),
+        filters.keep_typical: (temperature, of_rows),
+        filters.exclude_top_choices: (temperature, of_rows / 100, torch.ones(n), lengths, lengths),
+        filters.dont_repeat: (history, lengths, breakers, of_rows, 1 + of_rows, torch.ones(n)),
+    }
+    kernels.FORMS.choose(True)
+    try:
+        for change, params in calls.items():
+            together = logits.clone()
+            change(together, *params)
+            assert not torch.equal(together, logits)
+            for i in range(n):
+                alone = logits[i : i + 1].clone()
+                change(alone, *(each[i : i + 1].clone() for each in params))
+                assert torch.equal(alone[0], together[i]), (change, i)
+    finally:
+        kernels.FORMS.choose(False)
