@@ -13,8 +13,9 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.replicas.calls import Calls
 from engine.replicas.guest import Lost, Outputs
+from engine.replicas.heartbeat import Heartbeat
 from engine.replicas.link import Link
 from engine.replicas.messages import Call, Reply, Shutdown
 from engine.utils.log import configure_logging
@@ -58,8 +60,9 @@ OWN_PATHS = frozenset(  # with POST
 class ApiProcess:
     """This process: its HTTP server, and its share of the engine once that is ready."""
 
-    def __init__(self, link: Link, listener: socket.socket) -> None:
-        self._link, self._listener = link, listener
+    def __init__(self, link: Link, listener: socket.socket, beat: Callable[[], None]) -> None:
+        """`beat`: called at intervals, as a sign of life."""
+        self._link, self._listener, self._beat = link, listener, beat
         self._configured: asyncio.Future[Configure] = asyncio.get_running_loop().create_future()
         self._forward = Forwarder(link.send)
         self._calls = Calls(self._send_call)
@@ -97,6 +100,7 @@ class ApiProcess:
         self._link.send(Listening())
         async with self._contexts:
             while not serving.done():
+                self._beat()
                 await asyncio.wait({serving}, timeout=TICK_SECONDS)
                 if self._is_draining:
                     self._link.send(Working(connections.num_working))
@@ -191,7 +195,7 @@ class ApiProcess:
             self._link.send(Reply(call.id, error=type(error).__name__))
 
 
-async def _run(commands: str, events: str, listener: socket.socket) -> None:
+async def _run(commands: str, events: str, beat: Callable[[], None], listener: socket.socket) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as incoming, context.socket(zmq.PUSH) as outgoing:
         for each in (incoming, outgoing):
             each.set_hwm(0)  # queued messages are bounded by the tokens of the running requests
@@ -200,7 +204,7 @@ async def _run(commands: str, events: str, listener: socket.socket) -> None:
         outgoing.linger = 1000
         link = Link(outgoing, incoming)
         try:
-            await ApiProcess(link, listener).run()
+            await ApiProcess(link, listener, beat).run()
         finally:
             link.close()
 
@@ -210,12 +214,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the main process
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    commands, events, _, descriptor = sys.argv[1:]
+    commands, events, file, descriptor = sys.argv[1:]
+    heartbeat = Heartbeat(Path(file))
     with (
         socket.socket(fileno=int(descriptor)) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_run(commands, events, listener))
+        runner.run(_run(commands, events, heartbeat.beat, listener))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from engine.replicas.facts import EngineStatus, facts_of, status_of
 from engine.replicas.guest import Guest
 from engine.replicas.messages import Abort, Add, Call, Reply, Shutdown
 from engine.replicas.remote import METHODS
-from engine.replicas.supervisor import RestartPolicy
+from engine.replicas.supervisor import STOPPED_SECONDS, RestartPolicy, Watchdog
 from server.generation.queue import RequestQueue
 from server.generation.rate_limits import RateLimits
 from server.generation.server_state import ServerState
@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 MODULE = "server.processes.api_process"
 TICK_SECONDS = 0.05
 ANSWER_SECONDS = 2.0  # for what a process is asked
+SILENT_SECONDS = 60.0  # without a heartbeat, after which a process counts as hanging; a stopped one sooner
 MAX_RESTARTS = 8  # of each process, within ten minutes
 
 
@@ -54,13 +55,14 @@ class ApiProcess:
 
     def __init__(self, pool: ApiProcesses, number: int, listener: socket.socket) -> None:
         self._pool, self._number, self._listener = pool, number, listener
-        self._policy = RestartPolicy(MAX_RESTARTS)
+        self._policy, self._watchdog = RestartPolicy(MAX_RESTARTS), Watchdog()
         self._child: ChildProcess | None = None
         self.calls = Calls(self._send_call)
         self._guest: Guest | None = None
         self._limits: LimitsHost | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_listening = self.is_stopping = False
+        self._beats = False  # the present process has begun to beat its heartbeat
         self.num_working: int | None = None  # None: not known
         self.sums = Sums()  # its latest metrics
         self.retired = Sums()  # of processes in its place that have ended
@@ -94,10 +96,21 @@ class ApiProcess:
             _log.error("API process %d %s: another one follows it; its clients are cut off", self._number, how)
             await asyncio.sleep(delay)
 
+    def look(self, seconds: float) -> None:
+        """End the process if it hangs or is stopped: clients would wait for it. Call it every `seconds`."""
+        if self._child is None or not self._beats:
+            return
+        silent = self._watchdog.look(self._child.heartbeat.read(), seconds)
+        if silent >= SILENT_SECONDS or (silent >= STOPPED_SECONDS and self._child.is_stopped()):
+            _log.error("API process %d has given no sign of life for %.0f s", self._number, silent)
+            self._beats = False
+            self._child.kill()
+
     async def _run_process(self) -> str:
         """Run a process until it ends. Returns how it did."""
         child = self._child = ChildProcess(MODULE, pass_fds=[self._listener.fileno()])
         forwards = Forwards(self._pool.app, self.send)
+        self._beats = False
         child.send(Configure(self._pool.settings, self._number, self._pool.count))
         self.open()
         child.listen(lambda message: self._take(message, forwards))
@@ -158,7 +171,9 @@ class ApiProcess:
                 case Working(num):
                     self.num_working = num
                 case Listening():
-                    self.is_listening = True
+                    self.is_listening = self._beats = True
+                    if self._child is not None:
+                        self._child.remove_files()  # a main process that is killed leaves none
 
     async def _called(self, call: Call) -> None:
         """Call a method for the process."""
@@ -214,6 +229,8 @@ class ApiProcesses:
             done, _ = await asyncio.wait(running, timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises why
+            for process in self._processes:
+                process.look(TICK_SECONDS)
             self.started = self.started or all(each.is_listening for each in self._processes)
             self._tell()
         for process in self._processes:

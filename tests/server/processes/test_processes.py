@@ -35,6 +35,7 @@ class Server:
 
     url: str
     process: "subprocess.Popen[bytes]"
+    temporary: Path  # the server's folder for temporary files
 
     def client(self, key: str = "user") -> httpx.Client:
         """A client with connections of its own."""
@@ -85,10 +86,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command += ["--api-key-file", str(folder / "keys.yaml"), "--max-num-seqs", str(MOST), "--max-num-queued-reqs", "0"]
     command += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
     environment = {**os.environ, STEP_SECONDS: "0.01", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment)
+    (temporary := folder / "tmp").mkdir()
+    process = subprocess.Popen(command, env=environment | {"TMPDIR": str(temporary)})
     try:
         assert wait_until_ready(process, port, time.time() + 200)
-        server = Server(f"http://127.0.0.1:{port}", process)
+        server = Server(f"http://127.0.0.1:{port}", process, temporary)
         wait_until(lambda: len(server.api_pids()) == 2)
         yield server
     finally:
@@ -185,6 +187,7 @@ def test_a_killed_process_costs_its_own_streams(server: Server) -> None:
             except (httpx.TransportError, StopIteration):
                 pass
         wait_until(lambda: len(server.api_pids()) == 2)
+        wait_until(lambda: not list(server.temporary.iterdir()))
         assert other in server.api_pids()
         assert server.ask("GET", "/load").json()["server_load"] == alive, "the engine has forgotten the others"
     assert {server.complete().status_code for _ in range(6)} == {200}

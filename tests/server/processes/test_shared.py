@@ -1,7 +1,9 @@
 """Parts of several API processes, without processes: limits, metrics, streams of guests, forwarded requests."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from engine.core.engine_request import EngineRequest
 from engine.errors import EngineAsleepError
 from engine.replicas.guest import Guest, GuestStream, Lost, Outputs
 from engine.replicas.in_flight import InFlight
+from engine.replicas.supervisor import Watchdog
 from server.cli.serve import check_processes
 from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.queue import RequestQueue
 from server.generation.rate_limits import RateLimits
+from server.processes import pool
 from server.processes.forwarding import Forwarder, Forwards
 from server.processes.merged_metrics import added, lasting, merge, of_owner, sums_of
 from server.processes.messages import Body, Forward, Sent
@@ -179,6 +183,30 @@ def test_a_forwarded_request_whose_app_fails_is_an_error() -> None:
             await forwarder({"type": "http", "path": "/", "headers": []}, None, None)  # type: ignore[arg-type]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("is_stopped", "seconds"), [(True, 7.0), (False, 60.0)])
+def test_a_process_without_signs_of_life_is_ended(
+    is_stopped: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, killed = [0.0], []
+
+    class Child:
+        heartbeat = SimpleNamespace(read=lambda: 5)
+
+        def is_stopped(self) -> bool:
+            return is_stopped
+
+        def kill(self) -> None:
+            killed.append(now[0])
+
+    with socket.socket() as listener:
+        process = pool.ApiProcess(None, 0, listener)  # type: ignore[arg-type]
+        process._watchdog, process._child, process._beats = Watchdog(lambda: now[0]), Child(), True  # type: ignore[assignment]
+        for tick in range(100):
+            now[0] = float(tick)
+            process.look(1.0)
+    assert killed == [seconds]
 
 
 @pytest.mark.parametrize(
