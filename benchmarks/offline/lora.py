@@ -4,8 +4,9 @@
 
 Rows: the model without LoRA; with `enable_lora` and no adapter in use; with one adapter for all requests; with several,
 each for a part of them. Columns: tokens a second of one request, of eight and of 256, and their ratio to the first row.
-Then, with --late-rank, how long another adapter took to load while 64 requests ran, and their longest steps. `--choice`
-sets fields of `kernels.cuda.choice` for the linear layers with adapters.
+With --registered, so many further adapters are offered at the same time. Then, with --late-rank, how long another
+adapter took to load while 64 requests ran, and their longest steps. `--choice` sets fields of `kernels.cuda.choice` for
+the linear layers with adapters.
 """
 
 from __future__ import annotations
@@ -60,6 +61,19 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRAReques
     return LoRARequest(folder.name, seed + 1, str(folder))
 
 
+def register(llm: LLM, folder: Path, like: LoRARequest, count: int) -> None:
+    """Load `count` adapters one after the other, as a server does that offers them. They share one file of weights."""
+    for index in range(count):
+        own = folder / f"registered {index}"
+        own.mkdir()
+        config = json.loads((Path(like.lora_path) / CONFIG).read_text())
+        (own / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": own.name}))
+        (own / WEIGHTS).hardlink_to(Path(like.lora_path) / WEIGHTS)
+        found = find_adapter(own.name, str(own))
+        if reason := llm._engine.load_adapter(found.name, found.path, found.version).result():
+            raise SystemExit(reason)
+
+
 def tokens_per_second(llm: LLM, count: int, adapters: list[LoRARequest | None], runs: int = 2) -> float:
     """Return the best of several runs of `count` requests, without the time of their prompts."""
     prompts: Any = [{"prompt_token_ids": [(7 * i + j) % 1000 for j in range(PROMPT)]} for i in range(count)]
@@ -90,6 +104,8 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (served, with_lora)]
         for options, rows in parts:
             llm = LLM(str(model), **settings, **options)
+            if options and args.registered:
+                register(llm, Path(temporary), requests[0], args.registered)
             for name, adapters in rows.items():
                 found[name] = {count: tokens_per_second(llm, count, list(adapters)) for count in args.requests}
                 shown = ", ".join(f"{count}: {speed:,.0f} tokens/s" for count, speed in found[name].items())
@@ -157,6 +173,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--late-rank", type=int, help="of an adapter that is loaded under load")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["no adapter in use", "one adapter", "32 adapters"])
     parser.add_argument("--requests", nargs="+", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--registered", type=int, help="adapters that are loaded first, beside those in use")
     parser.add_argument("--max-loras", type=int, help="slots (default: as many as adapters, at least 32)")
     parser.add_argument("--choice", nargs="+", metavar="NAME=VALUE", default=[])
     parser.add_argument("--device", default="cuda")

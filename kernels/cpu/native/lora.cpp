@@ -34,14 +34,19 @@ constexpr int64_t FEW = 8;  // rows of A that are a piece of work
 template <class T> void shrink(const Lora& a, int64_t token, int64_t first) {
     const int64_t slot = a.slots[token], end = first + FEW < a.ranks ? first + FEW : a.ranks;
     const T *x = (const T*)a.x + token * a.x_stride, *down = (const T*)a.down + slot * a.down_stride;
-    for (int64_t r = first; r < end; ++r) {
-        Floats total{};
-        for (int64_t k = 0; k < a.in; k += LANES) {
-            const int n = int(a.in - k < LANES ? a.in - k : LANES);
-            total += load_up_to(x + k, n) * load_up_to(down + r * a.in + k, n);
+    Floats totals[FEW] = {};  // sums that do not wait for each other
+    int64_t k = 0;
+    if (end == first + FEW) {
+        for (; k + LANES <= a.in; k += LANES) {
+            const Floats own = load_lanes(x + k);
+            each<FEW>([&](auto i) { totals[i] += own * load_lanes(down + (first + i) * a.in + k); });
         }
-        a.inner[token * a.ranks + r] = sum(total);
     }
+    for (; k < a.in; k += LANES) {
+        const int n = int(a.in - k < LANES ? a.in - k : LANES);
+        for (int64_t r = first; r < end; ++r) totals[r - first] += load_up_to(x + k, n) * load_up_to(down + r * a.in + k, n);
+    }
+    for (int64_t r = first; r < end; ++r) a.inner[token * a.ranks + r] = sum(totals[r - first]);
 }
 
 template <class T> void expand(const Lora& a, int64_t token, int64_t group, int64_t first, int64_t end) {
