@@ -121,10 +121,16 @@ def make_model(configuration: Configuration, folder: Path, tokenizer: Path) -> P
         make_block_drafter("dflash", folder / "block", SimpleNamespace(config=of))
     if "LoRA adapters" in configuration:
         for seed, name in enumerate(ADAPTERS):
-            write_random_adapter(folder / name, folder, 8, seed)
+            experts = adapts_experts(configuration)
+            write_random_adapter(folder / name, folder, 8, seed, experts=experts, embeddings=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
     return folder
+
+
+def adapts_experts(configuration: Configuration) -> bool:
+    """Return whether adapters change experts, too."""
+    return "experts" in CHECKPOINTS[configuration.checkpoint].features
 
 
 def settings_of(configuration: Configuration, folder: Path) -> dict[str, Any]:
@@ -133,6 +139,8 @@ def settings_of(configuration: Configuration, folder: Path) -> dict[str, Any]:
     for name, feature in BY_NAME.items():
         if name in configuration:
             settings |= feature.settings
+    if "LoRA adapters" in configuration:
+        settings |= {"lora_embeddings": True, "lora_tokens": 2, "lora_experts": adapts_experts(configuration)}
     if "preemption" in configuration:
         settings["num_gpu_blocks_override"] *= CHECKPOINTS[configuration.checkpoint].num_groups
     return {
@@ -144,7 +152,7 @@ def settings_of(configuration: Configuration, folder: Path) -> dict[str, Any]:
 def alone(configuration: Configuration, model: Path) -> dict[str, Answer]:
     """Run each request by itself."""
     settings = settings_of(configuration, model)
-    names = [*ARITHMETIC, "enable_lora"]
+    names = [*ARITHMETIC, "enable_lora", "lora_embeddings", "lora_tokens", "lora_experts"]
     if any(BY_NAME[name].kind == "weights" for name in configuration.features):
         # Each rank rounds its part of what it multiplies by a scale of its own, deterministic mode each eighth.
         names += ["tensor_parallel_size", "deterministic"]

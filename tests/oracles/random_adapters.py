@@ -112,13 +112,50 @@ def merge(stored: dict[str, Tensor], adapter: dict[str, Tensor], scale: float) -
     return result
 
 
-def write_random_adapter(folder: Path, model: Path, rank: int, seed: int, size: float = 0.5) -> Path:
-    """Write an adapter of all layers of a model's folder that may have one. `size`: of its changes."""
+def write_random_adapter(
+    folder: Path,
+    model: Path,
+    rank: int,
+    seed: int,
+    size: float = 0.5,
+    *,
+    experts: bool = False,
+    embeddings: bool = False,
+) -> Path:
+    """Write an adapter of all layers of a model's folder that may have one. `size`: of its changes. `experts`,
+    `embeddings`: and of all experts, and of the embedding and the head, with two retrained tokens.
+    """
     spec = read_spec(model)
-    layout = AdapterLayout(decoder_of_shapes(spec, torch.float32, model), spec, rank, torch.float32)
+    decoder = decoder_of_shapes(spec, torch.float32, model)
+    layout = AdapterLayout(decoder, spec, rank, torch.float32, experts, 2 if embeddings else None)
     shapes = {
         name: (target.part.rows.total, layout.layers[target.layer].linear.columns.total)
         for name, (target, *_) in layout.targets.items()
     }
-    tensors = random_adapter(shapes, rank, torch.Generator().manual_seed(seed))
-    return write_adapter(folder, {"r": rank, "lora_alpha": rank * size}, tensors)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = random_adapter(shapes, rank, generator)
+    config: dict[str, Any] = {"r": rank, "lora_alpha": rank * size}
+    if experts:
+        tensors |= _of_experts(layout, rank, generator)
+    if embeddings:
+        vocab, hidden = decoder.embed_tokens.rows.total, spec.hidden_size
+        name = decoder.embed_tokens.name.removesuffix(".weight")
+        tensors[name + ".lora_embedding_A"] = torch.randn(rank, vocab, generator=generator) / rank**0.5
+        tensors[name + ".lora_embedding_B"] = torch.randn(hidden, rank, generator=generator)
+        rows = torch.randn(2, hidden, generator=generator) / hidden**0.5
+        tensors["lm_head.token_adapter.trainable_tokens_delta"] = rows
+        config["trainable_token_indices"] = {"lm_head": [seed % vocab, (seed + 9) % vocab]}
+    return write_adapter(folder, config, tensors)
+
+
+def _of_experts(layout: AdapterLayout, rank: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return tensors of all experts together, [E, r, in] and [E, out, r], of every MoE."""
+    tensors = {}
+    for name, target in layout.experts._targets.items():
+        layer = layout.experts.layers[target.layer]
+        if target.expert is None and name.endswith((".w2", *(".w1", ".w3")[2 - len(layer.halves) :])):
+            sizes = (layer.inner, layer.hidden) if name.endswith(".w2") else (layer.hidden, layer.inner)
+            count = layer.moe.spec.num_experts
+            tensors[name + ".lora_A.weight"] = torch.randn(count, rank, sizes[0], generator=generator) / sizes[0] ** 0.5
+            tensors[name + ".lora_B.weight"] = torch.randn(count, sizes[1], rank, generator=generator) / rank**0.5
+    return tensors
