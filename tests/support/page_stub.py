@@ -104,6 +104,7 @@ class Stub:
     api_key: str | None = None
     models: list[str] = field(default_factory=lambda: ["quire-demo"])
     reads: list[str] = field(default_factory=lambda: ["text"])  # of all models
+    writes: list[str] = field(default_factory=lambda: ["text"])
     ready: dict[str, Any] = field(default_factory=lambda: {"phase": "ready"})
     answers: dict[str, str] = field(default_factory=dict)  # of questions, word for word
     requests: list[dict[str, Any]] = field(default_factory=list)  # the bodies of chat completions
@@ -183,7 +184,14 @@ def build_app(stub: Stub) -> FastAPI:
     @app.get("/v1/models")
     def models() -> JSONResponse:
         cards = [
-            {"id": name, "object": "model", "root": name, "max_model_len": 2048, "input_modalities": stub.reads}
+            {
+                "id": name,
+                "object": "model",
+                "root": name,
+                "max_model_len": 2048,
+                "input_modalities": stub.reads,
+                "output_modalities": stub.writes,
+            }
             for name in stub.models
         ]
         return JSONResponse({"object": "list", "data": cards})

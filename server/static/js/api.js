@@ -28,9 +28,9 @@ export async function listModels(server = "") {
   return (await (await request("v1/models", {}, server)).json()).data;
 }
 
-/** Return { key, id, server, images: it reads them } of a model card. */
-export function modelFrom({ id, input_modalities: reads }, server = "") {
-  return { key: server ? `${server} ${id}` : id, id, server, images: Boolean(reads?.includes("image")) };
+/** Return { key, id, server, images: it reads them, writes: it answers } of a model card. */
+export function modelFrom({ id, input_modalities: reads, output_modalities: writes }, server = "") {
+  return { key: server ? `${server} ${id}` : id, id, server, images: Boolean(reads?.includes("image")), writes: writes?.includes("text") ?? true };
 }
 
 /** Return the schema of a chat completion's parameters, with types, ranges and descriptions. */

@@ -12,9 +12,9 @@ export class Composer {
   #draft = "new";
   #busy = false;
 
-  /** Callbacks: `send(text, attachments)`, `editLast()` to edit the last question, and `takesImages()`: the model does. */
-  constructor({ send, editLast, takesImages }) {
-    Object.assign(this, { send, editLast, takesImages });
+  /** Callbacks: `send(text, attachments)`, `editLast()` to edit the last question, `takesImages()` and `writes()`: the model does. */
+  constructor({ send, editLast, takesImages, writes }) {
+    Object.assign(this, { send, editLast, takesImages, writes });
     $("form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -72,6 +72,7 @@ export class Composer {
     const text = prompt.value.trim();
     if (this.#busy || (text === "" && !this.#attachments.length)) return;
     const attachments = this.#attachments;
+    if (!this.writes()) return toast("This model computes embeddings and writes no answers: choose another model.");
     if (attachments.some(({ image }) => image) && !this.takesImages()) return toast("This model reads text only: remove the images, or choose another model.");
     prompt.value = "";
     this.#attachments = [];

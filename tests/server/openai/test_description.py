@@ -38,7 +38,7 @@ ADDED = frozenset(
     CompletionChoice.stop_reason CompletionChoice.token_ids
     CreateEmbeddingResponse.created CreateEmbeddingResponse.id CreateEmbeddingResponse.warnings
     Usage.completion_tokens Usage.prompt_tokens_details
-    Model.input_modalities Model.max_model_len Model.parent Model.permission Model.root
+    Model.input_modalities Model.max_model_len Model.output_modalities Model.parent Model.permission Model.root
     Response.store Response.warnings ResponseCustomToolCall.status ResponseFunctionCallArgumentsDoneEvent.name
     Logprob.bytes LogprobTopLogprob.bytes Message.warnings""".split()  # noqa: SIM905
 )

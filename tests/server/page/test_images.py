@@ -117,6 +117,16 @@ def test_a_text_model_says_so_before_sending(page: ChatPage, stub: Stub, url: st
     page.see("#toast-text", "c.png is not a text file: this model reads text only.")
 
 
+def test_an_encoder_says_so_before_sending(page: ChatPage, stub: Stub, url: str) -> None:
+    stub.writes = ["embeddings"]
+    page.open(url)
+    page.tab.fill("#prompt", "hello")
+    page.tab.click("#send")
+    page.see("#toast-text", "This model computes embeddings and writes no answers")
+    assert stub.requests == []
+    assert page.tab.input_value("#prompt") == "hello", "it is kept"
+
+
 def test_the_camera_of_a_phone(browser: Any, url: str, stub: Stub, tmp_path: Path) -> None:
     stub.reads = ["text", "image"]
     context = browser.new_context(viewport=SIZES["phone"], has_touch=True, is_mobile=True)

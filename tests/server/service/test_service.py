@@ -43,6 +43,7 @@ def test_models(serve: Callable[..., Live]) -> None:
         "parent": None,
         "max_model_len": 512,
         "input_modalities": ["text"],
+        "output_modalities": ["text"],
     }
     assert live.http.get("/v1/models/org/one").json() == body["data"][0]
 

@@ -99,6 +99,7 @@ def _cards(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
             "parent": parent,
             "max_model_len": None if model is None else model.info.max_model_len,
             "input_modalities": _modalities(model),
+            "output_modalities": None if model is None else ["text"] if model.info.generates else ["embeddings"],
             "permission": [
                 {
                     "id": f"modelperm-{number}",
