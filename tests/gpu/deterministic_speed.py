@@ -30,8 +30,8 @@ SIZES = (1, 2, 3, 7, 16, 17, 63, 64, 65, 129, 256, 300, 511, 512, 513, 1024, 204
 MOST = 4096
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
-    *((4096, 1024, 2), (1024, 2048, 8), (6144, 1024, 2), (1024, 3072, 8)),
-    *((6144, 4096, 2), (4096, 4096, 8), (24576, 4096, 2), (4096, 12288, 8), (4096, 6144, 4), (4096, 1536, 1)),
+    *((4096, 1024, 2), (1024, 3072, 8), (6144, 4096, 2)),
+    *((4096, 4096, 8), (4096, 12288, 8), (4096, 1536, 1)),
 )
 SHAPES = {"0.6B": ("qwen3-0.6b", 28), "8B": ("qwen3-8b", 12)}  # layers that are computed
 # Requests, tokens of a prompt and of an answer.
@@ -50,7 +50,7 @@ def check_deterministic_parts(checks: Checks) -> None:
     for dtype in (BF16, F16, F32):
         for n, k, pieces in MATRICES:
             name = f"deterministic parts {n} x {k} in {pieces} {dtype}"
-            if not checks.wants(name.replace("torch.", "")) or (dtype != BF16 and n not in (6144, 4096)):
+            if not checks.wants(name.replace("torch.", "")) or (dtype != BF16 and n != 6144):
                 continue
             x, weight = checks.random(MOST, k, dtype=dtype), checks.random(n, k, dtype=dtype) / k**0.5
 
@@ -71,7 +71,7 @@ def check_deterministic_parts(checks: Checks) -> None:
 
 
 def _time_product(checks: Checks, name: str, x: Tensor, weight: Tensor, pieces: int) -> None:
-    for size in (1, 64, 256, MOST):
+    for size in (1, 256, MOST):
         own = x[:size].clone()
         out = own.new_empty(size, len(weight))
         shared = partial(fixed_parts, own, weight, None, out, pieces=pieces)
