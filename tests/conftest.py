@@ -3,6 +3,7 @@ them.
 """
 
 import gc
+import importlib
 import logging
 import os
 import random
@@ -19,7 +20,7 @@ os.environ.setdefault("QUIRE_CPU_KERNELS", "native")  # not what happens to be f
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the many processes that tests start compile each module once
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def own_forms() -> None:
         for engine in [*forms._holders]:
             forms.release(engine)
         forms.choose(False)
+
+
+@pytest.fixture
+def own_cpu_kernels() -> None:
+    """Skip without the CPU's own kernels, which deterministic mode needs."""
+    if importlib.import_module("kernels.cpu.library").library() is None:
+        pytest.skip("without the CPU's own kernels the mode is refused")
+
+
+@pytest.fixture
+def deterministic(own_cpu_kernels: None) -> Iterator[None]:
+    """Kernels of this process have the forms of deterministic mode."""
+    forms = importlib.import_module("kernels").FORMS
+    forms.choose(True)
+    yield
+    forms.choose(False)
 
 
 @pytest.fixture(scope="session")

@@ -115,10 +115,7 @@ def scores(llm: LLM, texts: list[list[int]]) -> list[list[float]]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def with_own_kernels() -> None:
-    if library() is None:
-        pytest.skip("without the CPU's own kernels the mode is refused")
+pytestmark = pytest.mark.usefixtures("own_cpu_kernels")
 
 
 def check_case(

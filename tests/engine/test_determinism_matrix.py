@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from engine import LLM, LoRARequest, SamplingParams
-from kernels.cpu.library import library
 from tests.engine.test_determinism import ALONE, GROUPS, HYBRIDS, NGRAMS
 from tests.oracles.families import make_checkpoint
 from tests.oracles.hybrids import make_hybrid
@@ -41,10 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def with_own_kernels() -> None:
-    if library() is None:
-        pytest.skip("without the CPU's own kernels the mode is refused")
+pytestmark = pytest.mark.usefixtures("own_cpu_kernels")
 
 
 def grows(i: int) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engine import LLM, ConfigError
-from kernels.cpu.library import library
 from tests.engine.test_determinism import ALONE, COMMON, NGRAMS, PROMPTS, ask, scores
 from tests.oracles.families import make_checkpoint
 from tests.oracles.hybrids import make_hybrid
@@ -30,10 +29,7 @@ MANY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def with_own_kernels() -> None:
-    if library() is None:
-        pytest.skip("without the CPU's own kernels the mode is refused")
+pytestmark = pytest.mark.usefixtures("own_cpu_kernels")
 
 
 def degrees_agree(case: str, folder: Path, degrees: tuple[int, ...]) -> None:

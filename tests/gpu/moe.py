@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import kernels
+from benchmarks.micro.experts import COMPRESSED, Shape
 from kernels import Experts, ExpertWeight, QuantizedWeight, Router, RouterArgs, Weight, reference
 from kernels.triton.pairs import sort_pairs
 from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.random_weights import random_weight
 from tests.oracles.rounded_experts import rounded_experts
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Shape of a layer of a published model."""
-
-    hidden: int
-    inner: int
-    count: int
-    rule: Router
-    forms: tuple[str, ...]
-    activation: Any = "silu"
-    biased: bool = False
-
-
-COMPRESSED = "compressed bfloat16"
 FORMS = "bfloat16", COMPRESSED, "fp8", "fp8 blocks", "int4"
 SHAPES = {
     "Qwen3-30B-A3B": Shape(2048, 768, 128, Router(8, renormalise=True), FORMS),

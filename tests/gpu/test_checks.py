@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernels
+from benchmarks.micro.experts import Shape
 from engine.worker.block_store.block_copier import BlockCopier
 from kernels import Router
 from tests.gpu import attention
@@ -17,7 +18,7 @@ from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
 from tests.gpu.formats import check_formats
 from tests.gpu.lora import check_lora_kernels
-from tests.gpu.moe import SHAPES, Shape, check_expert_products, check_routers
+from tests.gpu.moe import SHAPES, check_expert_products, check_routers
 from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from engine.models.matrix import Scope
 from engine.models.quantization import choose_quantization
 from engine.models.shard import Shard
 from kernels.cpu.library import library
-from kernels.data.forms import FORMS
 from tests.models.test_shard import load, logits, on_ranks
 from tests.oracles.families import make_checkpoint, make_prompts
 from tests.oracles.paged_runner import decode
@@ -39,13 +37,7 @@ CASES: dict[str, tuple[str, torch.dtype, str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    if library() is None:
-        pytest.skip("without the CPU's own kernels the mode is refused")
-    FORMS.choose(True)
-    yield
-    FORMS.choose(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def degrees_agree(

@@ -1,6 +1,5 @@
 """The search for the operation that parts finds it, and finds none where there is none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import torch
 
 import kernels
 from engine.models.families import read_spec
-from kernels.cpu.library import library
-from kernels.data.forms import FORMS
 from tests.oracles.families import make_checkpoint
 from tests.support.loaded import load
 from tests.support.parting import parting
@@ -18,13 +15,7 @@ from tests.support.parting import parting
 PROMPTS = [[3 + 7 * i % 90 + j for j in range(1 + 5 * i % 31)] for i in range(9)]
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    if library() is None:
-        pytest.skip("without the CPU's own kernels the mode is refused")
-    FORMS.choose(True)
-    yield
-    FORMS.choose(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def test_the_first_operation_that_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

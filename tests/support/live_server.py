@@ -42,6 +42,21 @@ class Live:
         """Until the engine works on nothing."""
         wait_until(lambda: not self.engine.active, seconds)
 
+    def prompt_text(self) -> str:
+        """The newest prompt as the engine got it."""
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.decode(self.engine.requests[-1][1], skip_special_tokens=False)
+
+
+Serve = Callable[..., Live]
+
+
+def start_answering(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
+    """Serve a model with this chat template that always writes `answer`."""
+    live = serve(FakeEngine(template=template, max_model_len=4096), settings)
+    live.engine.answer = answer
+    return live
+
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds

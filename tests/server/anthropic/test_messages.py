@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import ANSWER, FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES, QWEN3
 
 PATH = "/v1/messages"
@@ -19,14 +20,6 @@ TOOL = {"name": "weather", "description": "Today's", "input_schema": {"type": "o
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 THINKING = {"type": "adaptive"}
 _event: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-Serve = Callable[..., Live]
-
-
-def start(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
-    live = serve(FakeEngine(template=template, max_model_len=4096), settings)
-    live.engine.answer = answer
-    return live
 
 
 def connect(live: Live, api_key: str = "none") -> anthropic.Anthropic:
@@ -51,11 +44,6 @@ def events(live: Live, content: Any = "Hi", **body: Any) -> list[dict[str, Any]]
             _event.validate_python(event)
         found.append(event)
     return found
-
-
-def prompt_text(live: Live) -> str:
-    assert live.engine.tokenizer is not None
-    return live.engine.tokenizer.decode(live.engine.requests[-1][1], skip_special_tokens=False)
 
 
 def test_answer(live: Live) -> None:
@@ -126,11 +114,11 @@ def test_thinking_only_when_asked(serve: Serve) -> None:
     live = start(serve, QWEN3, "Four.")
     for thinking in (None, {"type": "disabled"}):
         send(live, thinking=thinking)
-        assert prompt_text(live).endswith("</think>\n\n")
+        assert live.prompt_text().endswith("</think>\n\n")
     live.engine.answer = "<think>\nHm.\n</think>\n\nFour."
     assert [block["type"] for block in send(live).json()["content"]] == ["text"]
     body = send(live, thinking={"type": "enabled", "budget_tokens": 1024}).json()
-    assert not prompt_text(live).endswith("</think>\n\n")
+    assert not live.prompt_text().endswith("</think>\n\n")
     assert [block["type"] for block in body["content"]] == ["thinking", "text"]
     assert [warning.partition(":")[0] for warning in body["warnings"]] == ["thinking.budget_tokens"]
 
@@ -155,7 +143,7 @@ def test_blocks_as_the_template_sees_them(serve: Serve) -> None:
     response = send(live, messages, system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}])
     assert "warnings" not in response.json()
     calls = CALL + CALL.replace('{"city": "Köln"}', "{}")
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         "<|im_start|>system\nBe\nbrief.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
         f"<|im_start|>assistant\nI look.{calls}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
@@ -166,14 +154,14 @@ def test_blocks_as_the_template_sees_them(serve: Serve) -> None:
 
 def test_the_beginning_of_an_answer_is_continued(live: Live) -> None:
     send(live, [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}])
-    assert prompt_text(live).endswith("<|im_start|>assistant\nIt is")
+    assert live.prompt_text().endswith("<|im_start|>assistant\nIt is")
 
 
 def test_tools(serve: Serve) -> None:
     live = start(serve, HERMES, CALL + CALL)
     body = send(live, tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).json()
     assert [block["type"] for block in body["content"]] == ["tool_use"]
-    assert '"description": "Today\'s"' in prompt_text(live)
+    assert '"description": "Today\'s"' in live.prompt_text()
     body = send(live, tools=[TOOL], tool_choice={"type": "none"}).json()
     assert [block["type"] for block in body["content"]] == ["text"]
     live.engine.answer = '<tool_call>{"name": "weather", "arguments": {"a": }}</tool_call>'
@@ -263,7 +251,7 @@ def test_the_official_client(serve: Serve) -> None:
         live.engine.answer = "Sunny."
         again = client.messages.create(model="toy", max_tokens=400, messages=messages, tools=tools, thinking=thinking)
         assert again.content[0].type == "text"
-        assert "<tool_response>\nsun\n" in prompt_text(live)
+        assert "<tool_response>\nsun\n" in live.prompt_text()
         counted = client.messages.count_tokens(model="toy", messages=messages, tools=tools, thinking=thinking)
         assert counted.input_tokens == again.usage.input_tokens + (again.usage.cache_read_input_tokens or 0)
         with pytest.raises(anthropic.NotFoundError):
@@ -297,13 +285,13 @@ def test_a_changing_billing_line_is_no_part_of_the_prompt(live: Live, system: Ca
     prompts = []
     for version in ("2.1.197.123", "2.1.197.9f0"):
         send(live, system=system(f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli;"))
-        prompts.append(prompt_text(live))
+        prompts.append(live.prompt_text())
     assert (
         prompts
         == ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"] * 2
     )
     send(live, system="Say x-anthropic-billing-header: once.")
-    assert "x-anthropic-billing-header" in prompt_text(live), "elsewhere it is text"
+    assert "x-anthropic-billing-header" in live.prompt_text(), "elsewhere it is text"
 
 
 def test_threads_are_refused_as_the_client_understands(serve: Serve) -> None:
@@ -332,8 +320,8 @@ def test_threads_are_refused_as_the_client_understands(serve: Serve) -> None:
                 messages=messages,
                 thread={"type": "continue", "previous_message_id": "msg_1"},
             )
-    assert CALL in prompt_text(live), "the turn before is there"
-    assert "sun in Köln" in prompt_text(live)
+    assert CALL in live.prompt_text(), "the turn before is there"
+    assert "sun in Köln" in live.prompt_text()
     error: Any = caught.value.body
     assert error["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
 
@@ -350,15 +338,15 @@ def test_a_template_that_takes_one_system_message(serve: Serve) -> None:
     live = start(serve, STERN, "Hi.")
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
     body = send(live, messages, system="Be brief.").json()
-    assert prompt_text(live) == "[system]Be brief.[user]a\n\nb\n\nc"
+    assert live.prompt_text() == "[system]Be brief.[user]a\n\nb\n\nc"
     assert [each.partition(": ")[0] for each in body["warnings"]] == ["messages", "messages"]
     assert "system messages at the beginning" in body["warnings"][0]
     assert "merged" in body["warnings"][1]
     items = [{"role": "developer", "content": "x"}, {"role": "developer", "content": "y"}, *messages]
     assert live.post("/v1/responses", input=items).json()["warnings"][0].startswith("input: ")
-    assert prompt_text(live) == "[system]x\n\ny[user]a\n\nb\n\nc"
+    assert live.prompt_text() == "[system]x\n\ny[user]a\n\nb\n\nc"
     assert "warnings" not in send(live, "a", system="Be brief.").json()
     assert live.post("/v1/chat/completions", messages=messages).json()["warnings"][0].startswith("messages: ")
-    assert prompt_text(live) == "[user]a\n\nb\n\nc"
+    assert live.prompt_text() == "[user]a\n\nb\n\nc"
     strict = start(serve, STERN, "Hi.", ServerConfig(strict=True))
     assert send(strict, messages).status_code == 400

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from server.settings import ServerConfig
 from tests.support import templates
 from tests.support.conversations import AGAIN, ALL, TOOL, call, called, requests_of, result, said, texts_of
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
-
-Serve = Callable[..., Live]
+from tests.support.live_server import Live, Serve
 
 
 def start(serve: Serve, template: str, **settings: Any) -> Live:

@@ -1,13 +1,10 @@
 """A model with several chat templates: a request's tools and documents choose one, and all that is derived from it."""
 
-from collections.abc import Callable
-
 from tests.support.conversations import TOOL
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 from tests.support.templates import HERMES, THINKER
 
-Serve = Callable[..., Live]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Köln"}}\n</tool_call>'
 RAG = "{% for d in documents %}<doc>{{ d.text }}</doc>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import pytest
 
 from tests.support.conversations import ALL, TOOL, requests_of, texts_of
 from tests.support.fake_engine import FakeEngine, GrammarEngine, make_tokenizer
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 
 # The folders of the templates (NAME.jinja) and of the cases (NAME.json, with `template_or_model` and `request`).
 FOLDERS = {name: Path(os.environ.get(f"QUIRE_TEST_{name}", "/nonexistent")) for name in ("TEMPLATES", "CASES")}
-Serve = Callable[..., Live]
 OTHER_NAMES = {"ByteDance-Seed/Seed-OSS-36B-Instruct": "ByteDance-Seed-OSS"}  # model → name of the file
 OWN = "own: {"  # begin of a template in a case
 HARMONY_TOKENS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|constrain|>")

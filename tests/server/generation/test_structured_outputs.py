@@ -12,7 +12,7 @@ import pytest
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import GrammarEngine
-from tests.support.live_server import Live, run_server
+from tests.support.live_server import Live, Serve, run_server
 from tests.support.schemas import SUPPORTED, UNSUPPORTED
 from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 
@@ -39,8 +39,6 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "time"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama3": LLAMA3, "mistral_args": MISTRAL + "[ARGS]", "qwen3": QWEN3}
-
-Serve = Callable[..., Live]
 
 
 @pytest.fixture(scope="module")

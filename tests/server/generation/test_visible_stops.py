@@ -5,7 +5,6 @@ streamed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import pytest
 from tests.support import templates
 from tests.support.conversations import TOOL
 from tests.support.fake_engine import FakeEngine, make_tokenizer
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 
-Serve = Callable[..., Live]
 HARMONY = (
     "<|channel|>analysis<|message|>Hmm. Question: why? OK<|end|><|start|>assistant"
     "<|channel|>final<|message|>It equals 4 apples."

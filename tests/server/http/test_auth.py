@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ from engine.errors import ConfigError
 from server.http.api_keys import hashed
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 
-Serve = Callable[..., Live]
 OPEN = ("/", "/health", "/livez", "/ping", "/readyz", "/static/js/app.js")
 A, B = {"Authorization": "Bearer key of a"}, {"Authorization": "Bearer key of b"}
 

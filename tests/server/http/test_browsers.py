@@ -1,14 +1,11 @@
 """Pages of other sites: names that lead here, requests that browsers send unasked, frames."""
 
-from collections.abc import Callable
-
 import pytest
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 
-Serve = Callable[..., Live]
 COMPLETIONS = "/v1/completions"
 
 

@@ -5,7 +5,6 @@ import http.client
 import resource
 import socket
 import threading
-from collections.abc import Callable
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -13,13 +12,12 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from server.http.connections import _BODY_PART, Connection, default_max_connections, raise_open_files
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live, wait_until
+from tests.support.live_server import Live, Serve, wait_until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 LATE = 0.05  # seconds; nothing in a test depends on what happens before
-Serve = Callable[..., Live]
 
 
 def connect(live: Live) -> socket.socket:

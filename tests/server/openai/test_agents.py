@@ -4,7 +4,6 @@ back.
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -12,12 +11,11 @@ import pytest
 from openai.types.responses import Response
 
 from server.settings import ServerConfig
-from tests.server.openai.test_responses import PATH, events, prompt_text, start
+from tests.server.openai.test_responses import PATH, events
 from tests.support.fake_engine import GrammarEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES, QWEN3
-
-Serve = Callable[..., Live]
 
 # What Codex CLI 0.169 sends with its first turn, cut down.
 EXEC = {
@@ -97,7 +95,7 @@ def test_a_turn_of_codex(serve: Serve) -> None:
     texts = {e["type"]: e for e in found if e["type"].startswith("response.custom_tool_call_input")}
     assert texts["response.custom_tool_call_input.delta"]["delta"] == patch
     assert texts["response.custom_tool_call_input.done"]["input"] == patch
-    prompt = prompt_text(live)
+    prompt = live.prompt_text()
     assert "web_search" not in prompt
     assert '"name": "multi_agent_v1__close_agent"' in prompt
     assert "Tools for managing sub-agents." in prompt
@@ -134,7 +132,7 @@ def test_the_turn_after(serve: Serve) -> None:
         {"type": "local_shell_call_output", "id": "3", "output": "a b"},
     ]  # fmt: skip
     response = live.post(PATH, **{**CODEX, "input": CODEX["input"] + items}).json()
-    assert prompt_text(live).partition("say hi")[2] == (
+    assert live.prompt_text().partition("say hi")[2] == (
         "<|im_end|>\n<|im_start|>assistant\nHm." + call("apply_patch", '{"input": "x"}')
         + "<|im_end|>\n<|im_start|>user\n<tool_response>\npatched\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n" + call("multi_agent_v1__close_agent", '{"target": "a"}')
@@ -155,7 +153,7 @@ def test_items_of_other_servers_are_left_out_and_named(serve: Serve) -> None:
     ]
     live = start(serve, HERMES, "Done.")
     response = live.post(PATH, input=items).json()
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     )
     names = [warning.partition(":")[0] for warning in response["warnings"]]

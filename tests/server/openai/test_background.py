@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -13,8 +13,6 @@ from server.http.errors import APIError
 from tests.server.openai.test_responses import PATH, without_ids
 from tests.support.fake_engine import ANSWER
 from tests.support.live_server import Live, wait_until
-
-Serve = Callable[..., Live]
 
 
 def status_of(live: Live, response_id: str) -> str:

@@ -21,12 +21,6 @@ TIMINGS = {
 }
 
 
-def prompt_text(live: Live) -> str:
-    """The newest prompt as the engine got it."""
-    assert live.engine.tokenizer is not None
-    return live.engine.tokenizer.decode(live.engine.requests[-1][1], skip_special_tokens=False)
-
-
 def test_chat_answer(live: Live) -> None:
     response = live.chat("Hi", model="toy")
     assert response.status_code == 200
@@ -57,7 +51,7 @@ def test_chat_answer(live: Live) -> None:
         "prompt_logprobs": None,
         "prompt_token_ids": None,
     }
-    assert prompt_text(live) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert live.prompt_text() == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_completion_answer(live: Live) -> None:
@@ -302,7 +296,7 @@ def test_messages_as_the_template_sees_them(live: Live) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "ok"},
     ]
     assert live.post("/v1/chat/completions", messages=messages).status_code == 200
-    text = prompt_text(live)
+    text = live.prompt_text()
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n")
     assert '<|im_start|>assistant\nf{"x": 42}<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n' in text
 
@@ -310,10 +304,10 @@ def test_messages_as_the_template_sees_them(live: Live) -> None:
 def test_template_options(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     live.chat("Hi", chat_template_kwargs={"extra": "E"}, tools=tools, tool_choice="none", add_generation_prompt=False)
-    assert prompt_text(live) == "<|im_start|>user\nHi<|im_end|>\nE1"
+    assert live.prompt_text() == "<|im_start|>user\nHi<|im_end|>\nE1"
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is "}]
     body = live.post("/v1/chat/completions", messages=messages, continue_final_message=True).json()
-    assert prompt_text(live).endswith("<|im_start|>assistant\nIt is ")
+    assert live.prompt_text().endswith("<|im_start|>assistant\nIt is ")
     assert body["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -325,9 +319,9 @@ def test_server_template_and_role(serve: Callable[..., Live], tmp_path: Any) -> 
         live = serve(FakeEngine(template=None), settings, served_model_names=["one", "two"])
         body = live.chat("Hi", model="two").json()
         assert (body["model"], body["choices"][0]["message"]["role"]) == ("two", "bot")
-        assert prompt_text(live) == "A:Hi"
+        assert live.prompt_text() == "A:Hi"
         live.chat("Hi", chat_template_kwargs={"word": "B"})
-        assert prompt_text(live) == "B:Hi"
+        assert live.prompt_text() == "B:Hi"
 
 
 def test_tokenize_and_detokenize(live: Live) -> None:

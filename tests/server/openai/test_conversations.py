@@ -1,6 +1,5 @@
 """/v1/conversations, and responses that go on from one; /v1/responses/compact."""
 
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -8,12 +7,11 @@ import pytest
 
 from server.apis.openai.responses.conversations import CONVERSATION_BYTES, ConversationStore, StoredConversation
 from server.apis.openai.responses.store import encoded, items_bytes
-from tests.server.openai.test_responses import PATH, prompt_text, start
+from tests.server.openai.test_responses import PATH
 from tests.support.fake_engine import ANSWER
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES
-
-Serve = Callable[..., Live]
 
 
 def test_responses_add_to_a_conversation(client: openai.OpenAI, live: Live) -> None:
@@ -23,7 +21,7 @@ def test_responses_add_to_a_conversation(client: openai.OpenAI, live: Live) -> N
     assert response.conversation is not None
     assert response.conversation.id == conversation.id
     client.responses.create(model="toy", input="And?", conversation={"id": conversation.id})
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         "<|im_start|>user\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         f"<|im_start|>assistant\n{ANSWER}<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -34,7 +32,7 @@ def test_responses_add_to_a_conversation(client: openai.OpenAI, live: Live) -> N
     added = client.conversations.items.create(conversation.id, items=[{"role": "user", "content": "Bye"}])
     assert [item.type for item in added.data] == ["message"]
     client.responses.create(model="toy", input="x", conversation=conversation.id)
-    assert prompt_text(live).startswith("<|im_start|>user\nHi<|im_end|>")
+    assert live.prompt_text().startswith("<|im_start|>user\nHi<|im_end|>")
     changed = client.conversations.update(conversation.id, metadata={"topic": "other"})
     assert client.conversations.retrieve(conversation.id) == changed
     assert client.conversations.delete(conversation.id).deleted
@@ -84,10 +82,10 @@ def test_compacting(serve: Serve) -> None:
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         done = client.responses.compact(model="toy", input=items)
         assert (done.object, [item.type for item in done.output]) == ("response.compaction", ["message", "compaction"])
-        assert "<|im_start|>user\nSummarize the conversation" in prompt_text(live)
+        assert "<|im_start|>user\nSummarize the conversation" in live.prompt_text()
     output = live.post(f"{PATH}/compact", model="toy", input=items).json()["output"]
     live.post(PATH, input=[*output, {"role": "user", "content": "And?"}])
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         "<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>user\nSummary of the conversation so far:\nThey said hi.<|im_end|>\n"
         "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
@@ -104,7 +102,7 @@ def test_verbosity_is_for_the_template(serve: Serve, path: str) -> None:
 
     live = start(serve, HERMES + "{{ 'Verbosity: ' + verbosity if verbosity }}", "Done.")
     assert "warnings" not in live.post(path, **body("low")).json()
-    assert prompt_text(live).endswith("Verbosity: low")
+    assert live.prompt_text().endswith("Verbosity: low")
     other = start(serve, HERMES, "Done.")
     assert "warnings" not in other.post(path, **body("medium")).json()
     assert "verbosity" in other.post(path, **body("low")).json()["warnings"][0]

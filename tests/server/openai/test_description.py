@@ -4,7 +4,7 @@ Quire adds the fields named here, and no others.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +18,9 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 
 from tests.support.described import additions
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 from tests.support.templates import QWEN3
 
-Serve = Callable[..., Live]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER = "<think>\nHm.\n</think>\n\nI look." + CALL
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

@@ -1,17 +1,14 @@
 """Fields and values as clients of vLLM and OpenAI send and read them."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine, GrammarEngine, make_tokenizer
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
 from tests.support.templates import QWEN3, THINKER
-
-Serve = Callable[..., Live]
 
 
 def prompt_text(live: Live) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from server.settings import ServerConfig
-from tests.server.openai.test_tools import TOOLS, prompt_text, start, streamed
-from tests.support.live_server import Live
+from tests.server.openai.test_tools import TOOLS, streamed
+from tests.support.live_server import Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HARMONY
 
-Serve = Callable[..., Live]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 FOUR = THOUGHT + "<|channel|>final<|message|>Four."
 ARGUMENTS = '{"city": "Köln"}'
@@ -69,7 +68,7 @@ def test_a_conversation_with_calls_is_rendered(serve: Serve) -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "noon"},
     ]
     assert live.chat(messages=messages, tools=TOOLS).status_code == 200
-    text = prompt_text(live)
+    text = live.prompt_text()
     for part in (
         "<|channel|>analysis<|message|>Two.\n\nI look.<|end|>",
         "to=functions.weather<|channel|>commentary json<|message|>{}<|call|><|start|>functions.weather to=assistant"
@@ -83,7 +82,7 @@ def test_a_conversation_with_calls_is_rendered(serve: Serve) -> None:
 def test_efforts_that_the_format_lacks(serve: Serve, effort: str, taken: str) -> None:
     live = start(serve, HARMONY, FOUR)
     answer = live.chat(reasoning_effort=effort)
-    assert f"Reasoning: {taken}<|end|>" in prompt_text(live)
+    assert f"Reasoning: {taken}<|end|>" in live.prompt_text()
     assert (f"treated as {taken}" in answer.text) is (effort != taken)
 
 
@@ -93,7 +92,7 @@ def test_a_final_message_that_is_continued(serve: Serve) -> None:
     body: dict[str, Any] = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
     message = live.chat(**body).json()["choices"][0]["message"]
     assert message["content"] == " and five."
-    assert prompt_text(live).endswith("<|channel|>final<|message|>Four")
+    assert live.prompt_text().endswith("<|channel|>final<|message|>Four")
 
 
 def test_the_parser_may_be_named(serve: Serve) -> None:

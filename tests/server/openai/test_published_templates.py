@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from server.parsing.probe import find_tool_format
 from server.parsing.probe_reasoning import probe_reasoning_format
 from server.parsing.written import written
 from tests.support.fake_engine import FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Serve
 
 FOLDER = os.environ.get("QUIRE_TEST_TEMPLATES", "")
 PATHS = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else []
@@ -27,7 +26,6 @@ SCHEMA = {
 }
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": SCHEMA}}]
 ARGUMENTS = {"city": "Paris", "days": 3}
-Serve = Callable[..., Live]
 
 
 @pytest.mark.parametrize("path", PATHS or [Path("none")], ids=lambda path: path.stem)

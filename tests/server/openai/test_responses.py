@@ -1,7 +1,6 @@
 """/v1/responses: items, events, kept responses; raw, and as the official client sees it."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -11,26 +10,14 @@ from pydantic import TypeAdapter
 
 from server.settings import ServerConfig
 from tests.support.fake_engine import ANSWER, FakeEngine
-from tests.support.live_server import Live
+from tests.support.live_server import Live, Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES, QWEN3
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": True}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 _event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-Serve = Callable[..., Live]
-
-
-def start(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
-    live = serve(FakeEngine(template=template, max_model_len=4096), settings)
-    live.engine.answer = answer
-    return live
-
-
-def prompt_text(live: Live) -> str:
-    assert live.engine.tokenizer is not None
-    return live.engine.tokenizer.decode(live.engine.requests[-1][1], skip_special_tokens=False)
 
 
 def events(live: Live, **body: Any) -> list[dict[str, Any]]:
@@ -124,7 +111,7 @@ def test_an_answer_without_text_is_a_message(serve: Serve, answer: str, max_toke
     assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == final["output"]
     assert without_ids(live.post(PATH, **body).json()) == without_ids(final)
     live.post(PATH, input="And?", previous_response_id=final["id"])
-    assert "Hi<|im_end|>\n<|im_start|>assistant\n" in prompt_text(live), "no two user messages in a row"
+    assert "Hi<|im_end|>\n<|im_start|>assistant\n" in live.prompt_text(), "no two user messages in a row"
 
 
 def test_incomplete(live: Live) -> None:
@@ -172,7 +159,7 @@ def test_items_as_the_template_sees_them(serve: Serve) -> None:
     body = live.post(PATH, input=items, instructions="You know the weather.").json()
     assert body["instructions"] == "You know the weather."
     calls = CALL + CALL.replace('{"city": "Köln"}', "{}")
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         "<|im_start|>system\nYou know the weather.<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n"
         f"<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\nI look.{calls}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
@@ -189,7 +176,7 @@ def test_going_on_from_a_response(serve: Serve) -> None:
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
     second = live.post(PATH, input=[result], previous_response_id=first["id"], instructions="New words.").json()
     assert second["previous_response_id"] == first["id"]
-    assert prompt_text(live) == (
+    assert live.prompt_text() == (
         f"<|im_start|>system\nNew words.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
         f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -197,11 +184,11 @@ def test_going_on_from_a_response(serve: Serve) -> None:
     live.http.delete(f"{PATH}/{first['id']}")
     third = live.post(PATH, input="And?", previous_response_id=second["id"])
     assert third.status_code == 200, "what came before a deleted response is part of what follows it"
-    assert "<|im_start|>assistant\nSunny.<|im_end|>\n<|im_start|>user\nAnd?" in prompt_text(live)
+    assert "<|im_start|>assistant\nSunny.<|im_end|>\n<|im_start|>user\nAnd?" in live.prompt_text()
     live.post(
         PATH, input=[{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "x"}]
     )
-    assert prompt_text(live).startswith("<|im_start|>assistant\nSunny.<|im_end|>\n<|im_start|>user\nx")
+    assert live.prompt_text().startswith("<|im_start|>assistant\nSunny.<|im_end|>\n<|im_start|>user\nx")
     twice = live.post(PATH, input=[{"type": "item_reference", "id": second["output"][0]["id"]}] * 2)
     assert (twice.status_code, twice.json()["error"]["param"]) == (400, "input[1].id"), "few words, much text"
     gone = live.post(PATH, input=[{"type": "item_reference", "id": call["id"]}])
@@ -324,7 +311,7 @@ def test_the_official_client(client: openai.OpenAI, live: Live) -> None:
     )
     assert again.status == "completed"
     assert "warnings" not in again.model_dump()
-    assert f"<|im_start|>assistant\n{ANSWER}<|im_end|>\n<|im_start|>user\nAnd?" in prompt_text(live)
+    assert f"<|im_start|>assistant\n{ANSWER}<|im_end|>\n<|im_start|>user\nAnd?" in live.prompt_text()
     assert client.responses.retrieve(response.id).output_text == ANSWER
     assert [item.type for item in client.responses.input_items.list(response.id)] == ["message"]
     client.responses.delete(response.id)

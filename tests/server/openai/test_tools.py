@@ -1,15 +1,15 @@
 """Tools and reasoning over HTTP: what goes into the prompt and what comes out, whole and streamed."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
 from server.settings import ServerConfig
-from tests.support.fake_engine import FakeEngine, make_tokenizer
-from tests.support.live_server import Live
+from tests.support.fake_engine import make_tokenizer
+from tests.support.live_server import Live, Serve
+from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
 from tests.support.tool_templates import SHAPES
 
@@ -24,19 +24,6 @@ WEATHER = {
 TOOLS = [WEATHER, {"type": "function", "function": {"name": "time"}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\nFour."
-
-Serve = Callable[..., Live]
-
-
-def start(serve: Serve, template: str, answer: str, settings: ServerConfig | None = None) -> Live:
-    live = serve(FakeEngine(template=template, max_model_len=2048), settings)
-    live.engine.answer = answer
-    return live
-
-
-def prompt_text(live: Live) -> str:
-    assert live.engine.tokenizer is not None
-    return live.engine.tokenizer.decode(live.engine.requests[-1][1], skip_special_tokens=False)
 
 
 def streamed(live: Live, **body: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -93,8 +80,8 @@ def test_calls(serve: Serve, template: str, answer: str, content: str | None, nu
         {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"},
     ]
     assert live.post("/v1/chat/completions", messages=messages, tools=TOOLS).status_code == 200
-    assert '"city": "Köln"' in prompt_text(live)
-    assert "sunny" in prompt_text(live)
+    assert '"city": "Köln"' in live.prompt_text()
+    assert "sunny" in live.prompt_text()
 
 
 def test_what_the_template_is_shown(serve: Serve) -> None:
@@ -102,7 +89,7 @@ def test_what_the_template_is_shown(serve: Serve) -> None:
     tool = {**WEATHER, "function": {**WEATHER["function"], "strict": True, "x-note": [1]}, "cache": {}}  # type: ignore[dict-item]
     response = live.chat(tools=[tool])
     assert "warnings" not in response.json(), "the template may use what the server does not know"
-    assert json.dumps(tool, ensure_ascii=False) in prompt_text(live)
+    assert json.dumps(tool, ensure_ascii=False) in live.prompt_text()
 
 
 def test_choices_of_tools(serve: Serve) -> None:
@@ -158,7 +145,7 @@ def test_ids_that_the_template_would_refuse(serve: Serve) -> None:
         {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "function": {"name": "time", "arguments": None}}]},
     ]
     assert live.post("/v1/chat/completions", messages=messages).status_code == 200
-    text = prompt_text(live)
+    text = live.prompt_text()
     short = text.partition('"id": "')[2][:9]
     assert f'"call_id": "{short}"' in text
     assert '"id": "abcdefghi"' in text
@@ -218,7 +205,7 @@ def test_thoughts_that_never_end(serve: Serve) -> None:
 def test_reasoning_is_the_templates_matter(serve: Serve, body: dict[str, Any], thinks: bool) -> None:
     live = start(serve, QWEN3, "Four.")
     response = live.chat(**body).json()
-    assert prompt_text(live).endswith("</think>\n\n") is not thinks
+    assert live.prompt_text().endswith("</think>\n\n") is not thinks
     assert "warnings" not in response
     assert response["choices"][0]["message"]["content"] == "Four."
 
@@ -300,7 +287,7 @@ def test_odd_tools(serve: Serve) -> None:
         assert response.status_code == 200
         warnings = response.json()["warnings"]
         assert [each.partition(":")[0] for each in warnings] == ["tools[0]", "tools[1]", "tools[2]", "tools[2]"]
-    assert '"name": "a", "parameters": {}' in prompt_text(live)
+    assert '"name": "a", "parameters": {}' in live.prompt_text()
     live = start(serve, HERMES, "Hi", ServerConfig(strict=True))
     assert live.chat(tools=odd).json()["error"]["param"] == "tools[0]"
 
