@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM, Adapter, AsyncEngine, EngineConfig, EngineRequest, LoRARequest, ModelError, SamplingParams
+from engine.models.lora import WEIGHTS
 from engine.replicas import engine_process
 from tests.oracles.random_adapters import write_random_adapter
 
@@ -136,6 +140,55 @@ def test_adapters_that_are_no_use_are_refused_and_the_engine_goes_on(
         assert await complete(engine, "2", known, 30) == expected[1]
 
     run(tiny_model, work)
+
+
+def _harmed(adapter: Path, root: Path) -> dict[str, tuple[Path, str]]:
+    """Return copies of an adapter that are no use: kind → folder and reason."""
+    stored = load_file(adapter / WEIGHTS)
+    name = next(name for name in stored if name.endswith("lora_A.weight"))
+    found: dict[str, tuple[Path, str]] = {}
+
+    def copy(kind: str, reason: str, tensors: dict[str, torch.Tensor]) -> Path:
+        folder = root / kind
+        shutil.copytree(adapter, folder)
+        save_file(tensors, folder / WEIGHTS)
+        found[kind] = folder, reason
+        return folder / WEIGHTS
+
+    copy("NaN", "holds NaN or infinity", stored | {name: torch.full_like(stored[name], torch.nan)})
+    copy("other base", "the adapter is for another base model", stored | {name: torch.ones(2, 640)})
+    copy("half", "lacks lora_A", {each: tensor for each, tensor in stored.items() if each != name})
+    os.truncate(copy("10 GB", "corrupt or truncated", stored), 10 << 30)  # a hole: takes no room
+    outside = copy("path outside", "outside the model's folder", stored)
+    outside.rename(root / "elsewhere")
+    outside.symlink_to(root / "elsewhere")
+    return found
+
+
+def test_adapters_that_mean_harm_are_refused_under_load(
+    tiny_model: Path, adapters: list[Path], expected: list[list[int]], tmp_path: Path
+) -> None:
+    harmed = _harmed(adapters[0], tmp_path)
+
+    async def work(engine: AsyncEngine) -> None:
+        known = [None, *[await engine.load_adapter(path.name, str(path)) for path in adapters[:2]]]
+
+        async def streams(round: int) -> None:
+            names = [f"{round} {index}" for index in range(3)]
+            answers = await asyncio.gather(
+                *(complete(engine, name, adapter, 30) for name, adapter in zip(names, known, strict=True))
+            )
+            assert answers == expected[:3]
+
+        for number, (kind, (folder, reason)) in enumerate(harmed.items()):
+            running = asyncio.create_task(streams(number))
+            await asyncio.sleep(0)
+            with pytest.raises(ModelError, match=reason) as error:
+                await engine.load_adapter(kind, str(folder))
+            assert "\n" not in str(error.value)
+            await running
+
+    run(tiny_model, work, max_loras=2)
 
 
 def test_adapters_need_the_setting(tiny_model: Path, adapters: list[Path]) -> None:
