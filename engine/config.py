@@ -302,7 +302,8 @@ class EngineConfig:
         ):
             raise ConfigError(f'limit_mm_per_prompt must be an object such as {{"image": 8}}, got {limits!r}')
         if others := [name for name in ("video", "audio") if limits.get(name)]:
-            raise ConfigError(f"limit_mm_per_prompt: {others[0]} must be 0: no model reads it here")
+            why = "a video counts as an image" if others[0] == "video" else "no model reads it here"
+            raise ConfigError(f"limit_mm_per_prompt: {others[0]} must be 0 or left out: {why}")
         if folder is not None and not Path(folder).expanduser().is_dir():
             raise ConfigError(f"allowed_local_media_path must be a folder, got {folder!r}")
         if self.language_model_only or limits.get("image") == 0:

@@ -311,7 +311,8 @@ def _image_loader(
         vision.video_token_id, text_of(video_placeholder(vision)),
     )  # fmt: skip
     processor, text = read_processor(folder, vision), text_of(ids_of("placeholder")) + vision.placeholder_end
-    videos = read_video_processor(folder, vision)
+    takes_videos = config.limit_mm_per_prompt.get("video") != 0
+    videos = read_video_processor(folder, vision) if takes_videos else None
     return ImageLoader(processor, media, token_id, text, config.max_images, layout, videos)
 
 

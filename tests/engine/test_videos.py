@@ -132,3 +132,10 @@ def test_llm_reads_videos(case: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="3 placeholders for 2 images"):
         asked(video, {"type": "text", "text": "<|video_pad|>"})
     llm.close()
+    without = LLM(
+        str(case.folder), dtype="float32", device="cpu", max_model_len=64, num_gpu_blocks_override=32,
+        limit_mm_per_prompt={"video": 0},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="reads no videos"):
+        without.chat([{"role": "user", "content": [video]}], sampling, use_tqdm=False)
+    without.close()
