@@ -197,7 +197,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = flag(  # noqa: RUF009
         None,
         'drafts (speculative decoding), with vLLM\'s names: \'{"method": "ngram", "num_speculative_tokens": 8}\'; 0 '
-        "tokens: no drafts. Answers are the same with and without (default: no drafts)",
+        "tokens: no drafts. Answers are the same with and without (default: on CPUs, where they pay)",
         metavar="JSON",
     )
 

@@ -12,7 +12,7 @@ from engine.worker.sampling.imposed import ImposedAcceptance
 
 # Whether there are drafts where they pay, if nothing is configured: by lookup, and on CPUs by the prediction layers of
 # the checkpoint.
-ON_CPUS = False
+ON_CPUS = True
 ON_ACCELERATORS = False
 MAX_TOKENS = 32
 MAX_LOOKUP = 16

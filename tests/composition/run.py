@@ -35,7 +35,10 @@ SHARED = [7 * i % 250 + 1 for i in range(3 * BLOCK)]  # the prefix of some promp
 COMMON: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 104, "block_size": BLOCK, "debug_checks": True,
 }  # fmt: skip
-PLAIN: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 200}
+PLAIN: dict[str, Any] = {
+    "enforce_eager": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 200,
+    "speculative_config": {"num_speculative_tokens": 0},
+}  # fmt: skip
 ADAPTERS = ("first", "second")
 ARITHMETIC = ("quantization", "kv_cache_dtype")  # settings that change what a model computes
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, EngineConfig, SamplingParams
 from engine.models.families import read_spec
-from engine.setup import speculative
 from engine.setup.options import drafts_of
 from engine.setup.speculative import ON_CPUS, parse
 from engine.worker.device import CpuDevice
@@ -62,14 +61,11 @@ def test_the_first_guess_is_that_of_transformers(name: str, tmp_path: Path) -> N
         assert reference.propose(ids[0].tolist(), 1) == guess[0].tolist()
 
 
-def test_prediction_layers_draft_without_a_setting_where_drafts_are_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are off by default today. config.json may announce a layer that the checkpoint lacks."""
+def test_prediction_layers_draft_without_a_setting_where_drafts_are_on(tmp_path: Path) -> None:
+    """They are by default on CPUs. config.json may announce a layer that the checkpoint lacks."""
     make_mtp_checkpoint("glm4_moe", tmp_path)
     spec, config = read_spec(tmp_path), EngineConfig(str(tmp_path), device="cpu")
-    assert drafts_of(config, spec, CpuDevice()) == (parse({"method": "mtp"}) if ON_CPUS else None)
-    monkeypatch.setattr(speculative, "ON_CPUS", True)
+    assert ON_CPUS
     assert drafts_of(config, spec, CpuDevice()) == parse({"method": "mtp"})
     stages = replace(config, pipeline_parallel_size=2)
     assert drafts_of(stages, spec, CpuDevice()) == parse({}), "stages cannot have a drafter"
