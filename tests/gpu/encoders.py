@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "XLMRoberta": {"max_position_embeddings": 602},
+    "Albert": {"embedding_size": 64},
     "ModernBert": {"local_attention": 64, "cls_token_id": None, "sep_token_id": None},
 }
 BGE_LARGE = {

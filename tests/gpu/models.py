@@ -29,7 +29,9 @@ FAMILIES_AT_ONCE = 8
 CAPTURED = (
     "llama-gqa4-llama3",
     "gemma3",
+    "gemma3n",
     "gemma4_moe",
+    "laguna",
     "mpt",
     "qwen3_moe",
     "gpt_oss",
