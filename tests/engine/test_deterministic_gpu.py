@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("kimi_linear", {}),
     "convolutions": ("lfm2", {}),
     "int4": ("qwen3", {"quantization": "int4"}),
+    "experts of int4": ("qwen3_moe", {"quantization": "int4"}),
     "adapters of experts": ("qwen3_moe", {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}),
 }
 ROWS = [[7 * i % 250 + 1 for i in range(length)] for length in (3, 19, 1)]

@@ -234,6 +234,19 @@ def test_experts_rounded_while_they_are_loaded(tmp_path: Path, family: str, monk
             assert error.abs().max() <= floats[expert].abs().max() / 16
 
 
+def test_experts_of_int4_rounded_while_they_are_loaded_lie_as_gpus_read_them(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    spec, exact = read_spec(tmp_path), load(tmp_path)
+    rounded = load(tmp_path, spec=replace(spec, quantization=choose_quantization(None, "int4")))
+    moe, plain = rounded.layers[2].mlp, exact.layers[2].mlp
+    for few, floats in ((moe.gate_up.weight, plain.gate_up.weight), (moe.down.weight, plain.down.weight)):
+        assert few.lies_by_groups()
+        for expert in range(len(floats)):
+            own = few[expert]
+            error = kernels.dequantize(own.codes, own, torch.float32) - floats[expert]
+            assert error.norm() < 0.1 * floats[expert].norm()
+
+
 def test_rounding_rows() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, -127.0], [448.0, 1.0], [1e-3, -2e-3]])
     for dtype, step in ((torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 2**-4)):

@@ -340,10 +340,11 @@ class Online(WeightFormat):
 
     def tensors(self, matrix: Matrix) -> Iterator[CheckpointTensor]:
         weight, start = self._weight(matrix), 0
-        all_codes, all_scales = weight.codes.flatten(0, -2), weight.scale.flatten(0, -2)
+        stacks = [each if each.dim() > 2 else each[None] for each in (weight.codes, weight.scale)]
         for part in matrix.parts:
-            own = slice(start, start + len(part.rows))
-            codes, scale, start = all_codes[own], all_scales[own], own.stop
+            index, first = divmod(start, stacks[0].shape[1])  # a part is of one matrix
+            codes, scale = (stack[index, first : first + len(part.rows)] for stack in stacks)
+            start += len(part.rows)
 
             def fill(value: Tensor, codes: Tensor = codes, scale: Tensor = scale) -> None:
                 quantised = self._quantise(value.to(codes.device).contiguous(), weight.group)
@@ -358,7 +359,10 @@ class Online(WeightFormat):
         weight.scale.fill_(STD / STD_OF_CODES[self.scheme.kind])
 
     def pack(self, matrix: Matrix) -> None:
-        """Do nothing: the weight already has the form that GEMMs read."""
+        """Put the scales of a stack as GEMMs read them. All else already has their form."""
+        weight = self._weight(matrix)
+        if weight.scale.dim() > 2:
+            matrix.weight = replace(weight, scale=kernels.by_groups(weight.scale))
 
     def quantised(self, weight: Tensor) -> kernels.QuantizedWeight:
         """Quantise a float matrix [N, K]."""
