@@ -6,14 +6,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.spec import AttentionSpec, LatentSpec, ModelSpec
-from engine.setup.speculative import speculative_config
+from engine.models.spec import AttentionSpec, ModelSpec
 from engine.worker.device import Device
 
 # What has no deterministic form on GPUs, and what has one that no GPU has run yet: `python -m tests.gpu determinism`.
-MISSING = frozenset({"block-sparse attention", "compress_experts"})
-UNCHECKED = frozenset({"latent attention", "recurrent layers", "enable_lora", "kv_cache_dtype fp8"})
-UNCHECKED |= {"tensor_parallel_size", "speculative_config"}
+MISSING = frozenset({"block-sparse attention", "compress_experts", "lora_embeddings"})
+UNCHECKED = frozenset({"tensor_parallel_size"})
 
 
 def check_deterministic(config: EngineConfig, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:
@@ -54,14 +52,10 @@ def _of_cpus(dtype: torch.dtype) -> dict[str, str | bool]:
 def _of_gpus(config: EngineConfig, spec: ModelSpec) -> dict[str, str | bool]:
     mixers = [layer.mixer for layer in spec.layers]
     used = {
-        "latent attention": any(isinstance(mixer, LatentSpec) for mixer in mixers),
-        "recurrent layers": spec.has_states,
         "block-sparse attention": any(isinstance(each, AttentionSpec) and each.sparse for each in mixers),
         "compress_experts": config.compress_experts,
-        "enable_lora": config.enable_lora,
-        "kv_cache_dtype fp8": config.kv_cache_dtype != "auto",
+        "lora_embeddings": config.enable_lora and config.lora_embeddings,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
-        "speculative_config": speculative_config(config.speculative_config, on_accelerator=True) is not None,
     }
     reasons = dict.fromkeys(MISSING, "it has no deterministic form on GPUs yet")
     reasons |= dict.fromkeys(UNCHECKED, "its deterministic form has not run on a GPU yet")

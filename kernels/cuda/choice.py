@@ -35,9 +35,9 @@ class Choice:
     extended_share: float = 0.26  # at most so many rows for each of the weight's
     adapters_overlap: bool = False  # the other one runs beside the GEMM, on a second stream
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
-    # Deterministic mode. Both wait for a check: `python -m tests.gpu determinism --match "deterministic parts"`.
-    fixed_parts: bool = False  # GEMMs whose programs share tiles, and larger tiles in large steps
-    fixed_ranges: bool = False  # attention by ranges of keys, which programs share in decodes of few sequences
+    # Deterministic mode. Checked by `python -m tests.gpu determinism`.
+    fixed_parts: bool = True  # GEMMs whose programs share tiles, and larger tiles in large steps
+    fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
     scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle

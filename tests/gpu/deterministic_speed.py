@@ -83,7 +83,7 @@ def _time_product(checks: Checks, name: str, x: Tensor, weight: Tensor, pieces: 
 
 
 def check_deterministic_speed(checks: Checks) -> None:
-    """Engines of Qwen3-0.6B's and 8B's layers: with the mode, and with the mode and shared work, ÷ without."""
+    """Engines of Qwen3-0.6B's and 8B's layers: with the mode ÷ without."""
     for shape, (folder_name, layers) in SHAPES.items():
         if checks.device == "cpu" or not checks.wants(f"deterministic speed {shape}"):
             continue
@@ -92,14 +92,10 @@ def check_deterministic_speed(checks: Checks) -> None:
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
             without = _times(folder, checks.device, deterministic=False)
-            seconds = {"mode": _times(folder, checks.device, deterministic=True)}
-            with shared_work():
-                seconds["mode, shared work"] = _times(folder, checks.device, deterministic=True)
-        for mode, found in seconds.items():
-            for work, took in found.items():
-                ratio = without[work] / took
-                what = f"{took:.3f} s, {without[work]:.3f} s without: speed {ratio:.2f}"
-                checks.saw(f"deterministic speed {shape} {work}, {mode}", True, what)
+            found = _times(folder, checks.device, deterministic=True)
+        for work, took in found.items():
+            what = f"{took:.3f} s, {without[work]:.3f} s without: speed {without[work] / took:.2f}"
+            checks.saw(f"deterministic speed {shape} {work}", True, what)
 
 
 def _times(folder: Path, device: str, **settings: Any) -> dict[str, float]:

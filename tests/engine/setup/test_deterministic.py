@@ -27,20 +27,24 @@ def check(folder: Path, family: str, settings: dict[str, Any]) -> None:
     check_deterministic(config, read_spec(folder), Accelerator(), torch.float16)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_dense_models_and_experts_have_the_mode(family: str, tmp_path: Path) -> None:
-    check(tmp_path, family, {"pipeline_parallel_size": 2, "speculative_config": {"num_speculative_tokens": 0}})
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2"])
+def test_all_kinds_of_layers_have_the_mode(family: str, tmp_path: Path) -> None:
+    check(tmp_path, family, {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}})
+
+
+def test_adapters_and_fp8_caches_have_the_mode(tmp_path: Path) -> None:
+    check(tmp_path, "qwen3", {"enable_lora": True, "kv_cache_dtype": "fp8"})
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("deepseek_v3", {}, "latent attention: its deterministic form has not run on a GPU yet"),
-        ("lfm2", {}, "recurrent layers: its deterministic form has not run on a GPU yet"),
-        ("qwen3", {"enable_lora": True}, "enable_lora: its deterministic form has not run"),
-        ("qwen3", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: its deterministic form has not run"),
         ("qwen3", {"tensor_parallel_size": 2}, "tensor_parallel_size: its deterministic form has not run on a GPU yet"),
-        ("qwen3", {"speculative_config": {"method": "ngram"}}, "speculative_config: its deterministic form has not"),
+        (
+            "qwen3",
+            {"enable_lora": True, "lora_embeddings": True},
+            "lora_embeddings: it has no deterministic form on GPUs",
+        ),
     ],
 )
 def test_what_a_gpu_has_not_run_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
