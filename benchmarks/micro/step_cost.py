@@ -142,6 +142,7 @@ def settings(folder: Path, batch: int, num_steps: int, prefix_caching: bool) -> 
         "max_num_seqs": batch,
         "max_num_batched_tokens": max(16384, batch * (PROMPT + BLOCK_SIZE)),
         "enable_prefix_caching": prefix_caching,
+        "speculative_config": {"num_speculative_tokens": 0},
     }
 
 

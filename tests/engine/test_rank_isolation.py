@@ -16,6 +16,7 @@ from engine.core.batch import SchedulerOutput
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
+from engine.models.shard import Stage
 from engine.worker.model_runner import ModelRunner
 from engine.worker.parallel import ranks
 from engine.worker.parallel.communicator import GroupCommunicator, StageLink
@@ -167,7 +168,7 @@ class Follower:
     def __init__(self, are_renewed: bool, survive_failures: bool) -> None:
         self.are_renewed, self.survive_failures = are_renewed, survive_failures
         self.num_left = self.num_resets = 0
-        build: Any = SimpleNamespace(rank=1)
+        build: Any = SimpleNamespace(rank=1, shard=SimpleNamespace(rank=1), stage=Stage(0, 1))
         self.steps = ranks.FollowedSteps(build, cast(Any, self), cast(Any, self))
 
     def leave(self) -> None:

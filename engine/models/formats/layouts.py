@@ -342,7 +342,8 @@ class Online(WeightFormat):
         weight, start = self._weight(matrix), 0
         stacks = [each if each.dim() > 2 else each[None] for each in (weight.codes, weight.scale)]
         for part in matrix.parts:
-            index, first = divmod(start, stacks[0].shape[1])  # a part is of one matrix
+            index = min(start // stacks[0].shape[1], len(stacks[0]) - 1)  # a part is of one matrix, or empty
+            first = start - index * stacks[0].shape[1]
             codes, scale = (stack[index, first : first + len(part.rows)] for stack in stacks)
             start += len(part.rows)
 

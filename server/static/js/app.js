@@ -226,7 +226,7 @@ const composer = new Composer({
   send: ask,
   editLast: () => thread.editLastQuestion(),
   takesImages: () => askedModels(conversation).every(({ images }) => images),
-  writes: () => askedModels(conversation).every(({ writes }) => writes),
+  writes: () => askedModels(conversation).every(({ writes }) => writes !== false),
 });
 const sidebar = new Sidebar({
   async renamed(id, names) {
