@@ -108,9 +108,12 @@ def states_kernel(
     block_tables, rows, query_start, context_lens, num_rows, first_sequence, num_padded, stride_inputs, stride_table,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     DELTA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ENTRIES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ENTRIES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, RARE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
+
+    RARE: precision of products in branches, whose factors are float32. With bfloat16 the states that blocks keep were
+    wrong on an H200 with Triton 3.6, or memory was accessed illegally.
 
     starts [chunks + sequences, Hv, DK, DV]: the state before what a chunk has of a sequence, at the sum of both
     indices; sequences count from the first that is not a decode. `solved` becomes the updates.
@@ -152,7 +155,7 @@ def states_kernel(
         old_update = tl.load(
             updates + (old_slot[:, None] * NUM_VALUES + head) * DV + v_at, mask=is_old[:, None] & is_v, other=0.0
         )
-        added = _multiply(tl.trans(old_key * of_old[:, None]), old_update, TYPE, PRECISION)
+        added = _multiply(tl.trans(old_key * of_old[:, None]), old_update, tl.float32, RARE)
         state = tl.exp(since_old) * state + added
 
     _, key_at, _ = offsets(head, NUM_KEYS, NUM_VALUES, DK, DV, DELTA)
@@ -194,7 +197,7 @@ def states_kernel(
                     to_cut = tl.sum(tl.where((token == cut - 1) & is_own, since, 0.0), 0)
                     of_past = tl.where(is_own & (token < cut), tl.exp(tl.minimum(to_cut - since, 0.0)) * of_key, 0.0)
                     then = tl.exp(to_cut) * state
-                    then += _multiply(tl.trans(key), update * of_past[:, None], TYPE, PRECISION)
+                    then += _multiply(tl.trans(key), update * of_past[:, None], tl.float32, RARE)
                     tl.store(before + block * (NUM_VALUES * DK * DV) + at_state, then, mask=is_state)
 
         total = tl.sum(tl.where(token == high - 1, since, 0.0), 0)

@@ -28,8 +28,8 @@ DECODE_WARPS, SCAN_WARPS = 4, 4
 # illegal memory access on an H100 (Triton 3.6), though the same code in float32 was right.
 PRECISION = "tf32x3"
 IN_PARTS = False  # compute several tokens by `chunk_states` instead of `scan_chunks`
-SOLVE = {"BLOCK_V": 64, "num_warps": 8, "num_stages": 1}
-STATES = {"STAGES": 2, "num_warps": 4}
+SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
+STATES = {"STAGES": 3, "num_warps": 4}
 OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
@@ -134,7 +134,8 @@ class _Layer:
             x, scalars, weights, solved, starts, s.before, s.keys, s.updates, s.decays,
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
-            **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)), **STATES,
+            **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)),
+            RARE=PRECISION if wide else NARROW, **STATES,
         )  # fmt: skip
         block_v = min(of_v, OUTPUTS_V)
         outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
