@@ -52,9 +52,9 @@ class Choice:
     experts_compressed_small_batch_tokens: int = 4  # compressed weights; then Gluon's grouped GEMM for them
     experts_compressed_tokens: int = 4096  # that one; then all weights are decompressed first
     experts_float32_tokens: int = 32  # experts' outputs stay float32 until they are summed
-    # Encoders of images. What is off waits for a check: `python -m tests.gpu images --match "images: speed"`.
-    rotates_images: bool = False  # one kernel rotates queries and keys in place, instead of nine of PyTorch
-    cudnn_attention: bool = False  # cuDNN's attention instead of PyTorch's own choice
+    # Encoders of images: `python -m tests.gpu images --match "images: speed"`.
+    rotated_patches: int = 4096  # from here one kernel rotates queries and keys in place, instead of nine of PyTorch
+    cudnn_attention: bool = False  # cuDNN's attention instead of PyTorch's own choice: slower for one image
     # Routers.
     router_cuda_core_tokens: int = 16  # not worth a tile of the tensor core
     router_triton_tokens: int = 512  # then cuBLAS, which interrupts the chain of dependent launches

@@ -13,7 +13,7 @@ from kernels.triton import rotation
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `kernels.reference.rotate_halves`."""
-    if CHOICE.rotates_images:
+    if len(x) >= CHOICE.rotated_patches:
         return rotation.rotate_halves(x, cos, sin)
     low, high = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]

@@ -26,10 +26,10 @@ from kernels import reference
 from tests.gpu.checks import BF16, Checks, relative_error
 from tests.support.image_models import FAMILIES, NUM_TOKENS, Case, encoded, make_case
 
-VARIANTS: dict[str, dict[str, bool]] = {  # by constants of `kernels.cuda.choice`
-    "as it is": {"rotates_images": False, "cudnn_attention": False},
-    "one kernel rotates": {"rotates_images": True, "cudnn_attention": False},
-    "and cuDNN attends": {"rotates_images": True, "cudnn_attention": True},
+VARIANTS: dict[str, dict[str, Any]] = {  # by constants of `kernels.cuda.choice`
+    "PyTorch rotates": {"rotated_patches": 1 << 30, "cudnn_attention": False},
+    "one kernel rotates": {"rotated_patches": 0, "cudnn_attention": False},
+    "and cuDNN attends": {"rotated_patches": 0, "cudnn_attention": True},
 }
 PHOTOGRAPH = (48, 64)  # rows and columns of patches of 1,024 x 768 pixels
 QWEN3_VL_8B = VisionSpec(

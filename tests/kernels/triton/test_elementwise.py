@@ -122,7 +122,7 @@ def test_rotations_of_image_tokens(num_tokens: int, num_heads: int, size: int, d
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_both_forms_of_rotations_of_image_tokens(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision, "CHOICE", replace(CHOICE, rotates_images=fused))
+    monkeypatch.setattr(vision, "CHOICE", replace(CHOICE, rotated_patches=5 if fused else 6))
     x, angles = torch.randn(5, 3, 10), torch.randn(5, 5)
     want = reference.rotate_halves(x.double(), angles.cos(), angles.sin())
     found = vision.rotate_halves(x, angles.cos(), angles.sin())
