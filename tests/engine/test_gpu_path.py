@@ -122,7 +122,7 @@ def test_tokens_of_what_is_rounded_where_it_is_computed(
     form: str, shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Norms, and attention where a scale is a head's: as if the products themselves rounded them."""
-    names, model = ["scored", "word"], shallow_model
+    names, model = ["scored", "special"], shallow_model
     settings: dict[str, Any] = {"quantization": "fp8", "max_num_seqs": 2}
     if form == "fp8 blocks":
         pytest.importorskip("transformers")

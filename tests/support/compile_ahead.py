@@ -222,6 +222,7 @@ def deterministic(dtype: torch.dtype) -> None:
     from kernels.cuda import deterministic as forms
     from kernels.cuda import split_sums
     from kernels.triton import fixed_attention
+    from kernels.triton.fixed_linear import fixed_linear
     from kernels.triton.fixed_parts import fixed_parts
 
     x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
@@ -233,6 +234,7 @@ def deterministic(dtype: torch.dtype) -> None:
         split_sums.split_linear(x, split_sums.split_weight(weight, columns, tensor(2048, dtype=dtype)))
     for tokens in (9, 600):
         out = tensor(tokens, 2048, dtype=dtype)
+        fixed_linear(tensor(tokens, 1024, dtype=dtype), weight, weight[0], out, out, 8)
         fixed_parts(tensor(tokens, 1024, dtype=dtype), weight, weight[0], out, out, pieces=8)
     query, cache = tensor(9, 8, 128, dtype=dtype), tensor(2, 10, 2, 16, 128, dtype=dtype)
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
