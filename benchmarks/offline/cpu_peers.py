@@ -1,5 +1,5 @@
 """Quire beside llama.cpp on a CPU, format by format, beside vLLM's CPU build and beside itself, without C++ kernels or
-of another commit: interleaved, the best of all rounds.
+of another commit: interleaved, the best of all rounds. Without drafts, which llama.cpp makes none of either.
 
 python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
 QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
@@ -37,6 +37,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llam
 }
 FILES = {kind: ({"dtype": "bfloat16", "load_format": "auto"}, kind) for kind in ("Q8_0", "Q4_K_M")}  # the same for both
 PYTORCH, OTHER = "quire by PyTorch", "other quire"
+DRAFTS = "engine/setup/speculative.py"  # a tree without it knows no drafts
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
 EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
 and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the
@@ -126,6 +127,8 @@ class Comparison:
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": CONTEXT, "max_num_seqs": 16}
         settings |= {"enable_prefix_caching": False, "disable_log_stats": True}
         settings |= (FORMATS | FILES)[precision][0]
+        if engine != "vllm" and (engine != OTHER or Path(self.flags.other_quire, DRAFTS).is_file()):
+            settings["speculative_config"] = {"num_speculative_tokens": 0}
         model = self._gguf(folder, precision) if precision in FILES else folder
         vocab_size = min(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"], MAX_TOKEN_ID)
         wanted = [
