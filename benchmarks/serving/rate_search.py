@@ -128,7 +128,7 @@ class RateSearch:
         return {"targets": self._given, "max_rate": finite(self._low), "probes": self._probes}
 
     def notes(self, num_prompts: int, best: dict[str, Any]) -> list[str]:
-        """Return what the user is told. `num_prompts`: of the last probe."""
+        """Return lines that say what was found. `num_prompts`: requests of the last probe."""
         if self._low == math.inf:
             return [f"The targets hold even with all {num_prompts} requests at once: try more --num-prompts."]
         if self._low:

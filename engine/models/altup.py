@@ -1,4 +1,4 @@
-"""Alternating updates (Gemma 3n): several residual streams, of which a layer computes one and predicts the others.
+"""Alternating updates (Gemma 3n): several residual streams. A layer computes one and predicts the others.
 
 Shapes: T tokens of the step, N streams, H the hidden size. Between layers the streams of a token lie side by side:
 [T, N · H].

@@ -94,7 +94,7 @@ class VocabAdapters:
         return ends[0], ends[1]
 
     def attach(self, values: Tensor, floats: Tensor) -> None:
-        """Let the layers read adapters from slots: values [S, V], floats [S, F] float32, of which these become 0."""
+        """Let the layers read adapters from slots: values [S, V], floats [S, F] float32. Zeroes its part."""
         found = {name: region.of(values if region.is_float else floats) for name, region in self._regions.items()}
         for each in found.values():
             each.zero_()

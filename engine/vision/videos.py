@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FILE = "video_preprocessor_config.json"
 MAX_PIXELS = 200_000_000  # of all frames before they are resized: some 600 MB while a video is cut into patches
-MAX_SOURCE_FRAMES = 10_000  # of a file, of which some are read
+MAX_SOURCE_FRAMES = 10_000  # in a file; some of them are read
 FRAMES_PER_SECOND = 2.0  # that are read, and of pictures whose rate is not given
 DEFAULT_MS = 100  # a frame of a file that does not say how long it is shown, as browsers take it
 HINT = "send its frames: data:video/jpeg;base64,FRAME,FRAME,… or an animated GIF, WebP or PNG file"

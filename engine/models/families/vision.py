@@ -189,7 +189,7 @@ def intern(config: Config, text: Config) -> VisionSpec:
 
 
 def intern_chat(config: Config, text: Config) -> VisionSpec | None:
-    """InternVL 2 to 3.5 as OpenGVLab publishes them. None: of a form of which only the text model is read.
+    """InternVL 2 to 3.5 as OpenGVLab publishes them. None: of this form only the text model is read.
 
     The tokenizer names the tokens of images.
     """

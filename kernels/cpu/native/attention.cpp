@@ -1,6 +1,6 @@
-// Attention over the paged KV cache, which it reads in place: tiles of queries over tiles of keys with a running softmax, in
-// float32. Sequences of one query each that begin with the same blocks read these once. A row's sums are those of its sequence
-// alone, bit for bit.
+// Attention over the paged KV cache, which it reads in place: tiles of queries over tiles of keys with a running
+// softmax, in float32. Sequences of one query each that begin with the same blocks read these once. A row's sums are
+// those of its sequence alone, bit for bit.
 #include <algorithm>
 #include <vector>
 
@@ -20,7 +20,8 @@ struct Attention {
     int32_t is_bf16;  // queries and outputs; else float32
     int32_t is_fp8;   // keys and values: e4m3; else as queries
     int32_t is_causal;  // else queries see later keys too
-    // Block-sparse attention: `BlockSparse.constants`. Blocks are tiles of keys or several of them; 0: queries see all keys.
+    // Block-sparse attention: `BlockSparse.constants`. Blocks are tiles of keys or several of them; 0: queries see all
+    // keys.
     int32_t sparse_block, sparse_local, sparse_stride, sparse_step, sparse_first;
     int32_t reach;
 };
@@ -30,7 +31,8 @@ namespace {
 constexpr int KEYS = 64;   // in a tile
 constexpr int ROWS = 64;   // about the most rows (pairs of a query and a head) in a tile
 constexpr int VECTORS = KEYS / LANES;
-// Vectors beside each other in a register tile of so many rows: few rows with few vectors would wait for their own sums.
+// Vectors beside each other in a register tile of so many rows: few rows with few vectors would wait for their own
+// sums.
 constexpr int columns(int rows) { return rows == 1 ? 4 * WIDE : rows == 2 ? 2 * WIDE : WIDE; }
 
 constexpr int SHARED = 512;  // fewer common keys are read for each sequence
@@ -189,8 +191,9 @@ template <class T, class C> struct Worker {
         std::fill(at + count, at + KEYS, at[count - 1]);
     }
 
-    // Rows from `top` to `bottom` attend to keys of a sequence. Tiles begin at multiples of KEYS, so that a row's sums are the
-    // same in whatever tile of queries it is; keys before the first are not read. What is read next is asked for meanwhile.
+    // Rows from `top` to `bottom` attend to keys of a sequence. Tiles begin at multiples of KEYS, so that a row's sums
+    // are the same in whatever tile of queries it is; keys before the first are not read. What is read next is asked
+    // for meanwhile.
     void read(const Keys& some, const Tile* following, int top, int bottom, bool are_asked) {
         auto& seeing = buffers.seeing;
         seeing.assign(1, {top, bottom});
@@ -296,7 +299,8 @@ template <class T, class C> struct Worker {
         return found;
     }
 
-    // Scores to weights; what came before shrinks where a larger score comes. PLAIN: every key is seen, and nothing else changes.
+    // Scores to weights; what came before shrinks where a larger score comes. PLAIN: every key is seen, and nothing
+    // else changes.
     template <bool PLAIN> void soften(int r, int head, int position, int key, int count) {
         Floats s[VECTORS], top = all(-INFINITY);
         Ints lane;

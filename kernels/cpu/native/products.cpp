@@ -1,11 +1,14 @@
-// x Wᵀ for few and for many tokens, with the norm in front of it and the bias, the residual sum or the SwiGLU behind it.
+// x Wᵀ for few and for many tokens, with the norm in front of it and the bias, the residual sum or the SwiGLU behind
+// it.
 //
-// Rows of W lie in tiles of WIDE vectors' lanes. A tile is read from end to end: channels in order, as many at a time as fill 32
-// bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles, then high ones),
-// the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16: as BF16_CHANNELS says.)
-// Of 6 bits, four times four: two lines of nibbles, then one of upper bits, those of the first channels the lowest.
+// Rows of W lie in tiles of WIDE vectors' lanes. A tile is read from end to end: channels in order, as many at a time
+// as fill 32 bits of each lane (one of float32, two of bfloat16, four of 8 bits, two times four of 4 bits: low nibbles,
+// then high ones), the vectors side by side. Scales and zero points of groups lie the same way. (Channels of bfloat16:
+// as BF16_CHANNELS says.) Of 6 bits, four times four: two lines of nibbles, then one of upper bits, those of the first
+// channels the lowest.
 //
-// Every sum is that of its token and row alone, in the same order of the channels, however many tokens are computed at once.
+// Every sum is that of its token and row alone, in the same order of the channels, however many tokens are computed at
+// once.
 #include <iterator>
 #include <vector>
 
@@ -33,7 +36,8 @@ struct Weight {
     const void* scale;        // float32 [rows] where the groups of W are whole rows; else [tiles, groups, WIDE, LANES]
     const bf16* short_scale;  // in its place [tiles, groups, WIDE, LANES]
     const float* zero;        // null, or zero point times scale: [tiles, groups, WIDE, LANES]
-    // [tiles, groups, WIDE, LANES]: the numbers that `scale` and `zero`, then one for each 2^span groups, are multiplied by; or null.
+    // [tiles, groups, WIDE, LANES]: the numbers that `scale` and `zero`, then one for each 2^span groups, are
+    // multiplied by; or null.
     const int8_t *scale_steps, *zero_steps;
     int32_t grouped, span, offset;  // offset: of codes
 };
@@ -235,7 +239,8 @@ inline Floats in_steps(const Weight& w, const void* of_spans, const int8_t* step
     return __builtin_convertvector(step, Floats) * load_lanes((const float*)of_spans + (tile * spans + (group >> w.span)) * TILE_ROWS + n * LANES);
 }
 
-// Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float, or Steps; void: those of rows come later.
+// Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float, or Steps; void: those of
+// rows come later.
 template <class SCALES, int M>
 __attribute__((always_inline)) inline void add_group(const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
     const int64_t groups = w.channels / w.group;
@@ -313,7 +318,8 @@ inline void dot_codes(const Weight& w, const char* at, const char* const* x, con
     subtract_zeros<M>(w, rows, tile, token, acc);
 }
 
-// The products of M tokens, from `token` on, and a tile: [M, WIDE]. `next`: see `dot_floats`; of codes there are too few bytes.
+// The products of M tokens, from `token` on, and a tile: [M, WIDE]. `next`: see `dot_floats`; of codes there are too
+// few bytes.
 template <Kind KIND, class SCALES, int M>
 void multiply(const Weight& w, const Rows& rows, int tile, int token, int64_t next, Floats* to) {
     const char *at = w.data + tile * tile_bytes(w), *x[M];
@@ -354,8 +360,9 @@ inline Multiply multiply_for(const Weight& w, int tokens) {
     return w.short_scale ? multiply_codes<INT4, bf16>(tokens) : multiply_codes<INT4, float>(tokens);
 }
 #ifdef QUIRE_AMX
-// How many words of 32 bits a tile register takes of a token; 0: AVX-512 computes. Codes are multiplied exactly either way, by
-// AVX-512 where it was measured to be faster; bfloat16 is rounded otherwise, so it is always multiplied in the same way.
+// How many words of 32 bits a tile register takes of a token; 0: AVX-512 computes. Codes are multiplied exactly either
+// way, by AVX-512 where it was measured to be faster; bfloat16 is rounded otherwise, so it is always multiplied in the
+// same way.
 inline int tile_words(const Weight& w, int tokens) {
     if (w.kind == FLOAT32 || (w.kind >= INT8 && tokens < (w.kind == INT8 ? 8 : 64)) || !amx::permitted()) return 0;
     const int words = w.kind == BFLOAT16 ? w.channels / 2 : w.group / 4;
@@ -465,8 +472,8 @@ template <class T> void ask_for_outputs(const Output<T>& out, int tile, int toke
             __builtin_prefetch(out.data + (token + m) * out.stride + tile * TILE_ROWS + i, 1);
 }
 
-// Tokens from `first` to `end` of a tile, which stays in the core's cache meanwhile. The first tokens wait for the memory; then it
-// brings `next`, the tile that this thread will probably read after this one.
+// Tokens from `first` to `end` of a tile, which stays in the core's cache meanwhile. The first tokens wait for the
+// memory; then it brings `next`, the tile that this thread will probably read after this one.
 template <class T> void some_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
     for (int token = first, m; token < end; token += m) {
@@ -534,7 +541,8 @@ struct Scratch {
     std::vector<int32_t> sum;
 };
 
-// x [tokens, channels] and out, bias, residual: bfloat16 where `is_bf16`, else float32; norm: float32 where `wide_norm`.
+// x [tokens, channels] and out, bias, residual: bfloat16 where `is_bf16`, else float32; norm: float32 where
+// `wide_norm`.
 struct Product {
     const Weight* weight;
     const void *x, *norm, *bias;

@@ -30,7 +30,8 @@ export async function listModels(server = "") {
 
 /** Return { key, id, server, images: it reads them, writes: it answers } of a model card. */
 export function modelFrom({ id, input_modalities: reads, output_modalities: writes }, server = "") {
-  return { key: server ? `${server} ${id}` : id, id, server, images: Boolean(reads?.includes("image")), writes: writes?.includes("text") ?? true };
+  const key = server ? `${server} ${id}` : id;
+  return { key, id, server, images: Boolean(reads?.includes("image")), writes: writes?.includes("text") ?? true };
 }
 
 /** Return the schema of a chat completion's parameters, with types, ranges and descriptions. */

@@ -12,7 +12,10 @@ export class Composer {
   #draft = "new";
   #busy = false;
 
-  /** Callbacks: `send(text, attachments)`, `editLast()` to edit the last question, `takesImages()` and `writes()`: the model does. */
+  /**
+   * Callbacks: `send(text, attachments)`, `editLast()` to edit the last question, `takesImages()` and `writes()`: the
+   * model does.
+   */
   constructor({ send, editLast, takesImages, writes }) {
     Object.assign(this, { send, editLast, takesImages, writes });
     $("form").addEventListener("submit", (event) => {
