@@ -3,6 +3,7 @@
     python -m tests.gpu                                    everything
     python -m tests.gpu attention products                 some parts, such as fit a limit of time
     python -m tests.gpu attention --match "head_dim 128"   those checks of a part whose name contains a text
+    python -m tests.gpu attention --shard 1/4              a quarter of them: four processes compile at the same time
     python -m tests.gpu faults                             processes killed and stopped, on two GPUs (or --device cpu)
     python -m tests.gpu --json gpu.json                    results as JSON, too
 
@@ -104,12 +105,23 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
 }
 
 
+def shard_of(text: str) -> tuple[int, int]:
+    """Parse I/N. Raises ValueError for anything but 1 ≤ I ≤ N."""
+    this, count = map(int, text.split("/"))
+    if not 1 <= this <= count:
+        raise ValueError(text)
+    return this, count
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (else all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only checks whose name contains it")
+    parser.add_argument(
+        "--shard", type=shard_of, default=(1, 1), metavar="I/N", help="of the checks, the I-th of N parts"
+    )
     parser.add_argument(
         "--device",
         default="cuda",
@@ -123,7 +135,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"unknown part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     if args.device != "cpu":
         need_gpus("tests.gpu")
-    checks = Checks(args.device, args.match)
+    checks = Checks(args.device, args.match, args.shard)
     for part in args.parts or PARTS:
         begin = time.perf_counter()
         torch.manual_seed(args.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -49,14 +50,18 @@ class Result:
 
 @dataclass(slots=True)
 class Checks:
-    """Prints each result as it comes. Only checks whose names contain `match` count."""
+    """Prints each result as it comes. Only checks whose names contain `match` and fall into the shard count."""
 
     device: str
     match: str = ""
+    shard: tuple[int, int] = (1, 1)  # this one, from 1, and how many there are
     results: list[Result] = field(default_factory=list)
 
     def wants(self, name: str) -> bool:
-        return self.match in name.replace("torch.", "")
+        """Return whether a check counts. Those whose names agree up to a comma or a colon are in the same shard."""
+        name, (this, count) = name.replace("torch.", ""), self.shard
+        group = name.split(",")[0].split(":")[0]
+        return self.match in name and zlib.crc32(group.encode()) % count == this - 1
 
     def add(
         self, name: str, error: float, limit: float, call: Callable[[], object] | None = None, num_bytes: int = 0,

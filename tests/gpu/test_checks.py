@@ -106,3 +106,12 @@ def test_parts_and_names_select(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["atention", "--device", "cpu"])
     assert "there are attention, prefill, products" in capsys.readouterr().err
+
+
+def test_each_check_falls_into_one_shard() -> None:
+    names = [f"decode head_dim {dim} group {group}" for dim in (64, 128) for group in range(8)]
+    shards = [Checks("cpu", shard=(this, 3)) for this in (1, 2, 3)]
+    wanted = [[name for name in names if shard.wants(name)] for shard in shards]
+    assert all(wanted)
+    assert sorted(name for shard in wanted for name in shard) == sorted(names)
+    assert {len([shard for shard in shards if shard.wants(f"fp8: qkv, {n} tokens")]) for n in (1, 8, 256)} == {1}
