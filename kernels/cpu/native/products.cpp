@@ -624,6 +624,7 @@ struct Layout {
 extern "C" void quire_layout(Layout* layout) { *layout = {LANES, TILE_ROWS, BYTE_OFFSET, BF16_CHANNELS}; }
 
 extern "C" void quire_product(const Product* p) {
+    if (p->tokens == 0) return;
     if (!p->is_bf16) product<float, float>(*p);
     else if (p->wide_norm) product<bf16, float>(*p);
     else product<bf16, bf16>(*p);

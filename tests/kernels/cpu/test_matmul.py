@@ -48,6 +48,15 @@ def test_products_of_packed_weights(backend: str, dtype: torch.dtype, num_tokens
     torch.testing.assert_close(wide, reference.norm_linear(x, norm.float(), 1e-5, weight), **tolerance)
 
 
+def test_products_of_no_tokens(backend: str) -> None:
+    for weight in (torch.randn(64, 256), torch.randn(64, 256).bfloat16(), integers("int4", 64, 256, 128)):
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
+        x, packed = torch.empty(0, 256, dtype=dtype), matmul.pack_weight(weight)
+        assert matmul.linear(x, packed).shape == (0, 64)
+        assert matmul.norm_gated(x, torch.ones(256, dtype=dtype), 1e-5, packed).shape == (0, 32)
+        assert matmul.linear_add(torch.empty(0, 64, dtype=dtype), x, packed).shape == (0, 64)
+
+
 def test_wide_weights_stay_as_they_are(backend: str) -> None:
     weight = torch.randn(4, 4, dtype=torch.float64)
     assert matmul.pack_weight(weight) is weight
