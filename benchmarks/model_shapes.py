@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hybrid_shapes import HYBRID_SHAPES
+from benchmarks.vision_shapes import VISION_SHAPES, add_processor, special_tokens
 from engine.errors import ConfigError
 from engine.flags import nearest
 
@@ -264,7 +265,7 @@ def _q4_k_m(layers: int) -> dict[str, Any]:
     return {"quant_method": "gguf", "types": names}
 
 
-SHAPES |= HYBRID_SHAPES
+SHAPES |= HYBRID_SHAPES | VISION_SHAPES
 SHAPES |= {
     f"llama-3.1-8b-{name}": SHAPES["llama-3.1-8b"] | {"quantization_config": quantization}
     for name, quantization in {
@@ -299,8 +300,12 @@ def add_tokenizer(folder: Path) -> None:
     if (folder / "tokenizer.json").exists():
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    words = [*_byte_alphabet(), *("Ġ" + _word(i) for i in range(config["vocab_size"] - 256))]
-    special = {"<|begin|>": config["bos_token_id"], "<|end|>": config["eos_token_id"]}
+    text_config = config.get("text_config", config)
+    words = [*_byte_alphabet(), *("Ġ" + _word(i) for i in range(text_config["vocab_size"] - 256))]
+    special = {"<|begin|>": text_config["bos_token_id"], "<|end|>": text_config["eos_token_id"]}
+    if "vision_config" in config:
+        special |= special_tokens(config)
+        add_processor(folder)
     for text, token_id in special.items():
         words[token_id] = text
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -291,7 +291,8 @@ def server_command(job: Job, port: int) -> list[str]:
 
 
 def vocab_size_of(folder: Path) -> int:
-    return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 def as_options(settings: dict[str, Any]) -> list[str]:
