@@ -29,9 +29,9 @@ from benchmarks.model_shapes import model_folder
 from benchmarks.result_files import save
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.models.adapters import PREFIX, AdapterLayout
+from engine.models.adapters import AdapterLayout
 from engine.models.families import read_spec
-from engine.models.lora import CONFIG, WEIGHTS
+from engine.models.lora import CONFIG, PREFIX, WEIGHTS
 from engine.models.weights import decoder_of_shapes
 from engine.offline.llm import LLM
 from engine.processing.adapters import LoRARequest, find_adapter

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import kernels
 from engine.models.attention import Attention
 from engine.models.checkpoints.safetensors import open_safetensors
+from engine.models.classifier import MAX_LABELS
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.expert_adapters import UNIT, ExpertAdapters, ExpertTarget
@@ -25,7 +26,7 @@ from engine.models.formats.floats import FloatFormat
 from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
 from engine.models.layers import Linear, LMHead, RowsLinear
-from engine.models.lora import ADVICE, WEIGHTS, AdapterConfig, read_adapter_config
+from engine.models.lora import ADAPTER_HEADS, ADVICE, PREFIX, WEIGHTS, AdapterConfig, read_adapter_config
 from engine.models.mamba2 import Mamba2
 from engine.models.matrix import FLOAT_DTYPES, Part
 from engine.models.mlp import MLP
@@ -49,12 +50,12 @@ OWNERS = (
 ALIGNMENT = UNIT  # values: addresses of a matrix in a slot
 RANKS = 16  # a slot's ranks are padded to a multiple
 EYE_ROWS = 256  # rows of the identity that a packed matrix is multiplied by at a time
-PREFIX = "base_model.model."  # of PEFT's names
 # The end of a tensor's name → what it is. PEFT writes an adapter's name only while it has several.
 KINDS = re.compile(
     r"(?P<module>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.(?:weight|default|default\.weight))?"
     r"|lora_B\.(?P<lora_bias>bias)|(?:base_layer\.)?(?P<bias>bias))"
 )
+CLASSIFIERS = re.compile(r"(score|classifier)\b")  # names of heads
 WHOLE_MODULE = re.compile(r"(embed|wte|lm_head|lora_embedding_)")
 
 
@@ -224,7 +225,7 @@ class AdapterLayout:
                 value = opened.get_tensor(name)
                 if not _is_finite(value):
                     raise ModelError(f"{path}: {name!r} holds NaN or infinity")
-                if tensor.vocab is None:
+                if tensor.vocab is None and tensor.kind != "score":
                     self._fill(config, tensor, value, into)
             if self.vocab is not None:
                 own = {name: tensor.vocab for name, tensor in found.items() if tensor.vocab is not None}
@@ -245,7 +246,11 @@ class AdapterLayout:
             if header.get_dtype() not in FLOAT_DTYPES:
                 raise ModelError(f"{path}: {name!r} is stored as {header.get_dtype()}, adapters are floats")
             has = header.get_shape()
-            if tensor.vocab is not None:
+            if tensor.kind == "score":  # read by the API process, see `read_adapter_classifier`
+                if len(has) != 2 or not 1 <= has[0] <= MAX_LABELS or has[1] != self.spec.hidden_size:
+                    wanted = f"[1 to {MAX_LABELS}, {self.spec.hidden_size}]"
+                    raise ModelError(f"{path}: {name!r} has shape {has}, it must be {wanted}{_other_base(config)}")
+            elif tensor.vocab is not None:
                 assert self.vocab is not None
                 if problem := self.vocab.problem(config, tensor.vocab, has):
                     raise ModelError(f"{path}: {name!r} {problem}{_other_base(config)}")
@@ -256,7 +261,7 @@ class AdapterLayout:
             elif has != (want := self._shape(config, tensor)):
                 raise ModelError(f"{path}: {name!r} has shape {has}, it must be {want}{_other_base(config)}")
             found[name] = tensor
-            if tensor.kind not in ROW_KINDS:
+            if tensor.kind not in (*ROW_KINDS, "score"):
                 halves.setdefault(tensor.module, set()).add(tensor.kind)
         for module, kinds in halves.items():
             if (lacking := {"lora_A", "lora_B"} - kinds) and kinds != {"bias"}:
@@ -267,6 +272,11 @@ class AdapterLayout:
 
     def _tensor(self, config: AdapterConfig, name: str) -> _PeftTensor:
         path = config.path.parent / WEIGHTS
+        if name in ADAPTER_HEADS:
+            return _PeftTensor("score", "score", "")
+        if CLASSIFIERS.match(name.removeprefix(PREFIX)):
+            reason = "a classifier's head must be one matrix, trained whole (modules_to_save), without a bias"
+            raise ModelError(f"{path}: holds {name!r}: {reason}; {ADVICE}")
         if self.vocab is not None and (found := self.vocab.match(name.removeprefix(PREFIX), self.spec)) is not None:
             return _PeftTensor(found.kind, found.module, "", vocab=found)
         match = KINDS.fullmatch(name.removeprefix(PREFIX))
@@ -389,7 +399,7 @@ class AdapterLayout:
 
 
 class _PeftTensor(NamedTuple):
-    kind: str  # lora_A, lora_B, lora_bias, lora_magnitude_vector, or bias: the base layer's own, retrained
+    kind: str  # lora_A, lora_B, lora_bias, lora_magnitude_vector; bias: the base layer's own, retrained; score: a head
     module: str  # its name in the base model, as PEFT knows it
     target: str  # in `AdapterLayout.targets`
     experts: ExpertTarget | None = None  # if it changes experts

@@ -10,14 +10,16 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from operator import mul, sub
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from engine.models.errors import ModelError
 from engine.models.files import read_config, read_json
+from engine.models.lora import ADAPTER_HEADS, WEIGHTS
 from engine.utils.folder_files import open_file
 
 SUFFIX = "ForSequenceClassification"  # of architecture names
@@ -112,6 +114,23 @@ def labelled_classifier(
     return _classifier(read_config(folder, overrides), num_labels, [], pooling)
 
 
+def read_adapter_classifier(folder: Path, hidden_size: int, base: Classifier | None) -> Classifier | None:
+    """Read the head that PEFT has saved with the adapter in `folder`; None if there is none: then the base's stays.
+
+    Labels are those of a config.json beside the adapter, else those of `base`, if it has as many. Raises `ModelError`.
+    """
+    path = folder / WEIGHTS
+    with _reading(path, ADAPTER_HEADS[0], folder) as file:
+        if not any(name in _header(file)[0] for name in ADAPTER_HEADS):
+            return None
+        weights = _read_from(file, ADAPTER_HEADS, hidden_size, None)
+    own = folder / "config.json"
+    config = read_json(own, folder) if own.is_file() else {}
+    if base is not None and len(base.weights) == len(weights) and not {"id2label", "problem_type"} & config.keys():
+        return replace(base, weights=weights)
+    return _classifier(config, len(weights), weights, "last")
+
+
 def _classifier(config: dict[str, Any], num_labels: int, weights: list[array[float]], pooling: str) -> Classifier:
     names = config.get("id2label")
     names = names if isinstance(names, dict) else {}
@@ -165,23 +184,35 @@ def _read_rows(
         file = files[0] if files else ""
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise ModelError(f"{folder / _INDEX}: names no file that has {names[0]!r}, the classifier's head")
-    path = folder / file
+    with _reading(folder / file, names[0], folder) as opened:
+        return _read_from(opened, names, hidden_size, indices)
+
+
+@contextmanager
+def _reading(path: Path, name: str, folder: Path) -> Iterator[BinaryIO]:
+    """Open a file in the block. Raises `ModelError` for what goes wrong there, which names the tensor `name`."""
     try:
         with open_file(path, folder) as opened:
-            return _read_from(opened, names, hidden_size, indices)
+            yield opened
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"{path}: {names[0]!r}, the classifier's head, cannot be read ({reason})") from None
+        raise ModelError(f"{path}: {name!r}, the classifier's head, cannot be read ({reason})") from None
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the JSON header at the start of a file, and its length."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("the header is too long")
+    return json.loads(file.read(length)), length
 
 
 def _read_from(
     file: BinaryIO, names: Sequence[str], hidden_size: int, indices: Sequence[int] | None
 ) -> list[array[float]]:
-    """Read the rows from one file, which begins with the length of its JSON header."""
-    length = int.from_bytes(file.read(8), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError("the header is too long")
-    header = json.loads(file.read(length))
+    """Read the rows from one file."""
+    header, length = _header(file)
     entry = header[next((name for name in names if name in header), names[0])]
     kind, (num_rows, width), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if width != hidden_size or (indices is None and not 1 <= num_rows <= MAX_LABELS):

@@ -16,6 +16,9 @@ from engine.models.files import listing, read_json
 from engine.utils.folder_files import open_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's names
+# Of a classifier's head that was trained with the adapter. PEFT writes the second one while it has several adapters.
+ADAPTER_HEADS = (PREFIX + "score.weight", PREFIX + "score.modules_to_save.default.weight")
 MAX_RANK = 512
 OF_EMBEDDING = ""  # key of retrained tokens that the configuration names without a module
 MAX_TOKENS = 1 << 20  # with retrained rows

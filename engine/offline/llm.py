@@ -33,15 +33,15 @@ from engine.offline.results import embedding_output, request_output
 from engine.offline.scores import (
     ClassificationRequestOutput,
     ScoringRequestOutput,
-    check_embeds,
     classified,
-    classifier_of,
-    pair_prompts,
+    classifiers_of,
     pairs_of,
+    read_by,
     scored,
     similarities,
+    what_scores,
 )
-from engine.processing.adapters import LoRARequests, adapters_of
+from engine.processing.adapters import LoRARequest, LoRARequests, adapters_of
 from engine.processing.beam_search import BeamSearchParams
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import (
@@ -58,7 +58,10 @@ from engine.text.chat_templates import choose_renderer
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.utils.progress import TerminalProgress
 
+Bar: TypeAlias = bool | Callable[..., Any]  # whether to show progress, or a function that makes a bar
 Messages: TypeAlias = list[dict[str, Any]]
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
+Texts: TypeAlias = str | list[str]
 _log = logging.getLogger(__name__)
 
 
@@ -93,10 +96,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: list[int] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
@@ -118,7 +121,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -187,13 +190,13 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         *,
         pooling: str | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: list[int] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -223,39 +226,36 @@ class LLM:
 
     def classify(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         priority: list[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[ClassificationRequestOutput]:
-        """Label one text or several by a classifier. Raises `ValueError` if the model is none, and as `embed`."""
-        found = classifier_of(self._input_processor)
-        options: Any = {"pooling": found.pooling, "normalize": False, "use_tqdm": use_tqdm, "priority": priority}
-        return classified(found, self.embed(prompts, **options))
+        """Label one text or several by the model's classifier or an adapter's. Raises `ValueError`, and as `embed`."""
+        several = as_list(prompts)
+        adapters = adapters_of(lora_request, len(several), self.config.enable_lora)
+        classifiers = classifiers_of(self._input_processor, adapters)
+        options: Any = {"use_tqdm": use_tqdm, "priority": priority, "lora_request": lora_request}
+        return classified(classifiers, self.embed(several, **read_by(classifiers), **options))
 
     def score(
-        self, text_1: str | list[str], text_2: str | list[str], *, use_tqdm: bool | Callable[..., Any] = True
+        self, text_1: Texts, text_2: Texts, *, use_tqdm: Bar = True, lora_request: LoRARequest | None = None
     ) -> list[ScoringRequestOutput]:
         """Score a text with each of several others, or texts with others pair by pair.
 
         A classifier with one label reads both texts of a pair. Embedding models: cosine similarity.
         Raises `ValueError` if the model is neither, and as `embed`.
         """
-        own, pairs = self._input_processor, pairs_of(text_1, text_2)
-        if own.classifier is None:
-            check_embeds(own)
-            texts = [text for pair in pairs for text in pair]
-            return similarities(self.embed(texts, normalize=True, use_tqdm=use_tqdm))
-        prompts, found = pair_prompts(own, pairs), own.classifier
-        return scored(found, self.embed(prompts, pooling=found.pooling, normalize=False, use_tqdm=use_tqdm))
+        pairs = pairs_of(text_1, text_2)
+        [adapter] = adapters_of(lora_request, 1, self.config.enable_lora)
+        prompts, classifier = what_scores(self._input_processor, adapter, pairs)
+        options = {"normalize": True} if classifier is None else read_by([classifier])
+        found = self.embed(prompts, use_tqdm=use_tqdm, lora_request=lora_request, **options)
+        return similarities(found) if classifier is None else scored(classifier, found)
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        *,
-        use_tqdm: bool | Callable[..., Any] = False,
-        lora_request: LoRARequests = None,
+        self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: Bar = False, lora_request: LoRARequests = None
     ) -> list[BeamSearchOutput]:
         """Search for the most likely completions: `params.beam_width` for each prompt, the best first.
 
@@ -297,9 +297,9 @@ class LLM:
 
     def _generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
+        use_tqdm: Bar,
         add_special_tokens: bool,
         priority: list[int] | None,
         lora_request: LoRARequests,

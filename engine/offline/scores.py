@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from engine.core.engine_request import Adapter
 from engine.models.classifier import Classifier
 from engine.processing.input_processor import InputProcessor
 from engine.processing.output_collector import EmbeddingRequestOutput
@@ -45,9 +47,9 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
-def classifier_of(processor: InputProcessor) -> Classifier:
-    """Return the model's classifier of texts. Raises `ValueError` if it has none."""
-    found = processor.classifier
+def classifier_of(processor: InputProcessor, adapter: Adapter | None) -> Classifier:
+    """Return the classifier of texts of the model, with an adapter if given. Raises `ValueError` if it has none."""
+    found = processor.info.classifier_with(adapter)
     if found is None:
         raise ValueError("the model is no classifier: it must be published as …ForSequenceClassification")
     if found.labels_tokens:
@@ -55,16 +57,25 @@ def classifier_of(processor: InputProcessor) -> Classifier:
     return found
 
 
-def check_embeds(processor: InputProcessor) -> None:
-    """Raise `ValueError` for a model that generates text: the cosine of its hidden states says nothing."""
-    if processor.info.generates:
-        raise ValueError("the model generates text: scores need an embedding model, or a classifier with one label")
+def classifiers_of(processor: InputProcessor, adapters: Sequence[Adapter | None]) -> list[Classifier]:
+    """Return the classifier of each adapter, None for the model alone. Raises `ValueError` as `classifier_of`."""
+    found = {adapter: classifier_of(processor, adapter) for adapter in dict.fromkeys(adapters)}
+    return [found[adapter] for adapter in adapters]
 
 
-def classified(classifier: Classifier, embedded: Sequence[EmbeddingRequestOutput]) -> list[ClassificationRequestOutput]:
-    """Return the labels of texts from their hidden states, or from logits that the worker computed."""
+def read_by(classifiers: Sequence[Classifier]) -> dict[str, Any]:
+    """Return what `LLM.embed` is to return for a model's classifiers, which all read the same."""
+    return {"pooling": classifiers[0].pooling if classifiers else None, "normalize": False}
+
+
+def classified(
+    classifiers: Sequence[Classifier], embedded: Sequence[EmbeddingRequestOutput]
+) -> list[ClassificationRequestOutput]:
+    """Return the labels of texts from their hidden states, or from logits that the worker computed. `classifiers`: of
+    each text.
+    """
     found = []
-    for each in embedded:
+    for classifier, each in zip(classifiers, embedded, strict=True):
         probs = classifier.scores(each.outputs.embedding)
         output = ClassificationOutput(probs, classifier.best(probs))
         found.append(ClassificationRequestOutput(each.request_id, output, each.prompt_token_ids))
@@ -80,20 +91,29 @@ def pairs_of(texts: str | Sequence[str], others: str | Sequence[str]) -> list[tu
     return list(zip(first, second, strict=True))
 
 
-def pair_prompts(processor: InputProcessor, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Return the prompts of a classifier with one label, which reads both texts. Raises `ValueError`."""
-    if (count := len(classifier_of(processor).labels)) != 1:
+def what_scores(
+    processor: InputProcessor, adapter: Adapter | None, pairs: Sequence[tuple[str, str]]
+) -> tuple[list[Any], Classifier | None]:
+    """Return the prompts for scores of pairs, and the classifier with one label that reads both texts of each. None: an
+    embedding model gets the texts one by one. Raises `ValueError` if the model does neither.
+    """
+    if processor.info.classifier_with(adapter) is None:
+        if processor.info.generates:  # the cosine of its hidden states says nothing
+            raise ValueError("the model generates text: scores need an embedding model, or a classifier with one label")
+        return [text for pair in pairs for text in pair], None
+    classifier = classifier_of(processor, adapter)
+    if (count := len(classifier.labels)) != 1:
         raise ValueError(f"scores need a classifier with one label, and the model has {count}: use `classify`")
     if processor.tokenizer is None:
         raise ValueError("scores need the tokenizer (skip_tokenizer_init)")
-    return [processor.tokenizer.encode_pair(*pair, processor.info.type_offset) for pair in pairs]
+    return [processor.tokenizer.encode_pair(*pair, processor.info.type_offset) for pair in pairs], classifier
 
 
 def scored(classifier: Classifier, embedded: Sequence[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:
     """Return the scores of pairs from their hidden states or logits."""
     return [
         ScoringRequestOutput(each.request_id, ScoringOutput(each.outputs.probs[0]), each.prompt_token_ids)
-        for each in classified(classifier, embedded)
+        for each in classified([classifier] * len(embedded), embedded)
     ]
 
 

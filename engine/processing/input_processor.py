@@ -113,6 +113,7 @@ class InputProcessor:
             default_normalize=self.default_normalize,
             is_encoder=self.spec.is_encoder,
             type_offset=self.spec.vocab_size if self.spec.token_types > 1 else 0,
+            hidden_size=self.spec.hidden_size,
             classifier=self.classifier,
             prompts=self.prompts,
             images=self.images,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from engine.models.classifier import Classifier
+from engine.core.engine_request import Adapter
+from engine.models.classifier import Classifier, read_adapter_classifier
 from engine.models.pooling_config import Prompts
 from engine.text.tokenizer import Tokenizer
 from engine.vision.loader import ImageLoader
@@ -27,6 +29,17 @@ class ModelInfo:
     is_encoder: bool = False
     type_offset: int = 0  # what the ids of a pair's second text have added, see `ModelSpec.max_token_id`; 0: nothing
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
+    hidden_size: int = 0
     classifier: Classifier | None = None  # the head of a classification model
     fingerprint: str = ""  # of deterministic answers, see `system_fingerprint`; "": they are not
     images: ImageLoader | None = None  # loads images for it; None: it reads text only
+
+    def classifier_with(self, adapter: Adapter | None) -> Classifier | None:
+        """Return the classifier of the model with an adapter, which may bring a head of its own; None: it has none.
+
+        Reads the head from the adapter's folder. Raises `ModelError` for one that does not fit.
+        """
+        if adapter is None:
+            return self.classifier
+        own = read_adapter_classifier(Path(adapter.path), self.hidden_size, self.classifier)
+        return self.classifier if own is None else own

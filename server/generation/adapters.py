@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import Adapter, ConfigError, EngineError, ModelError
+from engine import Adapter, Classifier, ConfigError, EngineError, ModelError
 from server.generation.caller import Caller
 from server.generation.engine_client import EngineClient
 from server.generation.errors import (
@@ -26,10 +26,13 @@ _FOLDER = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")  # of the folder of adapters, 
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter under its name. `parent`: the name of the model that it changes."""
+    """An adapter under its name. `parent`: the name of the model that it changes. `classifier`: the adapter's own, else
+    the model's.
+    """
 
     adapter: Adapter
     parent: str
+    classifier: Classifier | None
 
     @property
     def name(self) -> str:
@@ -55,6 +58,11 @@ class ServedAdapters:
         """Return the adapter of this name; None: there is none."""
         served = self._served.get(name or "")
         return None if served is None else served.adapter
+
+    def classifier(self, name: str | None) -> Classifier | None:
+        """Return the classifier that requests for a name get; None: there is none."""
+        served = self._served.get(name or "")
+        return self._engine.model.classifier if served is None else served.classifier
 
     async def load_configured(self) -> None:
         """Load the adapters of the configuration. Raises `ConfigError`, with a reason, if one cannot be used."""
@@ -136,4 +144,6 @@ class ServedAdapters:
             raise UnavailableError(f"the engine did not load the adapter {name!r}: {error}") from None
 
     async def _load(self, name: str, path: str, parent: str) -> None:
-        self._served[name] = ServedAdapter(await self._engine.load_adapter(name, path), parent)
+        adapter = await self._engine.load_adapter(name, path)
+        classifier = await asyncio.to_thread(self._engine.model.classifier_with, adapter)
+        self._served[name] = ServedAdapter(adapter, parent, classifier)

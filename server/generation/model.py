@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from engine import ModelInfo, TokenizerError
+from engine import Classifier, ModelInfo, TokenizerError
 from engine.core.fairness.tenants import group_of
 from engine.text.chat_template import ChatTemplateError
 from engine.text.tokenizer import Tokenizer, TooManyTokensError
@@ -71,6 +71,14 @@ class Model:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             reason = f"The model `{name}` does not exist. Served here: {', '.join(names[:_MOST_NAMED])}{more}."
             raise NotFoundError(reason, "model", lead=None)
+
+    async def classifier(self, name: str | None, caller: Caller) -> Classifier | None:
+        """Return the classifier of the model or adapter of this name; None: it has none. Raises `RequestError` as
+        `check_name`.
+        """
+        await self.adapters.resolve(name, caller)
+        self.check_name(name, caller)
+        return self.adapters.classifier(name)
 
     # ---- text ----
 

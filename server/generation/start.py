@@ -68,8 +68,8 @@ async def generate(server: ServerState, request: GenerationRequest, warnings: Wa
         async with _in_time(request):
             await model.adapters.resolve(request.model, caller)
         model.check_name(request.model, caller)
-        if not model.info.generates:
-            raise InvalidRequestError(_no_generation(model), "model", lead=None)
+        if not model.info.generates or model.adapters.classifier(request.model) is not None:
+            raise InvalidRequestError(_no_generation(model, request.model), "model", lead=None)
         check_priority(request, caller)
         check_stop(request)
         sampling = given_values(model, request)
@@ -114,12 +114,12 @@ def _with_images(begin_one: BeginOne, prompt: PromptWithImages, request: EngineR
     return begin_one(dataclasses.replace(request, name_ids=prompt.name_ids, images=prompt.images))
 
 
-def _no_generation(model: Model) -> str:
-    classifier = model.info.classifier
+def _no_generation(model: Model, name: str | None) -> str:
+    classifier = model.adapters.classifier(name)
     kind, path = "embeddings", "v1/embeddings"
     if classifier is not None:
         kind, path = "classification", "pooling" if classifier.labels_tokens else "v1/classify"
-    return f"The model `{model.names[0]}` is published for {kind} and generates no text. Use /{path}."
+    return f"The model `{name or model.names[0]}` is published for {kind} and generates no text. Use /{path}."
 
 
 async def embed(server: ServerState, request: EmbeddingRequest, caller: Caller) -> Generation:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.adapters import PREFIX, AdapterLayout
+from engine.models.adapters import AdapterLayout
 from engine.models.families import read_spec
-from engine.models.lora import WEIGHTS
+from engine.models.lora import PREFIX, WEIGHTS
 from engine.models.weights import decoder_of_shapes
 from kernels.data.lora import ExpertLora, LoraWeights, RowGroup
 

@@ -141,6 +141,7 @@ class FakeEngine:
             default_pooling=self.default_pooling,
             is_encoder=self.is_encoder,
             prompts=self.prompts,
+            hidden_size=HIDDEN_SIZE,
             classifier=self.classifier,
             images=self.images,
         )

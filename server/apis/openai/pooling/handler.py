@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request, Response
 from engine import Classifier, EmbeddingOutput
 from server.apis.openai.pooling.protocol import PoolingRequest, Task
 from server.apis.openai.usage import usage_object
-from server.generation.model import Model
 from server.generation.server_state import ServerState
 from server.generation.start import embed
 from server.http.callers import caller_of
@@ -23,8 +22,8 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.post("/pooling", response_model=None)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
-        classifier = model.info.classifier
-        _check_task(model, body.task)
+        classifier = await model.classifier(body.model, caller_of(request))
+        _check_task(classifier, body.model or model.names[0], body.task)
         kind = None if classifier is None else classifier.pooling
         warnings, asked = await converted(request, body, lambda body: body.neutral(kind))
         generation = await embed(server, asked, caller_of(request))
@@ -43,12 +42,11 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         return json_response(answer, warnings)
 
 
-def _check_task(model: Model, task: Task | None) -> None:
-    """Raise `APIError` if the model does not do what is expected."""
-    classifier = model.info.classifier
+def _check_task(classifier: Classifier | None, name: str, task: Task | None) -> None:
+    """Raise `APIError` if the model of this name does not do what is expected."""
     does: Task = "embed" if classifier is None else "token_classify" if classifier.labels_tokens else "classify"
     if task not in (None, does):
-        raise APIError(400, f"must be {does} for the model `{model.names[0]}`, got {task!r}", "task", lead=" ")
+        raise APIError(400, f"must be {does} for the model `{name}`, got {task!r}", "task", lead=" ")
 
 
 def _outputs(classifier: Classifier | None, states: list[bytes], is_activated: bool) -> list[Any]:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from engine import Classifier, EmbeddingOutput
 from server.apis.openai.scores.protocol import ClassifyRequest, Pair, RerankRequest, ScoreRequest
 from server.apis.openai.usage import usage_object
+from server.generation.caller import Caller
 from server.generation.checks import MAX_SAMPLES
 from server.generation.generation import Generation
 from server.generation.model import Model
@@ -54,7 +55,7 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
     @app.post("/classify", response_model=None)
     @app.post("/v1/classify", response_model=None)
     async def classify(body: ClassifyRequest, request: Request) -> Response:
-        classifier = _classifier(model)
+        classifier = await _classifier(model, body.model, caller_of(request))
         warnings, asked = await converted(request, body, lambda body: body.neutral(classifier.pooling))
         generation = await embed(server, asked, caller_of(request))
         states = await generation.embeddings()
@@ -71,16 +72,14 @@ def add_routes(app: FastAPI, server: ServerState) -> None:
         return json_response({**_head(generation), "object": "list", "data": data}, warnings)
 
 
-def _classifier(model: Model) -> Classifier:
-    if model.info.classifier is None:
-        reason = (
-            f"The model `{model.names[0]}` is no classifier. Serve a model published as …ForSequenceClassification."
-        )
+async def _classifier(model: Model, name: str | None, caller: Caller) -> Classifier:
+    found, shown = await model.classifier(name, caller), name or model.names[0]
+    if found is None:
+        reason = f"The model `{shown}` is no classifier. Serve a model published as …ForSequenceClassification."
         raise APIError(400, reason, "model", lead=None)
-    if model.info.classifier.labels_tokens:
-        reason = f"The model `{model.names[0]}` labels tokens. Use /pooling."
-        raise APIError(400, reason, "model", lead=None)
-    return model.info.classifier
+    if found.labels_tokens:
+        raise APIError(400, f"The model `{shown}` labels tokens. Use /pooling.", "model", lead=None)
+    return found
 
 
 async def _scores(
@@ -88,7 +87,7 @@ async def _scores(
 ) -> tuple[Generation, list[float]]:
     """Return the score of each pair. Raises `APIError` if the model cannot score pairs."""
     model = server.model
-    classifier, name = model.info.classifier, model.names[0]
+    classifier, name = await model.classifier(body.model, caller_of(request)), body.model or model.names[0]
     if classifier is None and model.info.generates:
         reason = f"The model `{name}` generates text. Scores need an embedding model or a classifier with one label."
         raise APIError(400, reason, "model", lead=None)
