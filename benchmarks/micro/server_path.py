@@ -25,7 +25,7 @@ from benchmarks.processes import free_port, wait_until_ready
 from benchmarks.result_files import save
 from engine.core.batch import EngineOutput, SchedulerStats, StepOutputs
 from engine.core.engine_request import EngineRequest
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, flag, load
 from engine.replicas import engine_process, process
 from engine.setup.machine import environment
 from engine.stats import ExpertTokens
@@ -59,9 +59,6 @@ class PathFlags:
     repeat: int = flag(3, "how often to measure; the median counts", at_least=1)
     extra_body: dict[str, Any] | None = flag(None, "more fields for each request")  # noqa: RUF009
     save_result: str | None = flag(None, "where to save the figures as JSON", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 # ---- the engine without a model ----

@@ -31,7 +31,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.core.params.structured import StructuredOutputs, Tag, Tags
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, flag, load
 from engine.processing.input_processor import InputProcessor
 from engine.setup.machine import environment
 
@@ -53,9 +53,6 @@ class StructuredFlags:
     repeat: int = flag(5, "runs of each kind, alternately; the first of each does not count", at_least=1)
     models_folder: str = flag("out/models", "where the files of well-known shapes are written", metavar="FOLDER")
     output_json: str | None = flag(None, "where to save the results", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def main(argv: list[str]) -> int:

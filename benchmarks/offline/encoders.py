@@ -26,7 +26,7 @@ import tokenizers
 import torch
 
 from engine import LLM
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, flag, load
 
 SHAPES: dict[str, dict[str, int]] = {
     "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
@@ -45,9 +45,6 @@ class Flags:
     rounds: int = flag(5, "how often each computes all texts, in turns", at_least=1)
     threads: int = flag(os.cpu_count() or 1, "of each", at_least=1)
     dtype: str = flag("float32", "of both", choices=("float32", "bfloat16"))
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def main(arguments: list[str] | None = None) -> int:

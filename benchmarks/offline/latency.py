@@ -21,7 +21,7 @@ from benchmarks.result_files import save
 from benchmarks.workloads import MAX_TOKEN_ID, fixed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, flag, load
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 EPILOG = """examples:
@@ -45,9 +45,6 @@ class LatencyFlags:
     num_iters: int = flag(30, "runs that count", at_least=1)
     disable_detokenize: bool = flag(False, "make no text of the tokens; needs no tokenizer")
     output_json: str | None = flag(None, "where to save the results", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ from benchmarks.result_files import save
 from benchmarks.workloads import Request
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, flag, load
 
 if TYPE_CHECKING:
     from engine.processing.input_processor import InputProcessor
@@ -53,9 +53,6 @@ class WorkloadFlags:
     temperature: float = flag(0.6, "of sampling", at_least=0, at_most=100)
     num_runs: int | None = flag(None, "how often the workload is run (else 3 times, once on a CPU)", at_least=1)
     output_json: str | None = flag(None, "where to save the results (else under out/bench)", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def sized(self, *, on_cpu: bool) -> SizedWorkload:
         """Fill in sizes with which a run ends within a minute."""

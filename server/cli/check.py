@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine import ConfigError, EngineError
-from engine.flags import add_flags, check, flag, load
+from engine.flags import add_flags, flag, load
 from server.cli.common import base_url
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class CheckFlags:
         False, "compare the bytes of requests alone and among others instead, as --deterministic promises them"
     )
     json: bool = flag(False, "print the results as JSON")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def add_parser(commands: Any) -> None:

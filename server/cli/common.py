@@ -12,7 +12,7 @@ from typing import Any
 
 from engine import ConfigError, EngineConfig, SamplingParams
 from engine.core.params.declare import Parameter, parameters_of
-from engine.flags import check, flag, load
+from engine.flags import flag, load
 
 
 def _demo_model() -> Path:
@@ -37,9 +37,6 @@ _WITHOUT_OPTION = frozenset(["n", "seed", "logprobs", "prompt_logprobs", "thinki
 
 class SamplingFlags:
     """Sampling (default: the model's generation_config.json)."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def given(self) -> dict[str, Any]:
         """Return the given parameters, by their names in the OpenAI API."""

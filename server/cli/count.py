@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.flags import add_flags, check, flag, load
+from engine.flags import add_flags, flag, load
 
 EPILOG = """examples:
   quire count zai-org/GLM-4.7-Flash answers/*.txt --size 32768 --output tokens.json
@@ -29,9 +29,6 @@ class CountFlags:
     size: int = flag(32_768, "tokens that are kept", at_least=1)
     output: str = flag("tokens.json", "where to save them", metavar="FILE")
     download_dir: str | None = flag(None, "folder of downloads (default: Hugging Face's cache)", metavar="FOLDER")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def add_parser(commands: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine import EngineConfig
-from engine.flags import add_flags, check, flag, settings_of
+from engine.flags import add_flags, flag, settings_of
 from engine.setup.gpu_specs import GPUS, find_gpu
 from server.cli.common import load_with_model, model_argument
 
@@ -41,9 +41,6 @@ class PlanFlags:
         metavar="NAME|SIZE",
     )
     json: bool = flag(False, "print the plan as JSON")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def add_parser(commands: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from engine.flags import add_flags, check, flag, load
+from engine.flags import add_flags, flag, load
 
 EPILOG = """examples:
   quire pull Qwen/Qwen3-0.6B                        to Hugging Face's cache, where `quire serve` finds it
@@ -23,9 +23,6 @@ class PullFlags:
 
     revision: str | None = flag(None, "branch, tag or commit", metavar="NAME")
     download_dir: str | None = flag(None, "folder for the download (default: Hugging Face's cache)", metavar="FOLDER")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def add_parser(commands: Any) -> None:

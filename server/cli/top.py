@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine import EngineError
-from engine.flags import add_flags, check, flag, load
+from engine.flags import add_flags, flag, load
 from server.cli.common import base_url
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ class TopFlags:
     interval: float = flag(1.0, "seconds between updates", at_least=0.1)
     once: bool = flag(False, "print the statistics of one interval and exit")
     count: int | None = flag(None, "number of updates (default: until Ctrl-C)", at_least=1)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def add_parser(commands: Any) -> None:
