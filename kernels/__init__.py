@@ -17,178 +17,108 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kernels import reference
-from kernels.data.activation import Activation as Activation
-from kernels.data.activation import ExpertActivation as ExpertActivation
-from kernels.data.activation import Gate as Gate
-from kernels.data.attention import AttentionArgs as AttentionArgs
-from kernels.data.attention import KnownArgs as KnownArgs
-from kernels.data.attention import NewLatents as NewLatents
-from kernels.data.attention import PagedContext as PagedContext
-from kernels.data.attention import PagedLatents as PagedLatents
-from kernels.data.block_parts import BlockParts as BlockParts
-from kernels.data.block_sparse import BlockSparse as BlockSparse
+from kernels.data.activation import Activation, ExpertActivation, Gate
+from kernels.data.attention import AttentionArgs, KnownArgs, NewLatents, PagedContext, PagedLatents
+from kernels.data.block_parts import BlockParts
+from kernels.data.block_sparse import BlockSparse
 from kernels.data.capability import compute_capability
-from kernels.data.compressed_weight import CompressedWeight as CompressedWeight
-from kernels.data.compressed_weight import ExpertWeight as ExpertWeight
-from kernels.data.forms import FORMS as FORMS
-from kernels.data.kv_cache import KV_SCALES as KV_SCALES
-from kernels.data.kv_cache import KVSlots as KVSlots
-from kernels.data.kv_cache import RopeArgs as RopeArgs
-from kernels.data.kv_cache import WideCopy as WideCopy
-from kernels.data.lora import AdapterTokens as AdapterTokens
-from kernels.data.lora import EmbeddingLora as EmbeddingLora
-from kernels.data.lora import ExpertLora as ExpertLora
-from kernels.data.lora import LoraWeights as LoraWeights
-from kernels.data.lora import RetrainedRows as RetrainedRows
-from kernels.data.lora import RowGroup as RowGroup
-from kernels.data.moe import Experts as Experts
-from kernels.data.moe import Router as Router
-from kernels.data.moe import RouterArgs as RouterArgs
-from kernels.data.plan import FEW_SEQS as FEW_SEQS
-from kernels.data.plan import DecodePlan as DecodePlan
-from kernels.data.plan import latent_decode_plan as latent_decode_plan
-from kernels.data.plan import latent_tile_queries as latent_tile_queries
-from kernels.data.plan import make_prefill_tiles as make_prefill_tiles
-from kernels.data.plan import prefill_tile_queries as prefill_tile_queries
-from kernels.data.plan import shared_queries as shared_queries
-from kernels.data.quantized_rows import NextNorm as NextNorm
-from kernels.data.quantized_rows import QuantizedRows as QuantizedRows
-from kernels.data.quantized_weight import Kind as Kind
-from kernels.data.quantized_weight import QuantizedWeight as QuantizedWeight
-from kernels.data.quantized_weight import Weight as Weight
-from kernels.data.quantized_weight import by_groups as by_groups
-from kernels.data.recorded import Recorded as Recorded
-from kernels.data.sampling import NOT_FINITE as NOT_FINITE
-from kernels.data.sampling import NOTHING_ALLOWED as NOTHING_ALLOWED
-from kernels.data.sampling import Part as Part
-from kernels.data.sampling import SamplingRows as SamplingRows
-from kernels.data.split_weight import SplitWeight as SplitWeight
-from kernels.data.state import DeltaStates as DeltaStates
-from kernels.data.state import StateContext as StateContext
-from kernels.data.state import StateSpace as StateSpace
-from kernels.reference import pack_e2m1 as pack_e2m1
-from kernels.reference import pack_nibbles as pack_nibbles
+from kernels.data.compressed_weight import CompressedWeight, ExpertWeight
+from kernels.data.forms import FORMS
+from kernels.data.kv_cache import KV_SCALES, KVSlots, RopeArgs, WideCopy
+from kernels.data.lora import AdapterTokens, EmbeddingLora, ExpertLora, LoraWeights, RetrainedRows, RowGroup
+from kernels.data.moe import Experts, Router, RouterArgs
+from kernels.data.plan import (
+    FEW_SEQS,
+    DecodePlan,
+    latent_decode_plan,
+    latent_tile_queries,
+    make_prefill_tiles,
+    prefill_tile_queries,
+    shared_queries,
+)
+from kernels.data.quantized_rows import NextNorm, QuantizedRows
+from kernels.data.quantized_weight import Kind, QuantizedWeight, Weight, by_groups
+from kernels.data.recorded import Recorded
+from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED, Part, SamplingRows
+from kernels.data.split_weight import SplitWeight
+from kernels.data.state import DeltaStates, StateContext, StateSpace
+from kernels.reference import pack_e2m1, pack_nibbles
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {  # type of device -> module -> operations
+BACKENDS: dict[str, dict[str, str]] = {  # type of device -> module -> names of operations
     "cpu": {
-        "kernels.cpu.elementwise": ("add_rms_norm", "add_scaled", "gate_and_mul", "rms_norm_add", "scale", "sigmoid"),
-        "kernels.cpu.gates": ("activation", "gated", "gated_rms_norm", "grouped_rms_norm"),
-        "kernels.cpu.kda": ("kda",),
-        "kernels.cpu.lora": ("adapted_linear", "adapter_slots", "lora_add"),
-        "kernels.cpu.mamba2": ("mamba2",),
-        "kernels.cpu.moe": ("adapted_experts", "experts", "experts_add_norm", "norm_route", "pack_router", "route"),
+        "kernels.cpu.elementwise": "add_rms_norm add_scaled gate_and_mul rms_norm_add scale sigmoid",
+        "kernels.cpu.gates": "activation gated gated_rms_norm grouped_rms_norm",
+        "kernels.cpu.kda": "kda",
+        "kernels.cpu.lora": "adapted_linear adapter_slots lora_add",
+        "kernels.cpu.mamba2": "mamba2",
+        "kernels.cpu.moe": "adapted_experts experts experts_add_norm norm_route pack_router route",
         "kernels.cpu.matmul": (
-            "pack_weight",
-            "linear",
-            "linear_add",
-            "linear_add_norm",
-            "linear_gated",
-            "norm_gated",
-            "norm_linear",
-            "norms_apart",
+            "pack_weight linear linear_add linear_add_norm linear_gated norm_gated norm_linear norms_apart"
         ),
-        "kernels.cpu.native_attention": ("paged_attention_decode", "paged_attention_prefill"),
-        "kernels.cpu.recurrent": ("causal_conv", "delta_rule", "short_conv"),
-        "kernels.cpu.rotary": ("rms_norm", "rope_and_store"),
-        "kernels.cpu.step": ("embedding", "greedy_sample", "prepare_step", "store_tokens"),
+        "kernels.cpu.native_attention": "paged_attention_decode paged_attention_prefill",
+        "kernels.cpu.recurrent": "causal_conv delta_rule short_conv",
+        "kernels.cpu.rotary": "rms_norm rope_and_store",
+        "kernels.cpu.step": "embedding greedy_sample prepare_step store_tokens",
     },
     "cuda": {
-        "kernels.triton.activation": ("gate_and_mul",),
+        "kernels.triton.activation": "gate_and_mul",
         "kernels.cuda.attention": (
-            "latent_attention_decode",
-            "latent_attention_prefill",
-            "paged_attention_decode",
-            "paged_attention_prefill",
+            "latent_attention_decode latent_attention_prefill paged_attention_decode paged_attention_prefill"
         ),
-        "kernels.triton.attention_decode": ("plan_decode",),
-        "kernels.triton.kda": ("kda",),
-        "kernels.triton.latent": ("absorb_and_store", "rotate_and_store"),
-        "kernels.triton.embedding": ("embedding",),
-        "kernels.triton.blocks": ("gather_blocks", "scatter_blocks"),
-        "kernels.triton.kv_cache": ("store_kv",),
-        "kernels.triton.lora": ("lora_add",),
-        "kernels.triton.vocab_lora": ("adapt_embedding", "retrained_logits"),
-        "kernels.cuda.lora": ("adapted_experts", "adapted_linear", "extended_weight", "fuses_adapters"),
-        "kernels.cuda.moe": ("compress_experts", "experts", "experts_add_norm", "pack_experts"),
-        "kernels.cuda.router": ("route", "norm_route", "route_norms_apart"),
+        "kernels.triton.attention_decode": "plan_decode",
+        "kernels.triton.kda": "kda",
+        "kernels.triton.latent": "absorb_and_store rotate_and_store",
+        "kernels.triton.embedding": "embedding",
+        "kernels.triton.blocks": "gather_blocks scatter_blocks",
+        "kernels.triton.kv_cache": "store_kv",
+        "kernels.triton.lora": "lora_add",
+        "kernels.triton.vocab_lora": "adapt_embedding retrained_logits",
+        "kernels.cuda.lora": "adapted_experts adapted_linear extended_weight fuses_adapters",
+        "kernels.cuda.moe": "compress_experts experts experts_add_norm pack_experts",
+        "kernels.cuda.router": "route norm_route route_norms_apart",
         "kernels.cuda.linear": (
-            "linear",
-            "linear_add",
-            "linear_add_norm",
-            "linear_gated",
-            "norm_gated",
-            "norm_linear",
-            "norms_apart",
-            "quantized_input",
+            "linear linear_add linear_add_norm linear_gated norm_gated norm_linear norms_apart quantized_input"
         ),
-        "kernels.triton.weight_only": ("dequantize",),
-        "kernels.triton.scaled": ("quantize_rows",),
-        "kernels.triton.norm": ("rms_norm", "add_rms_norm", "rms_norm_add"),
-        "kernels.triton.prepare": ("prepare_step",),
-        "kernels.triton.delta_rule": ("delta_rule",),
-        "kernels.triton.recurrent": ("causal_conv", "gated_rms_norm", "short_conv"),
-        "kernels.triton.grouped_norm": ("grouped_rms_norm",),
-        "kernels.triton.scans": ("mamba2",),
-        "kernels.triton.rotary": ("rope_and_store",),
-        "kernels.triton.sampling": ("best_keys", "best_tokens", "mask_logits", "sample"),
-        "kernels.triton.thresholds": ("sampling_thresholds",),
-        "kernels.triton.wide_pages": ("widen_pages",),
-        "kernels.cuda.vision": ("full_attention", "rotate_halves"),
+        "kernels.triton.weight_only": "dequantize",
+        "kernels.triton.scaled": "quantize_rows",
+        "kernels.triton.norm": "rms_norm add_rms_norm rms_norm_add",
+        "kernels.triton.prepare": "prepare_step",
+        "kernels.triton.delta_rule": "delta_rule",
+        "kernels.triton.recurrent": "causal_conv gated_rms_norm short_conv",
+        "kernels.triton.grouped_norm": "grouped_rms_norm",
+        "kernels.triton.scans": "mamba2",
+        "kernels.triton.rotary": "rope_and_store",
+        "kernels.triton.sampling": "best_keys best_tokens mask_logits sample",
+        "kernels.triton.thresholds": "sampling_thresholds",
+        "kernels.triton.wide_pages": "widen_pages",
+        "kernels.cuda.vision": "full_attention rotate_halves",
     },
 }
 
 # Operations whose form above depends on the other tokens of a step, in a form that does not: see `FORMS`.
-DETERMINISTIC: dict[str, dict[str, tuple[str, ...]]] = {
+DETERMINISTIC: dict[str, dict[str, str]] = {
     "cpu": {
         "kernels.cpu.alone": (
-            "absorb_and_store",
-            "activation",
-            "adapt_embedding",
-            "adapted_experts",
-            "adapted_linear",
-            "head_linear",
-            "latent_attention_decode",
-            "latent_attention_prefill",
-            "lora_add",
-            "pack_router",
-            "pack_weight",
-            "paged_attention_decode",
-            "paged_attention_prefill",
-            "retrained_logits",
-            "rotate_and_store",
-            "sample",
-            "token_logprobs",
+            "absorb_and_store activation adapt_embedding adapted_experts adapted_linear head_linear "
+            "latent_attention_decode latent_attention_prefill lora_add pack_router pack_weight paged_attention_decode "
+            "paged_attention_prefill retrained_logits rotate_and_store sample token_logprobs"
         ),
-        "kernels.cpu.split_sums": ("add_pieces", "split_experts", "split_linear", "split_weight"),
-        "kernels.cpu.token_by_token": ("delta_rule", "kda", "mamba2"),
+        "kernels.cpu.split_sums": "add_pieces split_experts split_linear split_weight",
+        "kernels.cpu.token_by_token": "delta_rule kda mamba2",
     },
     "cuda": {
         "kernels.cuda.deterministic": (
-            "experts",
-            "experts_add_norm",
-            "linear",
-            "linear_add",
-            "linear_add_norm",
-            "linear_gated",
-            "norm_gated",
-            "norm_linear",
-            "norm_route",
-            "norms_apart",
-            "pack_experts",
-            "paged_attention_decode",
-            "paged_attention_prefill",
-            "quantized_input",
-            "route",
-            "route_norms_apart",
-            "token_logprobs",
+            "experts experts_add_norm linear linear_add linear_add_norm linear_gated norm_gated norm_linear norm_route "
+            "norms_apart pack_experts paged_attention_decode paged_attention_prefill quantized_input route "
+            "route_norms_apart token_logprobs"
         ),
-        "kernels.cuda.fixed_latent": ("absorb_and_store", "head_linear", "latent_attention_decode"),
-        "kernels.cuda.fixed_lora": ("adapted_experts", "adapted_linear", "fuses_adapters"),
-        "kernels.triton.fixed_scan": ("delta_rule", "kda", "mamba2"),
-        "kernels.cuda.split_sums": ("split_experts", "split_linear", "split_weight"),
+        "kernels.cuda.fixed_latent": "absorb_and_store head_linear latent_attention_decode",
+        "kernels.cuda.fixed_lora": "adapted_experts adapted_linear fuses_adapters",
+        "kernels.triton.fixed_scan": "delta_rule kda mamba2",
+        "kernels.cuda.split_sums": "split_experts split_linear split_weight",
     },
 }
 
@@ -202,7 +132,7 @@ def _implementation(operation: Callable[P, R], device_type: str) -> Callable[P, 
     name = operation.__name__
     chosen = DETERMINISTIC.get(device_type, {}) if FORMS.deterministic else {}
     for module, names in (*chosen.items(), *BACKENDS[device_type].items()):
-        if name in names:
+        if name in names.split():
             implementation: Callable[P, R] = getattr(importlib.import_module(module), name)
             return implementation
     return operation

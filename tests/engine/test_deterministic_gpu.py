@@ -42,7 +42,7 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"max_num_batched_tokens": 8, "enforce_e
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     for module, names in kernels.DETERMINISTIC["cuda"].items():
-        for name in names:
+        for name in names.split():
             monkeypatch.setattr(kernels, name, getattr(importlib.import_module(module), name))
     monkeypatch.setattr(refusals, "UNCHECKED", frozenset())
     of_step = kernels.StateContext.of_step  # this device is a CPU's, whose kernels find sequences themselves

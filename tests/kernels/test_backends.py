@@ -13,7 +13,7 @@ from kernels import reference
 
 
 def operations(device_type: str) -> Iterator[tuple[str, str]]:
-    return ((module, name) for module, names in kernels.BACKENDS[device_type].items() for name in names)
+    return ((module, name) for module, names in kernels.BACKENDS[device_type].items() for name in names.split())
 
 
 @pytest.mark.parametrize("device_type", kernels.BACKENDS)
@@ -49,7 +49,7 @@ def test_the_first_arguments_device_picks_the_backend(monkeypatch: pytest.Monkey
         calls.append("reference")
         return x
 
-    table = {"cpu": {}, "meta": {"tests.kernels.fake": ("norm",)}}
+    table = {"cpu": {}, "meta": {"tests.kernels.fake": "norm"}}
     monkeypatch.setattr(kernels, "BACKENDS", table)
     monkeypatch.setattr(
         kernels.importlib,  # type: ignore[attr-defined]
