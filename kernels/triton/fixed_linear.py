@@ -18,13 +18,14 @@ from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_in
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_linear_kernel(
-    x, weight, bias, residual, out, num_tokens, stride_x, stride_out,
+    x, weight, bias, residual, out, num_tokens, zero, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], plus `residual`, which has the strides of `out`; rounded once.
 
     PIECES: 1, 2, 4 or 8 parts of the channels, whose sums a tree adds up: see `kernels.reference.split_sums`.
+    zero: see `kernels.triton.fixed_parts`.
     """
     WIDTH: tl.constexpr = K // PIECES
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,7 +39,7 @@ def _fixed_linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     one, two, four = acc, acc, acc  # sums of one piece, of two and of four that wait for their neighbours
     for piece in tl.static_range(PIECES):
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
         for at in range(piece * WIDTH, (piece + 1) * WIDTH, BLOCK_K):
             inside = at + k < (piece + 1) * WIDTH
             xk = tl.load(x + tokens[:, None] * stride_x + (at + k)[None, :], mask=inside[None, :], other=0.0)
@@ -80,8 +81,8 @@ def fixed_linear(
     if num_tokens:
         block_m, block_n, block_k = (32, 32, 32) if x.dtype == torch.float32 else (64, 64, 64)
         _fixed_linear_kernel[(cdiv(n, block_n), cdiv(num_tokens, block_m))](
-            x, weight, x if bias is None else bias, x if residual is None else residual, out, num_tokens, x.stride(0),
-            out.stride(0), N=n, K=k, BIAS=bias is not None, RESIDUAL=residual is not None, PIECES=pieces,
+            x, weight, x if bias is None else bias, x if residual is None else residual, out, num_tokens, 0.0,
+            x.stride(0), out.stride(0), N=n, K=k, BIAS=bias is not None, RESIDUAL=residual is not None, PIECES=pieces,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3, **pdl_options(x.device),
         )  # fmt: skip
     return out

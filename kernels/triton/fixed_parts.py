@@ -43,13 +43,15 @@ def _push(total, one, two, four, i: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_parts_kernel(
-    x, weight, bias, residual, out, partial, arrivals, num_tokens, stride_x, stride_out,
+    x, weight, bias, residual, out, partial, arrivals, num_tokens, zero, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], plus `residual`, which has the strides of `out`; rounded once.
 
     SPLITS: programs that share a tile. partial [SPLITS, M, N] float32; arrivals: 0 before and after, one for each tile.
+    zero: 0.0, unknown to the compiler. It makes a product that is added to a sum, where it begins with a constant 0 and
+    its loop has one round, a product that continues the sum: another order, and only where SPLITS is 1.
     """
     WIDTH: tl.constexpr = K // PIECES
     OWN: tl.constexpr = PIECES // SPLITS
@@ -69,7 +71,7 @@ def _fixed_parts_kernel(
         begin = (split * OWN + piece) * WIDTH
         from_x = x + tokens[:, None] * stride_x + (begin + k)[None, :]
         from_weight = weight + rows[None, :] * K + (begin + k)[:, None]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
         for at in range(0, WIDTH, BLOCK_K):
             if WIDTH % BLOCK_K == 0:
                 xk = tl.load(from_x + at, mask=is_token, other=0.0)
@@ -134,9 +136,9 @@ def fixed_parts(
     partial = torch.empty(splits, num_tokens, n, dtype=torch.float32, device=x.device) if shared else x
     _fixed_parts_kernel[(*grid, splits)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, partial,
-        _counters(x.device) if shared else x, num_tokens, x.stride(0), out.stride(0), N=n, K=k, BIAS=bias is not None,
-        RESIDUAL=residual is not None, PIECES=pieces, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device),
+        _counters(x.device) if shared else x, num_tokens, 0.0, x.stride(0), out.stride(0), N=n, K=k,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PIECES=pieces, SPLITS=splits, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
