@@ -39,6 +39,9 @@ FORMS = {
     "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
     "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
     "A in the GEMM": replace(CHOICE, adapted_tokens=0, extended_tokens=1023, extended_share=1.0),
+    "A in the GEMM, wide": replace(
+        CHOICE, adapted_tokens=0, extended_tokens=1023, extended_share=1.0, extended_wide=True
+    ),
     "in the GEMM": replace(CHOICE, adapted_tokens=16, adapted_rank=64),
 }
 
@@ -141,6 +144,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64, 256])
     parser.add_argument("--slots", type=int, default=NUM_SLOTS)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     args = parser.parse_args(argv)
     layers = model(args.rank, args.slots)
     for count in args.tokens:
@@ -149,10 +153,10 @@ def main(argv: list[str]) -> int:
         print(f"{count:4} tokens: {plain:7.1f} us without adapters", flush=True)
         for used in sorted({1, args.slots}):
             slots = torch.arange(count, dtype=torch.int32, device="cuda") % used
-            for name, choice in FORMS.items():
+            for name in args.forms:
                 if name == "in the GEMM" and count > 8:
                     continue
-                vars(lora)["CHOICE"] = choice
+                vars(lora)["CHOICE"] = FORMS[name]
                 tokens = kernels.AdapterTokens(slots, args.slots)
                 _ = tokens.tiles  # once in a step
                 took = us_per_layer(lambda: run(layers, hidden, tokens))  # noqa: B023

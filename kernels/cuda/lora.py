@@ -19,7 +19,7 @@ from kernels.cuda.linear import linear, small_batch_config
 from kernels.cuda.moe import tile_height
 from kernels.data.activation import CLAMP, SLOPE, ExpertActivation, Gate
 from kernels.data.compressed_weight import CompressedWeight
-from kernels.data.lora import SMALL_TILE, UNUSED, AdapterTokens, ExpertLora, LoraWeights, Tiles
+from kernels.data.lora import BLOCK_ROWS, SMALL_TILE, UNUSED, WIDE_ROWS, AdapterTokens, ExpertLora, LoraWeights, Tiles
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
 from kernels.triton import extended_lora
@@ -60,8 +60,9 @@ def adapted_linear(
     value = x if norm is None else rms_norm(x, *norm)
     if bias is None and _is_extended(value, weight, lora):
         assert lora.extended is not None
-        fused = gate if gate is not None and extended_lora.gates(lora) else None
-        y = extended_lora.expand_extended(F.linear(value, lora.extended), lora, tokens, fused)
+        rows = WIDE_ROWS if CHOICE.extended_wide and tokens.tiles.size == SMALL_TILE else BLOCK_ROWS
+        fused = gate if gate is not None and extended_lora.gates(lora, rows) else None
+        y = extended_lora.expand_extended(F.linear(value, lora.extended), lora, tokens, fused, rows=rows)
         y = y if gate is None or fused is not None else gate_and_mul(y, gate)
         return y if residual is None else residual.add_(y)
     if CHOICE.adapters_one_launch and is_one_launch(lora, tokens):

@@ -14,11 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import Gate
-from kernels.data.lora import BLOCK_ROWS, AdapterTokens, LoraWeights
+from kernels.data.lora import BLOCK_ROWS, WIDE_ROWS, AdapterTokens, LoraWeights
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.triton.activation import activate
 
-GATED_ROWS = 64  # of a program that computes the gated activation
 MAX_RANKS = 64  # that a program multiplies at a time
 
 
@@ -96,32 +95,34 @@ def _extended_kernel(
         tl.store(to, result.to(y.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
 
 
-def gates(weights: LoraWeights) -> bool:
+def gates(weights: LoraWeights, rows: int = BLOCK_ROWS) -> bool:
     """Return whether `expand_extended` computes the gated activation of a layer with these adapters."""
     half = weights.factor.shape[1] // 2
-    return half % GATED_ROWS == 0 and [group.start for group in weights.groups] in ([0], [0, half])
+    return half % rows == 0 and [group.start for group in weights.groups] in ([0], [0, half])
 
 
-def expand_extended(y: Tensor, weights: LoraWeights, tokens: AdapterTokens, gate: Gate | None = None) -> Tensor:
+def expand_extended(
+    y: Tensor, weights: LoraWeights, tokens: AdapterTokens, gate: Gate | None = None, *, rows: int = BLOCK_ROWS
+) -> Tensor:
     """Return a layer's result [T, out] with each token's adapter; with `gate`, see `gates`, the gated activation
     [T, out / 2].
 
-    y [T, out + S · G · R]: x · `LoraWeights.extended`ᵀ. Rows must be contiguous, the row stride is free.
+    y [T, out + S · G · R]: x · `LoraWeights.extended`ᵀ. Rows must be contiguous, the row stride is free. rows: of the
+    result that a program computes, `BLOCK_ROWS` or `WIDE_ROWS`.
     """
     assert y.stride(1) == 1
     assert weights.factor.stride() == weights.shift.stride()
     order, tiles, tile = tokens.tiles
     n, rank = weights.factor.shape[1], weights.rank
-    width, num_blocks, rows = n, len(weights.blocks), BLOCK_ROWS
-    if gate is not None:
-        width, rows = n // 2, GATED_ROWS
-        num_blocks = width // GATED_ROWS
+    blocks = weights.wide_blocks if rows == WIDE_ROWS else weights.blocks
+    width, num_blocks = (n, len(blocks)) if gate is None else (n // 2, n // 2 // rows)
     out = torch.empty(len(y), width, dtype=y.dtype, device=y.device)
     _extended_kernel[num_blocks, len(tiles)](
-        y, out, weights.up, weights.factor, weights.shift, order, tiles, weights.blocks, y.stride(0), out.stride(0),
+        y, out, weights.up, weights.factor, weights.shift, order, tiles, blocks, y.stride(0), out.stride(0),
         weights.up.stride(0), weights.factor.stride(0),
         N=n, HALF=n // 2, NUM_RANKS=weights.down.shape[1], RANK=rank, UP_GROUP=len(weights.groups) - 1, TILE=tile,
         BLOCK_N=rows, BLOCK_R=max(min(next_power_of_2(rank), MAX_RANKS), 16), GATE=gate or "",
-        PRECISION="ieee" if y.dtype == torch.float32 else "tf32", num_warps=4, **pdl_options(y.device),
+        PRECISION="ieee" if y.dtype == torch.float32 else "tf32", num_warps=8 if rows == WIDE_ROWS else 4,
+        **pdl_options(y.device),
     )  # fmt: skip
     return out

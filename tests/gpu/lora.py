@@ -165,12 +165,14 @@ def _check_extended(checks: Checks, name: str, gate: kernels.Gate | None, num_sl
             want = merged(y, x, weights, slots)
             want = want if gate is None else kernels.reference.gate_and_mul(want, gate)
 
-            def call(tokens: kernels.AdapterTokens = tokens, x: Tensor = x) -> Tensor:
-                return expand_extended(torch.nn.functional.linear(x, extended), weights, tokens, gate)
+            for size in (64, 256) if count < 1024 else (64,):
 
-            timed = call if count == 256 else None
-            full = f"{label}, {count} tokens, {kind}"
-            checks.add(full, relative_error(call(), want), 2 * LIMITS[BF16], timed, extended.nbytes, graph=True)
+                def call(tokens: kernels.AdapterTokens = tokens, x: Tensor = x, size: int = size) -> Tensor:
+                    return expand_extended(torch.nn.functional.linear(x, extended), weights, tokens, gate, rows=size)
+
+                timed = call if count == 256 else None
+                full = f"{label}, {count} tokens, {kind}{', wide' if size == 256 else ''}"
+                checks.add(full, relative_error(call(), want), 2 * LIMITS[BF16], timed, extended.nbytes, graph=True)
 
 
 def check_expert_adapters(checks: Checks) -> None:
@@ -269,9 +271,12 @@ def check_lora_engine(checks: Checks) -> None:
             from kernels.cuda import lora
             from kernels.cuda.choice import CHOICE
 
-            vars(lora)["CHOICE"] = replace(CHOICE, extended_tokens=1023, extended_share=8.0)
             try:
-                _compare_texts(checks, base, {"max_loras": 2}, requests, wanted, ", extended weights")
+                for wide in (False, True):
+                    form = replace(CHOICE, extended_tokens=1023, extended_share=8.0, extended_wide=wide)
+                    vars(lora)["CHOICE"] = form
+                    note = f", extended weights{', wide' if wide else ''}"
+                    _compare_texts(checks, base, {"max_loras": 2}, requests, wanted, note)
             finally:
                 vars(lora)["CHOICE"] = CHOICE
 

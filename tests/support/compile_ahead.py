@@ -414,7 +414,9 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
             y, x = tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype)
             both(y, x, weights, step, gate)  # type: ignore[arg-type]
     for gate in (None, "silu"):
-        expand_extended(tensor(tokens, 6144 + 4 * rank, dtype=dtype), weights, step, gate)  # type: ignore[arg-type]
+        for rows in (64, 256):
+            y = tensor(tokens, 6144 + 4 * rank, dtype=dtype)
+            expand_extended(y, weights, step, gate, rows=rows)  # type: ignore[arg-type]
 
 
 def vocab_lora(tokens: int, rank: int, dtype: torch.dtype) -> None:

@@ -73,14 +73,18 @@ def test_the_gated_activation_follows_the_adapters(
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     ("rows", "rank", "gate"),
-    [((96, 32, 32), 16, None), ((64, 64), 16, "silu"), ((128,), 48, "silu"), ((40, 24), 16, "silu")],
-)
+    [
+        ((96, 32, 32), 16, None), ((300,), 16, None), ((64, 64), 16, "silu"), ((128,), 48, "silu"),
+        ((40, 24), 16, "silu"), ((256, 256), 16, "silu"),
+    ],
+)  # fmt: skip
 def test_one_gemm_computes_the_weight_and_a_of_all_slots(
-    rows: tuple[int, ...], rank: int, gate: Gate | None, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, ...], rank: int, gate: Gate | None, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora, "CHOICE", replace(CHOICE, extended_tokens=64, extended_share=4.0))
+    monkeypatch.setattr(lora, "CHOICE", replace(CHOICE, extended_tokens=64, extended_share=4.0, extended_wide=wide))
     torch.manual_seed(0)
     weights, slots = random_slots(3, rank, 96, rows), torch.randint(-1, 3, (37,), dtype=torch.int32)
     matrix, x = torch.randn(sum(rows), 96) / 10, torch.randn(37, 96)
