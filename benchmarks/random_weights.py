@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.counting import counting_tensors
 from engine.models.checkpoints.safetensors import INDEX
 from engine.models.families import read_spec
-from engine.models.weights import LM_HEAD, checkpoint_tensors, decoder_of_shapes
+from engine.models.weights import EMBEDDING, LM_HEAD, checkpoint_tensors, decoder_of_shapes
 
 SHARD_BYTES = 1 << 30
 DTYPES = {  # by safetensors' names; the first that a tensor may be stored in
@@ -28,10 +29,11 @@ DTYPES = {  # by safetensors' names; the first that a tensor may be stored in
 }  # fmt: skip
 
 
-def write_random_weights(folder: Path, seed: int = 0) -> None:
+def write_random_weights(folder: Path, seed: int = 0, counts: bool = False) -> None:
     """Beside the folder's config.json, unless weights are there. In shards of at most 1 GiB, larger tensors aside.
 
-    Shards are made side by side, on the CPU: no process but an engine's own may hold GPU memory.
+    Shards are made side by side, on the CPU: no process but an engine's own may hold GPU memory. `counts`: the model's
+    greedy text does, see `benchmarks.counting`; its output head is not tied to its embedding.
     """
     if any(folder.glob("*.safetensors")):
         return
@@ -55,9 +57,14 @@ def write_random_weights(folder: Path, seed: int = 0) -> None:
         shards[-1].append(name)
     files = [f"model-{i + 1:05}.safetensors" for i in range(len(shards))]
 
+    own = counting_tensors(wanted[EMBEDDING].shape, dtypes[EMBEDDING], seed) if counts else {}
+
     def write(i: int) -> None:
         generator = torch.Generator().manual_seed(seed + i)
-        values = {name: _random(name, wanted[name].shape, dtypes[name], generator) for name in shards[i]}
+        values = {
+            name: own[name] if name in own else _random(name, wanted[name].shape, dtypes[name], generator)
+            for name in shards[i]
+        }
         save_file(values, folder / files[i], metadata={"format": "pt"})
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.flags import nearest
 
 MAX_TOKEN_ID = 10000  # of random prompts: every model has these tokens
+BEGUN = 16  # tokens of a passage that its second copy has in the prompt of `editing`
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Workload:
     requests: list[Request]
     prefix_caching: bool = False  # the engine is to have its prefix cache on
     greedy: bool = False  # answers are the likeliest tokens, else they are sampled
+    counts: bool = False  # for weights whose text counts, see `benchmarks.counting`
 
     @property
     def longest(self) -> int:
@@ -72,6 +74,20 @@ def copying(count: int, part_len: int, output_len: int, top: int) -> list[Reques
     return requests
 
 
+def editing(count: int, output_len: int, top: int, other: float = 0.05) -> list[Request]:
+    """A passage that counts, some of whose tokens are other ones, and its beginning. The answer counts on, so it is the
+    passage with these tokens put right. `other`: how many of them are.
+    """
+    ids, requests = random.Random(4), list[Request]()
+    for _ in range(count):
+        first = ids.randrange(top - output_len - BEGUN)
+        begun = list(range(first, first + BEGUN))
+        rest = range(first + BEGUN, first + BEGUN + output_len)
+        passage = [ids.randint(0, top) if ids.random() < other else token for token in rest]
+        requests.append(Request(begun + passage + begun, output_len))
+    return requests
+
+
 NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
     "latency1": ("1 request, 32 in, 128 out", lambda top: fixed(1, 32, 128, top)),
     "latency8": ("8 requests, 32 in, 128 out", lambda top: fixed(8, 32, 128, top)),
@@ -83,6 +99,9 @@ NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
     "copy1": ("1 request, greedy, 416 in that repeat 128, 256 out", lambda top: copying(1, 128, 256, top)),
     "copy": ("8 requests, greedy, 416 in that repeat 128, 256 out", lambda top: copying(8, 128, 256, top)),
     "copy64": ("64 requests, greedy, 416 in that repeat 128, 256 out", lambda top: copying(64, 128, 256, top)),
+    "edit1": ("1 request, greedy, 288 in, 256 out: 95 % of them again", lambda top: editing(1, 256, top)),
+    "edit8": ("8 requests, greedy, 288 in, 256 out: 95 % of them again", lambda top: editing(8, 256, top)),
+    "edit64": ("64 requests, greedy, 288 in, 256 out: 95 % of them again", lambda top: editing(64, 256, top)),
     "prefix": ("256 requests, 2048 shared + 128 in, 64 out", lambda top: shared_prefix(256, 2048, 128, 64, top)),
 }
 
@@ -91,7 +110,8 @@ def named(name: str, vocab_size: int) -> Workload:
     """A workload of the table above, or 'COUNTxINPUTxOUTPUT' such as 16x128x64. `ConfigError` when it is neither."""
     top = min(MAX_TOKEN_ID, vocab_size - 1)
     if name in NAMED:
-        return Workload(name, NAMED[name][1](top), name == "prefix", name.startswith("copy"))
+        counts = name.startswith("edit")
+        return Workload(name, NAMED[name][1](top), name == "prefix", counts or name.startswith("copy"), counts)
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
         count, input_len, output_len = map(int, match.groups())
         return Workload(name, fixed(count, input_len, output_len, top))

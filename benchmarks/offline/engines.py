@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import llama_cpp, workloads
+from benchmarks.counting import counting_folder
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.random_weights import write_random_weights
@@ -252,23 +253,9 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     """Jobs that belong side by side: one list for each model and each group of work that one start can serve."""
     pairs, more = [], flags.engine_args or {}
     for model in flags.models:
-        folder = model_folder(model, Path(flags.models_dir))
-        if (
-            flags.write_weights and folder.parent == Path(flags.models_dir).resolve()
-        ):  # a shape: no folder of the user's own
-            write_random_weights(folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        groups: dict[tuple[int, bool, bool], list[Workload]] = {}
-        for name in flags.work:
-            work = workloads.named(name, config["vocab_size"])
-            context = flags.max_model_len or (4096 if work.longest <= 4096 else 32768)
-            context = min(context, config.get("max_position_embeddings", context))
-            if work.longest > context:
-                raise ConfigError(
-                    f"work {name} needs {work.longest:,} tokens of context, {model} runs with {context:,}"
-                )
-            groups.setdefault((context, work.prefix_caching, work.greedy), []).append(work)
-        for (context, prefix_caching, _), works in groups.items():
+        config = json.loads((model_folder(model, Path(flags.models_dir)) / "config.json").read_text(encoding="utf-8"))
+        for (context, prefix_caching, _, counts), works in _groups(flags, model, config).items():
+            folder = _with_weights(flags, model, counts)
             settings = {
                 "load_format": "auto" if flags.write_weights else "dummy",
                 "skip_tokenizer_init": True,
@@ -285,12 +272,38 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             pair = []
             for engine in flags.engines:
                 own = server if engine == llama_cpp.NAME else settings | more.get(engine, {})
-                loads = own.get("load_format") == "auto"
+                agrees = own.get("load_format") == "auto" and not counts  # text that counts agrees whatever is wrong
                 pair.append(
-                    Job(engine, Path(model).name, folder, own, tuple(works), compared=compared if loads else ())
+                    Job(engine, Path(model).name, folder, own, tuple(works), compared=compared if agrees else ())
                 )
             pairs.append(pair)
     return pairs
+
+
+def _groups(
+    flags: EnginesFlags, model: str, config: dict[str, Any]
+) -> dict[tuple[int, bool, bool, bool], list[Workload]]:
+    """The work by what one start must have: context, prefix cache, greedy sampling, weights whose text counts."""
+    groups: dict[tuple[int, bool, bool, bool], list[Workload]] = {}
+    for name in flags.work:
+        work = workloads.named(name, config["vocab_size"])
+        context = flags.max_model_len or (4096 if work.longest <= 4096 else 32768)
+        context = min(context, config.get("max_position_embeddings", context))
+        if work.longest > context:
+            raise ConfigError(f"work {name} needs {work.longest:,} tokens of context, {model} runs with {context:,}")
+        if work.counts and not flags.write_weights:
+            raise ConfigError(f"work {name} is for weights whose text counts: give --write-weights")
+        groups.setdefault((context, work.prefix_caching, work.greedy, work.counts), []).append(work)
+    return groups
+
+
+def _with_weights(flags: EnginesFlags, model: str, counts: bool) -> Path:
+    """The folder of a model, with weights if they are to be written."""
+    root = Path(flags.models_dir)
+    folder = counting_folder(model, root) if counts else model_folder(model, root)
+    if flags.write_weights and (counts or folder.parent == root.resolve()):  # a shape: no folder of the user's own
+        write_random_weights(folder, counts=counts)
+    return folder
 
 
 def schedule(pairs: list[list[Job]], rounds: int) -> Iterator[tuple[int, list[Job]]]:

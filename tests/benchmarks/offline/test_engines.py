@@ -39,7 +39,7 @@ def test_names_may_be_separated_by_commas() -> None:
 
 def test_weights_are_written_for_shapes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(engines, "write_random_weights", written.append)
+    monkeypatch.setattr(engines, "write_random_weights", lambda folder, counts: written.append(folder))
     own = tmp_path / "own"
     own.mkdir()
     (own / "config.json").write_text('{"vocab_size": 1000}', encoding="utf-8")
@@ -49,6 +49,20 @@ def test_weights_are_written_for_shapes_alone(tmp_path: Path, monkeypatch: pytes
     pairs = engines.plan(wanted, has_gpu=True)
     assert written == [tmp_path / "shapes" / "qwen3-0.6b"]
     assert {job.settings["load_format"] for pair in pairs for job in pair} == {"auto"}
+
+
+def test_edits_have_weights_that_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(engines, "write_random_weights", lambda folder, counts: written.append((folder, counts)))
+    wanted = {"models": ("qwen3-0.6b",), "work": ("latency1", "edit1"), "models_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="give --write-weights"):
+        engines.plan(flags(**wanted), has_gpu=True)
+    plain, counting = engines.plan(flags(**wanted, write_weights=True), has_gpu=True)
+    assert written == [(plain[0].folder, False), (counting[0].folder, True)]
+    assert counting[0].folder == tmp_path / "counting" / "qwen3-0.6b"
+    assert not json.loads((counting[0].folder / "config.json").read_text())["tie_word_embeddings"]
+    assert plain[0].compared
+    assert not counting[0].compared
 
 
 def test_work_is_grouped_by_what_an_engine_must_be_started_with(tmp_path: Path) -> None:
