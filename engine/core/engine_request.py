@@ -28,6 +28,8 @@ class ImageInput:
     digest: str  # hexadecimal SHA-256 of the grid and the patches
     sees_both_ways: bool = False  # each of its tokens sees the others, so a step computes it to its end or not at all
     num_frames: int = 1  # 2: two frames of a video
+    # Its time in a video whose frames follow each other without text, in positions from the first one's; else None.
+    moment: int | None = None
 
     @property
     def stop(self) -> int:

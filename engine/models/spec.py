@@ -397,6 +397,7 @@ class VisionSpec:
     placeholder: tuple[int, ...]  # tokens that stand for an image in a prompt, the image's one among them
     placeholder_end: str = ""  # text behind these
     video_token_id: int | None = None  # placeholder of a token of a video; None: the model reads none
+    time_steps: float = 0.0  # positions that a second of a video takes; 0: times stand in the prompt as texts
     marker_id: int | None = None  # that stands for an image in a prompt, where it is not the image's token
     before: tuple[int, ...] = ()  # tokens that are written before each image, and behind it
     behind: tuple[int, ...] = ()

@@ -309,7 +309,7 @@ def _image_loader(
         token_id, vision.marker_id, ids_of("before"), ids_of("behind"), ids_of("row_ends"),
         vision.merge_size,
         text_of(() if vision.marker_id is None else (vision.marker_id,)), vision.margin, bool(vision.sees_both_ways),
-        vision.video_token_id, text_of(video_placeholder(vision)),
+        vision.video_token_id, tuple(text_of((token,)) for token in video_placeholder(vision)),
     )  # fmt: skip
     processor, text = read_processor(folder, vision), text_of(ids_of("placeholder")) + vision.placeholder_end
     takes_videos = config.limit_mm_per_prompt.get("video") != 0

@@ -40,7 +40,7 @@ class ImageLayout:
     margin: str = ""  # text that is written before each image and behind it
     sees_both_ways: bool = False  # see `ImageInput`
     video_id: int | None = None  # for each token of a video; None: the model reads none
-    video_text: str = ""  # that stands for two frames
+    video_texts: tuple[str, ...] = ()  # that stand for two frames: before them, for each token, behind them
 
     def marker_of(self, image: ProcessedImage) -> int:
         """Return the token that stands for an image in a prompt before it is placed."""
@@ -180,7 +180,10 @@ class ImageLoader:
     def _text_of(self, picture: Picture) -> str:
         if isinstance(picture, ProcessedImage):
             return self.text
-        return "".join(f"<{seconds:.1f} seconds>{self._layout.video_text}" for seconds in picture.seconds)
+        before, pad, behind = self._layout.video_texts
+        if not picture.seconds:
+            return before + pad * len(picture.pairs) + behind
+        return "".join(f"<{seconds:.1f} seconds>{before}{pad}{behind}" for seconds in picture.seconds)
 
     def place(self, token_ids: Sequence[int], pictures: Sequence[Picture], caller: str = "") -> PromptWithImages:
         """Return the prompt with as many placeholders for each image as it has tokens. Each image, and each pair of a
@@ -204,7 +207,7 @@ class ImageLoader:
             for each in (found, names):
                 each += [*token_ids[begin:at], *layout.before]
             given = image.num_tokens, image.grid, image.patches, image.digest
-            own = ImageInput(len(found), *given, sees_both_ways=layout.sees_both_ways, num_frames=image.num_frames)
+            own = ImageInput(len(found), *given, layout.sees_both_ways, image.num_frames, image.moment)
             placed.append(self._held(own, caller))
             found += [*layout.tokens(image), *layout.behind]
             names += [*token_names(image), *layout.behind]

@@ -34,6 +34,7 @@ class ProcessedImage:
     patches: bytes  # uint8 [frames, rows · columns, 3, P, P], in the order in which the encoder merges them
     digest: str  # hexadecimal SHA-256 of the grid and the patches
     num_frames: int = 1  # 2: of a video
+    moment: int | None = None  # see `ImageInput`
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +71,10 @@ def resized(image: Image.Image, size: tuple[int, int], resampling: int) -> Image
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling(resampling))
 
 
-def digest_of(grid: tuple[int, int], patches: bytes) -> str:
-    """Return the digest of an image."""
-    return hashlib.sha256(f"{grid[0]} {grid[1]} ".encode() + patches).hexdigest()
+def digest_of(grid: tuple[int, int], patches: bytes, moment: int | None = None) -> str:
+    """Return the digest of an image: of all that its tokens' keys and values depend on."""
+    at = "" if moment is None else f"{moment} "
+    return hashlib.sha256(f"{grid[0]} {grid[1]} {at}".encode() + patches).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

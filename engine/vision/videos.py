@@ -1,7 +1,7 @@
 """Videos as frames: animated files and lists of pictures, sampled, resized and cut into pairs of frames.
 
-Two successive frames are read as one picture of two frames, with its time before it in the prompt. So the engine knows
-of no videos. Formats whose frames Pillow cannot read, such as MP4, are refused.
+Two successive frames are read as one picture of two frames. Its time stands before it in the prompt, or counts in its
+positions (Qwen2.5-VL). Formats whose frames Pillow cannot read, such as MP4, are refused.
 """
 
 from __future__ import annotations
@@ -18,15 +18,26 @@ from engine.models.errors import ModelError
 from engine.models.spec import VisionSpec
 from engine.utils.folder_files import read_file
 from engine.vision.decode import FORMATS, MAX_BYTES, ImageError, check_size, decode, to_rgb
-from engine.vision.processors import BICUBIC, MAX_FILE_BYTES, ProcessedImage, cut, digest_of, resized
+from engine.vision.processors import (
+    BICUBIC,
+    MAX_FILE_BYTES,
+    ImageProcessor,
+    ProcessedImage,
+    cut,
+    digest_of,
+    resized,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
 
-FILE = "video_preprocessor_config.json"
+FILE, IMAGE_FILE = "video_preprocessor_config.json", "preprocessor_config.json"
+PIXELS = 4096, 25_165_824  # of a video, where the checkpoint does not say
+OLDER_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # of each frame, as transformers takes them
 MAX_PIXELS = 200_000_000  # of all frames before they are resized: some 600 MB while a video is cut into patches
 MAX_SOURCE_FRAMES = 10_000  # in a file; some of them are read
 FRAMES_PER_SECOND = 2.0  # that are read, and of pictures whose rate is not given
+LEAST_RATE = 1e-6  # no video has so few frames a second and fits
 DEFAULT_MS = 100  # a frame of a file that does not say how long it is shown, as browsers take it
 HINT = "send its frames: data:video/jpeg;base64,FRAME,FRAME,… or an animated GIF, WebP or PNG file"
 
@@ -36,7 +47,7 @@ class ProcessedVideo:
     """A video as the model reads it: pairs of frames, and the time in seconds that is written before each."""
 
     pairs: tuple[ProcessedImage, ...]
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # empty: the pairs follow each other without texts
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +66,7 @@ class Frames:
 
     images: Sequence[Image.Image]
     seconds: Sequence[float]
+    rate: float = FRAMES_PER_SECOND  # frames a second, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class VideoProcessor:
     max_frames: int = 768
     rate: float = FRAMES_PER_SECOND  # frames a second that are read
     resampling: int = BICUBIC
+    time_steps: float = 0.0  # see `VisionSpec`
 
     def __call__(self, frames: Frames) -> ProcessedVideo:
         """Raises `ImageError` for frames that differ in size or are too narrow."""
@@ -85,13 +98,21 @@ class VideoProcessor:
             images, seconds = [*images, images[-1]], [*seconds, seconds[-1]]
         cuts = [cut(resized(image, size, self.resampling), self.patch_size, self.merge_size) for image in images]
         grid = cuts[0][0]
-        pairs = []
+        pairs: list[ProcessedImage] = []
         for (_, first), (_, second) in zip(cuts[::2], cuts[1::2], strict=True):
-            patches = first + second
+            patches, moment = first + second, self.moment_of(len(pairs), frames.rate)
             count = grid[0] * grid[1] // self.merge_size**2
-            pairs.append(ProcessedImage(count, grid, patches, digest_of(grid, patches), num_frames=2))
-        times = tuple((a + b) / 2 for a, b in zip(seconds[::2], seconds[1::2], strict=True))
-        return ProcessedVideo(tuple(pairs), times)
+            pairs.append(ProcessedImage(count, grid, patches, digest_of(grid, patches, moment), 2, moment))
+        if self.time_steps:
+            check_moments(pairs)
+            return ProcessedVideo(tuple(pairs), ())
+        return ProcessedVideo(
+            tuple(pairs), tuple((a + b) / 2 for a, b in zip(seconds[::2], seconds[1::2], strict=True))
+        )
+
+    def moment_of(self, index: int, rate: float) -> int | None:
+        """Return the time of a pair of frames in positions, at `rate` frames a second; None: positions have none."""
+        return int(index * (2 / max(rate, LEAST_RATE) * self.time_steps)) if self.time_steps else None
 
     def size_of(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which each frame is resized: multiples of a block's side, so that all frames
@@ -119,25 +140,53 @@ class VideoProcessor:
         return [round(i * (num_frames - 1) / (wanted - 1)) for i in range(wanted)]
 
 
+@dataclass(frozen=True, slots=True)
+class OlderVideoProcessor(VideoProcessor):
+    """Makes pairs of frames as Qwen2.5-VL's processor does: `min_pixels` and `max_pixels` are those of each frame."""
+
+    def size_of(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        return ImageProcessor(self.patch_size, self.merge_size, self.min_pixels, self.max_pixels).size_of(height, width)
+
+    def sampled(self, num_frames: int, rate: float) -> list[int]:
+        wanted = min(max(num_frames / rate * self.rate, self.min_frames), self.max_frames, num_frames)
+        count = int(wanted) // 2 * 2
+        return [i * num_frames // count for i in range(count)] if count else [0]
+
+
+def check_moments(pairs: Sequence[ProcessedImage]) -> None:
+    """Raise `ImageError` if the time of a video takes more positions than it has tokens: an engine has no more rows of
+    positions than a prompt may have tokens.
+    """
+    if (pairs[-1].moment or 0) >= sum(pair.num_tokens for pair in pairs):
+        raise ImageError("its frames are too small for the time between them: send more a second, or larger ones")
+
+
 def read_video_processor(folder: Path, vision: VisionSpec) -> VideoProcessor | None:
     """Return the processor of the model in `folder`; None: it reads no videos. Raises `ModelError`."""
     if vision.video_token_id is None:
         return None
     config: dict[str, Any] = {}
-    if (folder / FILE).is_file():
+    file = folder / FILE
+    if vision.is_older and not file.is_file():
+        file = folder / IMAGE_FILE  # as transformers reads it: the limits of an image are those of each frame
+    if file.is_file():
         try:
-            config = json.loads(read_file(folder / FILE, folder, MAX_FILE_BYTES))
+            config = json.loads(read_file(file, folder, MAX_FILE_BYTES))
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{folder / FILE} cannot be read: {error}") from None
+            raise ModelError(f"{file} cannot be read: {error}") from None
     sizes = config.get("size") or {}
-    low, high = sizes.get("shortest_edge", 4096), sizes.get("longest_edge", 25_165_824)
+    low, high = OLDER_PIXELS if vision.is_older else PIXELS
+    low, high = sizes.get("shortest_edge", low), sizes.get("longest_edge", high)
+    if vision.is_older:
+        low, high = config.get("min_pixels") or low, config.get("max_pixels") or high
     frames = config.get("min_frames", 4), config.get("max_frames", 768)
     if not all(type(each) is int and each > 0 for each in (low, high, *frames)) or low > high or frames[0] > frames[1]:
-        raise ModelError(f"{folder / FILE}: 'size', 'min_frames' and 'max_frames' must be positive numbers, in order")
+        raise ModelError(f"{file}: 'size', 'min_frames' and 'max_frames' must be positive numbers, in order")
     rate = config.get("fps", FRAMES_PER_SECOND)
     if not isinstance(rate, int | float) or not 0 < rate <= 1000:
-        raise ModelError(f"{folder / FILE}: 'fps' must be a number of frames a second, got {rate!r}")
-    return VideoProcessor(vision.patch_size, vision.merge_size, low, high, *frames, float(rate))
+        raise ModelError(f"{file}: 'fps' must be a number of frames a second, got {rate!r}")
+    kind = OlderVideoProcessor if vision.is_older else VideoProcessor
+    return kind(vision.patch_size, vision.merge_size, low, high, *frames, float(rate), time_steps=vision.time_steps)
 
 
 def frames_of_files(files: Sequence[bytes], rate: float | None, processor: VideoProcessor) -> Frames:
@@ -166,7 +215,7 @@ def frames_at(images: Sequence[Image.Image], rate: float | None) -> Frames:
         raise ImageError("it has no frames")
     _check_pixels(len(images), *images[0].size)
     rate = rate or FRAMES_PER_SECOND
-    return Frames([to_rgb(image) for image in images], [i / rate for i in range(len(images))])
+    return Frames([to_rgb(image) for image in images], [i / rate for i in range(len(images))], rate)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -191,7 +240,8 @@ def _frames_of_file(data: bytes, processor: VideoProcessor) -> Frames:
             _check_pixels(count, *file.size)
             images: list[Image.Image] = []
             starts, now = [], 0.0
-            wanted = _wanted(file, count, processor)
+            rate = _rate_of(file)
+            wanted = set(processor.sampled(count, rate))
             for index in range(count):
                 file.seek(index)
                 file.load()
@@ -199,7 +249,7 @@ def _frames_of_file(data: bytes, processor: VideoProcessor) -> Frames:
                 now += float(file.info.get("duration") or DEFAULT_MS) / 1000
                 if index in wanted:
                     images.append(to_rgb(file.copy()))
-            return Frames(images, [starts[index] for index in sorted(wanted)])
+            return Frames(images, [starts[index] for index in sorted(wanted)], len(wanted) / count * rate)
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -210,8 +260,9 @@ def _frames_of_file(data: bytes, processor: VideoProcessor) -> Frames:
         raise ImageError(f"the file is damaged: {str(error)[:200] or type(error).__name__}") from None
 
 
-def _wanted(file: Image.Image, count: int, processor: VideoProcessor) -> set[int]:
-    """Return the frames that are read. The first frame's time stands for all."""
+def _rate_of(file: Image.Image) -> float:
+    """Return the frames a second of an animated file. The first frame's time stands for all."""
     file.seek(0)
+    file.load()  # of WebP only then is the time known
     milliseconds = float(file.info.get("duration") or DEFAULT_MS)
-    return set(processor.sampled(count, 1000 / max(milliseconds, 1.0)))
+    return 1000 / max(milliseconds, 1.0)

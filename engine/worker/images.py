@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,10 @@ class ImageReader:
         """Return how many positions more than tokens a prompt with these images takes: usually a negative number."""
         if self._spec.rope_sections is None:
             return 0
-        return sum(max(image.grid) // self._spec.merge_size - image.num_tokens for image in images)
+        if not images:
+            return 0
+        *_, (_, _, end) = image_places(images, self._spec.merge_size)
+        return end - images[-1].stop
 
     def step(self, packed: PackedStep) -> StepImages:
         """Encode what a step needs. Its requests with images compute tokens up to the last one."""
@@ -191,21 +194,33 @@ def computes_images(row: Row, start: int) -> bool:
     return bool(row.images) and start < row.images[-1].stop
 
 
+def image_places(images: Iterable[ImageInput], merge_size: int) -> Iterator[tuple[ImageInput, int, int]]:
+    """Yield each image with the position of its first row and column, and that of the text behind it: the first one
+    that no token so far has. The pairs of frames of a video without texts stand at the same rows and columns.
+    """
+    index = first = end = 0
+    follows = False  # the image before it belongs to such a video
+    for image in images:
+        if not (follows and image.moment is not None and image.start == index):
+            first = end + image.start - index
+        end = max(end, first + max(*(count // merge_size for count in image.grid), (image.moment or 0) + 1))
+        index, follows = image.stop, image.moment is not None
+        yield image, first, end
+
+
 def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, stop: int) -> np.ndarray:
     """Return time, row and column of the tokens from index `start` to `stop` of a prompt: [3, stop - start] int64.
 
-    The three are equal for text. An image stands at one time; its rows and columns count from there. The text after it
-    goes on behind the larger of both.
+    The three are equal for text. An image stands at one time; its rows and columns count from there.
     """
     parts: list[np.ndarray] = []
     index = position = 0
-    for image in images:
+    for image, first, end in image_places(images, merge_size):
         rows, columns = (count // merge_size for count in image.grid)
         parts.append(np.broadcast_to(np.arange(position, position + image.start - index), (3, image.start - index)))
-        position += image.start - index
         row, column = np.divmod(np.arange(rows * columns), columns)
-        parts.append(np.stack([np.zeros_like(row), row, column]) + position)
-        position, index = position + max(rows, columns), image.stop
+        parts.append(np.stack([np.full_like(row, image.moment or 0), row, column]) + first)
+        position, index = end, image.stop
     rest = max(stop - index, 0)
     parts.append(np.broadcast_to(np.arange(position, position + rest), (3, rest)))
     return np.ascontiguousarray(np.concatenate(parts, 1)[:, start:stop])

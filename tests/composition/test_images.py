@@ -1,4 +1,4 @@
-"""Images beside other features: answers are those of each request alone in the plainest engine."""
+"""Images and videos beside other features: answers are those of each request alone in the plainest engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ pytest.importorskip("transformers")
 
 from engine import LLM, SamplingParams
 from engine.core import encoder_cache
+from engine.offline.images import GivenVideo
 from tests.support.image_models import END, IMAGE, START, make_case
 from tests.support.images import picture
 
+VIDEO = 291
 COMMON: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "block_size": 4,
 }  # fmt: skip
@@ -34,7 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 HEAVY = {"tensor parallel", "pipeline parallel"}
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Mistral3", "Gemma3"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Qwen2_5_VL", "Mistral3", "Gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(request.param, tmp_path_factory.mktemp(request.param)).folder
 
@@ -45,7 +47,8 @@ def llm_of(model: Path, settings: dict[str, Any], **more: Any) -> LLM:
     return LLM(str(model), **COMMON | settings | more | {"num_gpu_blocks_override": num_blocks})
 
 
-def prompts() -> list[Any]:
+def prompts(model: Path) -> list[Any]:
+    """Requests with images and without; for models that read videos, also some with two videos and an image."""
     rng = np.random.default_rng(0)
 
     def text(count: int) -> list[int]:
@@ -55,7 +58,17 @@ def prompts() -> list[Any]:
     image = [START, IMAGE, END]
     shared = [*text(9), *image, *text(5), *image]
     pictures = [picture(30, 18), picture(16, 44), picture(40, 40)]
+    moving = [START, VIDEO, VIDEO, END]
+    frames = [picture(24, 16 + i).resize((24, 16)) for i in range(7)]
+    videos = [GivenVideo(frames[:3], 2), pictures[1], GivenVideo(frames[3:], 3)]
+    film = [*text(7), *moving, *text(2), *image, *moving]
+    with_videos = [
+        {"prompt_token_ids": [*film, *text(5)], "multi_modal_data": {"image": videos}},
+        {"prompt_token_ids": [*film, *text(9)], "multi_modal_data": {"image": videos}},
+        {"prompt_token_ids": [*film, *text(5)], "multi_modal_data": {"image": [videos[2], pictures[1], videos[0]]}},
+    ]
     return [
+        *(with_videos if model.name.startswith("Qwen") else []),
         {"prompt_token_ids": [*shared, *text(3)], "multi_modal_data": {"image": pictures[:2]}},
         {"prompt_token_ids": text(20)},
         {"prompt_token_ids": [*shared, *text(12)], "multi_modal_data": {"image": pictures[:2]}},
@@ -71,11 +84,11 @@ def test_no_bit_depends_on_other_requests_in_deterministic_mode(model: Path) -> 
         return [output.cumulative_logprob for each in found for output in each.outputs]
 
     llm = llm_of(model, ALONE, deterministic=True)
-    alone = [score for each in prompts() for score in scores(llm, [each])]
+    alone = [score for each in prompts(model) for score in scores(llm, [each])]
     llm.close()
     for settings in (MANY, FEATURES["chunked prefill"]):
         llm = llm_of(model, settings, deterministic=True)
-        assert scores(llm, prompts()) == alone
+        assert scores(llm, prompts(model)) == alone
         llm.close()
 
 
@@ -91,7 +104,7 @@ def answers(llm: LLM, asked: list[Any]) -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Iterator[list[list[list[int]]]]:
     llm = llm_of(model, ALONE)
-    yield [answers(llm, [each])[0] for each in prompts()]
+    yield [answers(llm, [each])[0] for each in prompts(model)]
     llm.close()
 
 
@@ -104,10 +117,10 @@ def test_answers_are_those_of_each_request_alone(
     if is_tight:
         monkeypatch.setattr(encoder_cache, "MAX_ENCODED_TOKENS", 1)
     llm = llm_of(model, FEATURES[feature])
-    assert answers(llm, prompts()) == expected
+    assert answers(llm, prompts(model)) == expected
     if is_tight:
         llm.reset_prefix_cache()
-    assert answers(llm, prompts()) == expected, "again, with what is cached"
+    assert answers(llm, prompts(model)) == expected, "again, with what is cached"
     if is_tight:
         assert llm._engine.stats().num_encoded > 3, "of three images, some were forgotten and encoded again"
     stats = llm._engine.stats()
@@ -115,5 +128,5 @@ def test_answers_are_those_of_each_request_alone(
     if feature.startswith("recorded"):
         llm.sleep()
         llm.wake_up()
-        assert answers(llm, prompts()) == expected, "after sleep"
+        assert answers(llm, prompts(model)) == expected, "after sleep"
     llm.close()

@@ -20,7 +20,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.errors import ModelError
-from engine.worker.images import token_positions
+from engine.worker.images import image_places, token_positions
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import (
     END,
@@ -132,6 +132,33 @@ def test_positions_of_an_image() -> None:
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
     assert token_positions(images, MERGE, 4, 9).tolist() == [[2, 2, 2, 2, 5], [2, 3, 3, 3, 5], [4, 2, 3, 4, 5]]
+
+
+def test_positions_of_videos_without_texts() -> None:
+    """The time of frames counts in positions, and the text behind them goes on behind all of these."""
+    patches = np.zeros((8, 3, SIDE, SIDE), np.uint8)
+    starts, moments = (1, 3, 5, 9, 12), (0, 3, 5, 0, None)
+    images = tuple(
+        replace(image(patches, start, (2, 4)), moment=moment) for start, moment in zip(starts, moments, strict=True)
+    )
+    want: list[np.ndarray] = []
+
+    def write(num_text: int, *times: int) -> None:
+        """Write texts and videos as Qwen2.5-VL was published: behind the largest position so far."""
+        begin = 1 + max((int(each.max()) for each in want), default=-1)
+        want.append(np.tile(np.arange(num_text), (3, 1)) + begin)
+        for time in times:
+            want.append(np.array([[time, time], [0, 0], [0, 1]]) + begin + num_text)
+
+    write(1, 0, 3, 5)
+    write(2, 0)
+    write(1, 0)
+    write(4)
+    together = np.concatenate(want, 1)
+    assert token_positions(images, MERGE, 0, 18).tolist() == together.tolist()
+    assert token_positions(images, MERGE, 4, 8).tolist() == together[:, 4:8].tolist()
+    *_, (_, _, end) = image_places(images, MERGE)
+    assert end - images[-1].stop == together[0, -1] + 1 - 18
 
 
 def test_llm_reads_pictures(case: Case, tmp_path: Path) -> None:

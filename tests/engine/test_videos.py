@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import ImageProcessor
 from engine.vision.sources import Media
-from engine.vision.videos import VideoProcessor, frames_at
+from engine.vision.videos import OlderVideoProcessor, VideoProcessor, frames_at
 from tests.engine.test_images import run
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import END, IMAGE, MERGE, NUM_TOKENS, SIDE, START, make_case, normalised
@@ -33,9 +33,14 @@ SPECIAL = [f"<{i}>" for i in range(259, IMAGE)] + [
 ]
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Qwen2_5_VL"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_case(request.param, tmp_path_factory.mktemp(request.param), answers=False)
+
+
+def is_older(case: Any) -> bool:
+    """Return whether times of frames are positions; else they are texts."""
+    return type(case.model).__name__.startswith("Qwen2_5_VL")
 
 
 def frames_of(patches: bytes) -> np.ndarray:
@@ -47,16 +52,18 @@ def frames_of(patches: bytes) -> np.ndarray:
 def test_answers_are_those_of_transformers(case: Any, settings: dict[str, Any]) -> None:
     """A video of three frames, whose last one is read twice, between an image and another video."""
     layout = ImageLayout(IMAGE, merge_size=MERGE, video_id=VIDEO)
-    loader = ImageLoader(
-        ImageProcessor(SIDE, MERGE, 64, 1024), Media(), IMAGE, "", 9, layout, VideoProcessor(SIDE, MERGE, 64, 4096)
-    )
+    processor = VideoProcessor(SIDE, MERGE, 64, 4096)
+    if is_older(case):
+        processor = OlderVideoProcessor(SIDE, MERGE, 64, 4096, time_steps=2.0)
+    loader = ImageLoader(ImageProcessor(SIDE, MERGE, 64, 1024), Media(), IMAGE, "", 9, layout, processor)
     videos = [
         loader.load_frames(frames_at([picture(24, 16 + i).resize((24, 16)) for i in range(count)], 2.0))
         for count in (3, 2)
     ]
     still = loader.load_image(picture(20, 24))
     pair = [START, VIDEO, END]
-    prompt = [5, 6, *[9, *pair, 8, *pair], 7, START, IMAGE, END, 11, 12, *pair, 13]
+    shown = [START, VIDEO, VIDEO, END] if is_older(case) else [9, *pair, 8, *pair]
+    prompt = [5, 6, *shown, 7, START, IMAGE, END, 11, 12, *pair, 13]
     placed = loader.place(prompt, [videos[0], still, videos[1]])
     engine = Engine(
         EngineConfig(
@@ -83,6 +90,7 @@ def _generated(model: Any, token_ids: list[int], videos: list[Any], still: Any) 
     pixels = pixels.reshape(len(moving), 2, 3, SIDE, SIDE).transpose(0, 2, 1, 3, 4)
     image = normalised(model, np.frombuffer(still.patches, np.uint8).reshape(-1, 3, SIDE, SIDE))
     ids = torch.tensor([token_ids])
+    more = {"second_per_grid_ts": torch.ones(len(videos))} if type(model).__name__.startswith("Qwen2_5") else {}
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -93,6 +101,7 @@ def _generated(model: Any, token_ids: list[int], videos: list[Any], still: Any) 
         mm_token_type_ids=(ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
         max_new_tokens=NUM_TOKENS,
         do_sample=False,
+        **more,
     )
     found: list[int] = output[0, len(token_ids) :].tolist()
     return found
@@ -117,6 +126,8 @@ def test_llm_reads_videos(case: Any, tmp_path: Path) -> None:
     answer = asked(image, video)
     pads = "<|video_pad|>" * 6
     shown = "".join(f"<{time} seconds><|vision_start|>{pads}<|vision_end|>" for time in ("0.5", "2.5"))
+    if is_older(case):
+        shown = f"<|vision_start|>{pads}{pads}<|vision_end|>"
     still = f"<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>"
     text = f"<|im_start|>user\n{still}{shown}B<|im_end|>\n<|im_start|>assistant\n"
     assert answer.prompt_token_ids == tokenizer.encode(text)

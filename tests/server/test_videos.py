@@ -24,7 +24,7 @@ FRAMES = [saved(picture(24, 16 + i).resize((24, 16)), "JPEG") for i in range(3)]
 def live() -> Iterator[Live]:
     engine = FakeEngine(max_model_len=600)
     engine.tokenizer = make_tokenizer(TEMPLATE, SPECIAL)
-    layout = ImageLayout(PAD, video_id=VIDEO, video_text="<|vision_start|><|video_pad|><|vision_end|>")
+    layout = ImageLayout(PAD, video_id=VIDEO, video_texts=("<|vision_start|>", "<|video_pad|>", "<|vision_end|>"))
     processor = ImageProcessor(4, 2, 256, 1024)
     videos = VideoProcessor(4, 2, 64, 4096, max_frames=8)
     engine.images = ImageLoader(processor, Media(()), PAD, "".join(SPECIAL[:3]), 3, layout, videos)
@@ -81,3 +81,23 @@ def test_a_model_without_videos_says_so(live: Live) -> None:
     loader.video_processor = processor
     assert response.status_code == 400
     assert "this model reads no videos" in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "part"),
+    [
+        ("/v1/responses", "input", {"type": "input_video", "video_url": data_url(FRAMES[0])}),
+        ("/v1/messages", "messages", {"type": "video", "source": {"type": "url", "url": data_url(FRAMES[0])}}),
+        (
+            "/v1/messages",
+            "messages",
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video", "source": {}}]},
+        ),
+    ],
+)
+def test_apis_that_have_no_videos_name_the_one_that_has(live: Live, path: str, field: str, part: Any) -> None:
+    asked: dict[str, Any] = {"max_tokens": 4, "model": live.engine.model_name} if field == "messages" else {}
+    response = live.post(path, **asked, **{field: [{"role": "user", "content": [part]}]})
+    assert response.status_code == 400
+    assert "video" in response.text
+    assert "/v1/chat/completions" in response.text

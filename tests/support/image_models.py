@@ -54,7 +54,7 @@ VISION = {
 }
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu"}
+WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu", "tokens_per_second": 2}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,

@@ -18,7 +18,14 @@ from engine.models.families.vision import VISION
 from engine.vision import videos
 from engine.vision.decode import ImageError
 from engine.vision.sources import ImageSource, Media
-from engine.vision.videos import Frames, VideoProcessor, frames_at, frames_of_files, read_video_processor
+from engine.vision.videos import (
+    Frames,
+    OlderVideoProcessor,
+    VideoProcessor,
+    frames_at,
+    frames_of_files,
+    read_video_processor,
+)
 from tests.support.images import picture, saved
 
 PROCESSOR = VideoProcessor(4, 2, min_pixels=64, max_pixels=4096, max_frames=9)
@@ -59,6 +66,39 @@ def test_sizes_and_samples_are_those_of_transformers(theirs: tuple[Any, Any]) ->
         assert processor.sampled(count, rate) == oracle.sample_frames(fields, metadata).tolist(), (count, rate)
 
 
+def test_sizes_and_samples_of_older_models_are_those_of_transformers(theirs: tuple[Any, Any]) -> None:
+    module = importlib.import_module("transformers.models.qwen2_vl.video_processing_qwen2_vl")
+    processor = OlderVideoProcessor(14, 2, 3136, 602_112)
+    for height, width in ((28, 28), (480, 640), (1080, 1920), (5, 300), (17, 90), (33, 31)):
+        want = module.smart_resize(height, width, min_pixels=3136, max_pixels=602_112)
+        assert processor.size_of(9, height, width) == want
+    fields = {"fps": 2, "min_frames": 4, "max_frames": 768, "num_frames": None, "temporal_patch_size": 2}
+    oracle = type("Fields", (), fields)()
+    for count in (2, 3, 4, 5, 7, 10, 11, 95, 240, 3000, 9999):
+        for rate in (0.5, 2, 3, 10, 23.976, 60):
+            metadata = type("Metadata", (), {"total_num_frames": count, "fps": rate})()
+            want = module.Qwen2VLVideoProcessor.sample_frames(oracle, metadata).tolist()
+            assert processor.sampled(count, rate) == want, (count, rate)
+    assert processor.sampled(1, 2) == [0]
+
+
+def test_times_of_older_models_are_positions() -> None:
+    processor = OlderVideoProcessor(4, 2, 64, 4096, time_steps=2.0)
+    images = [picture(24, 16 + i).resize((24, 16)) for i in range(7)]
+    found = processor(frames_at(images, 2.0))
+    assert found.seconds == ()
+    assert [pair.moment for pair in found.pairs] == [0, 2, 4, 6]
+    faster = processor(frames_at(images, 3.0))
+    assert [pair.moment for pair in faster.pairs] == [0, 1, 2, 4]
+    same = [a.digest == b.digest for a, b in zip(found.pairs, faster.pairs, strict=True)]
+    assert same == [True, False, False, False], "another time is another prefix"
+    with pytest.raises(ImageError, match="too small for the time between them"):
+        processor(frames_at(images, 0.4))
+    with pytest.raises(ImageError, match="too small for the time between them"):
+        processor(frames_at(images, 1e-320))
+    processor(frames_at(images[:1], 1e-9))
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_patches_and_times_are_those_of_transformers(count: int, theirs: tuple[Any, Any]) -> None:
     import torch
@@ -86,6 +126,9 @@ def test_an_animated_file_is_sampled_by_its_times(format: str) -> None:
     if format == "WEBP":
         want = picture(24, 16).point(lambda value: (value + 380) % 256)
         assert np.array_equal(np.asarray(frames.images[3]), np.asarray(want))
+    slow = frames_of_files([animated(5, format=format, duration=250)], None, PROCESSOR)
+    assert slow.seconds == pytest.approx([0.0, 0.25, 0.75, 1.0])
+    assert slow.rate == pytest.approx(4.0 * 4 / 5)
     still = frames_of_files([saved(picture(24, 16))], None, PROCESSOR)
     assert still.seconds == [0.0]
 
@@ -139,6 +182,12 @@ def test_the_file_of_videos(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ModelError, match=videos.FILE):
             read_video_processor(tmp_path, vision)
+    older = VISION["Qwen2_5_VLForConditionalGeneration"]({"vision_config": {"tokens_per_second": 2}}, {})
+    assert older is not None
+    file.unlink()
+    assert read_video_processor(tmp_path, older) == OlderVideoProcessor(14, 2, 100_352, 602_112, time_steps=2.0)
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
+    assert read_video_processor(tmp_path, older) == OlderVideoProcessor(14, 2, 3136, 12_845_056, time_steps=2.0)
     without = VISION["Gemma3ForConditionalGeneration"]({"vision_config": {}}, {})
     assert without is not None
     assert read_video_processor(tmp_path, without) is None

@@ -69,6 +69,8 @@ def qwen2_5_vl(config: Config, text: Config) -> VisionSpec:
         num_positions=0,
         image_token_id=integer(config, "image_token_id", 151655),
         placeholder=_placeholder(config),
+        video_token_id=integer(config, "video_token_id", 151656),
+        time_steps=number(fields, "tokens_per_second", 4.0),
         rope_sections=_sections(text, (16, 24, 24)),
         rope_interleaved=False,
         activation=_activation(fields, "silu"),

@@ -106,12 +106,15 @@ class ToolUseBlock(Block):
     caller: Any = None
 
 
+NO_VIDEOS = "this API has no videos: send them to /v1/chat/completions"
+
+
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str | None = None
     content: Annotated[
         str | list[TextBlock | ImageBlock] | None,
-        one_message("a string or a list of text and image blocks; other blocks are not supported"),
+        one_message(f"a string or a list of text and image blocks; others are not supported ({NO_VIDEOS})"),
     ] = None
     is_error: bool | None = None
 
@@ -127,7 +130,7 @@ AnyBlock = Annotated[
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="wrong_value",
-        custom_error_message=f"must be a block of type {', '.join(_BLOCKS)}; other types are not supported",
+        custom_error_message=f"must be a block of type {', '.join(_BLOCKS)}; others are not supported ({NO_VIDEOS})",
     ),
 ]
 

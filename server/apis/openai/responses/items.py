@@ -48,7 +48,10 @@ class Part(Body):
 
 Content = Annotated[
     str | list[Part],
-    one_message("a string or a list of text and image parts; images by file_id, audio and files are not supported"),
+    one_message(
+        "a string or a list of text and image parts; images by file_id, audio and files are not supported, and videos "
+        "only by /v1/chat/completions"
+    ),
 ]
 
 
