@@ -44,6 +44,30 @@ def _qwen3_5(
     }
 
 
+def _with_encoder(text: dict[str, Any]) -> dict[str, Any]:
+    """The model as it is published, with an encoder of images: vLLM knows no other form. For speed of text, start both
+    engines with `language_model_only`.
+    """
+    architecture = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    model_type = text["model_type"].removesuffix("_text")
+    sections = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    vision = {"model_type": model_type, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    vision |= {"num_position_embeddings": 2304, "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": []}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+        "text_config": text | {"rope_parameters": _QWEN_ROPE | sections},
+        "vision_config": vision | {"out_hidden_size": text["hidden_size"], "initializer_range": 0.02},
+    }
+
+
 def _lfm2(layers: list[int], hidden: int, inner: int, heads: int) -> dict[str, Any]:
     """LFM2 and LFM2.5. layers: their number, then those that attend."""
     count, *attends = layers
@@ -120,32 +144,36 @@ _NEMOTRON_3_NANO = {
 
 HYBRID_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-0.8b": _qwen3_5(24, 1024, 8, 2, 16, tied=True, intermediate_size=3584),
-    "qwen3.8-27b": _qwen3_5(64, 5120, 24, 4, 48, tied=False, intermediate_size=17408),
-    "qwen3.6-35b-a3b": _qwen3_5(
-        40,
-        2048,
-        16,
-        2,
-        32,
-        tied=False,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.001,
+    "qwen3.8-27b": _with_encoder(_qwen3_5(64, 5120, 24, 4, 48, tied=False, intermediate_size=17408)),
+    "qwen3.6-35b-a3b": _with_encoder(
+        _qwen3_5(
+            40,
+            2048,
+            16,
+            2,
+            32,
+            tied=False,
+            num_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.001,
+        )
     ),
     "nemotron-3-nano": _NEMOTRON_3_NANO,
     "lfm2-350m": _lfm2([16, 2, 5, 8, 10, 12, 14], 1024, 6656, 16),
 }
 
 # As published: the gates, whose rows are fewer than a block's, stay in bfloat16.
-_GATES = [f"model.layers.{i}.linear_attn.in_proj_{gate}" for i in range(64) for gate in "ab" if (i + 1) % 4]
+_GATES = [
+    f"model.language_model.layers.{i}.linear_attn.in_proj_{gate}" for i in range(64) for gate in "ab" if (i + 1) % 4
+]
 HYBRID_SHAPES["qwen3.8-27b-fp8-block"] = HYBRID_SHAPES["qwen3.8-27b"] | {
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "model.embed_tokens", *_GATES],
+        "modules_to_not_convert": ["lm_head", "model.language_model.embed_tokens", "model.visual", *_GATES],
     }
 }

@@ -191,6 +191,19 @@ SHAPES["glm-4.7-flash"] = {
     "bos_token_id": 151329,
     "eos_token_id": 154820,
 }
+# Drafters of Qwen3-8B, see docs/drafts.md: an EAGLE-3 head, and a block drafter.
+SHAPES["qwen3-8b-eagle3"] = _llama(
+    1, 4096, 12288, 32, 8, head_dim=128, vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=40960,
+    tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151645, draft_vocab_size=32000,
+    eagle_aux_hidden_state_layer_ids=[2, 18, 33],
+) | {"architectures": ["LlamaForCausalLMEagle3"]}  # fmt: skip
+SHAPES["qwen3-8b-dflash"] = SHAPES["qwen3-8b"] | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+    "block_size": 8,
+    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
+}
 _FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # As published: an engine that quantised the routers, too, would look for scales that no checkpoint has.
 _ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(SHAPES["qwen3-30b-a3b"]["num_hidden_layers"])]

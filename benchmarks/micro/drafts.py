@@ -128,6 +128,7 @@ def main(argv: list[str]) -> int:
         "--kinds", nargs="+", choices=dict.fromkeys(OF_WEIGHTS + OF_SHAPES), metavar="KIND",
         help=f"of drafts (else {', '.join(OF_WEIGHTS)} of folders, {', '.join(OF_SHAPES)} of shapes)",
     )  # fmt: skip
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--output-len", type=int, default=400, help="tokens of an answer")
     parser.add_argument("--seconds", type=float, default=12.0, help="for each measurement, at least three turns")
     args = parser.parse_args(argv)
@@ -139,7 +140,7 @@ def main(argv: list[str]) -> int:
                 model=str(_shape(model)) if is_shape else model, device=args.device, dtype=args.dtype,
                 load_format="dummy" if is_shape else "auto", max_model_len=2048,
                 max_num_seqs=max(64, *args.streams), enable_prefix_caching=False,
-                speculative_config={"method": "ngram"},
+                speculative_config={"method": "ngram"}, gpu_memory_utilization=args.gpu_memory_utilization,
             )  # fmt: skip
         gc.collect()
         gc.freeze()

@@ -254,6 +254,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     pairs, more = [], flags.engine_args or {}
     for model in flags.models:
         config = json.loads((model_folder(model, Path(flags.models_dir)) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
         for (context, prefix_caching, _, counts), works in _groups(flags, model, config).items():
             folder = _with_weights(flags, model, counts)
             settings = {
