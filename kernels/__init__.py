@@ -21,6 +21,7 @@ from kernels.data.activation import Activation, ExpertActivation, Gate
 from kernels.data.attention import AttentionArgs, KnownArgs, NewLatents, PagedContext, PagedLatents
 from kernels.data.block_parts import BlockParts
 from kernels.data.block_sparse import BlockSparse
+from kernels.data.block_weight import BlockWeight
 from kernels.data.capability import compute_capability
 from kernels.data.compressed_weight import CompressedWeight, ExpertWeight
 from kernels.data.forms import FORMS
@@ -82,6 +83,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # type of device -> module -> names of 
         "kernels.cuda.linear": (
             "linear linear_add linear_add_norm linear_gated norm_gated norm_linear norms_apart quantized_input"
         ),
+        "kernels.cuda.block_linear": "pack_blocks",
         "kernels.triton.weight_only": "dequantize",
         "kernels.triton.scaled": "quantize_rows",
         "kernels.triton.norm": "rms_norm add_rms_norm rms_norm_add",
@@ -177,6 +179,7 @@ sigmoid = _dispatched(reference.sigmoid)
 add_scaled = _dispatched(reference.add_scaled)
 scale = _dispatched(reference.scale)
 pack_weight = _dispatched(reference.pack_weight)
+pack_blocks = _dispatched(reference.pack_blocks)
 dequantize = _dispatched(reference.dequantize)
 quantize_groups = _dispatched(reference.quantize_groups)
 quantize_rows = _dispatched(reference.quantize_rows)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cuda import block_linear
 from kernels.cuda.choice import CHOICE, GLUON
 from kernels.data.activation import Gate
+from kernels.data.block_weight import BlockWeight
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.device import is_hopper, multiplies_e4m3
@@ -90,6 +92,8 @@ def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) ->
     """See `kernels.reference.norms_apart`. A kernel that quantises x, or permutes its channels, also computes the
     norm.
     """
+    if isinstance(weight, BlockWeight):
+        return not block_linear.is_small_batch(x, weight)
     weight, swiglu = dataclasses.replace(weight, order=None), gate == "silu"
     return (
         small_batch_config(x, weight, swiglu) is None
@@ -120,7 +124,7 @@ def quantizes(x: Tensor, weight: QuantizedWeight) -> bool:
 
 def _takes_codes(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> bool:
     """Return whether `_linear` quantises x without permuting its channels."""
-    return weight.order is None and small_batch_config(x, weight, swiglu) is None and quantizes(x, weight)
+    return quantizes(x, weight) and weight.order is None and small_batch_config(x, weight, swiglu) is None
 
 
 def _linear(
@@ -137,6 +141,11 @@ def _linear(
     """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in
     `out`.
     """
+    if isinstance(weight, BlockWeight):
+        assert isinstance(x, Tensor)
+        return block_linear.linear(
+            x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual, out=out
+        )
     if isinstance(x, QuantizedRows):
         assert norm_weight is None
         assert out is None

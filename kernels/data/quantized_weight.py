@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1"]
+Kind: TypeAlias = Literal["e4m3", "int8", "int4", "e2m1", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class QuantizedWeight:
     minimum[n, k // group].
 
     `kind` defines the value of a code: e4m3 and int8: the code itself; int4: the code minus 8; e2m1: ± 0, 0.5, 1, 1.5,
-    2, 3, 4 or 6. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are its low bits. e2m1: four
-    bytes share the bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A stack of E matrices
-    (experts) is one object whose tensors all have E as their first dimension; `stack[e]` is a matrix whose tensors are
-    views.
+    2, 3, 4 or 6; blocks: see `BlockWeight`. Two codes of four bits share a byte: channel j and j + K / 2. int4: j's are
+    its low bits. e2m1: four bytes share the bits of their eight codes, see `pack_e2m1`, and K is a multiple of 8. A
+    stack of E matrices (experts) is one object whose tensors all have E as their first dimension; `stack[e]` is a
+    matrix whose tensors are views.
 
     With a `panel`, a matrix's codes lie in memory as [K / panel, N, panel], see `in_panels`.
     """

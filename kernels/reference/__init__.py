@@ -42,6 +42,7 @@ from kernels.reference.matmul import (
     norm_gated,
     norm_linear,
     norms_apart,
+    pack_blocks,
     pack_weight,
     quantized_input,
 )

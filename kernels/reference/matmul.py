@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.data.activation import Gate
+from kernels.data.block_weight import BlockWeight
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.reference.activation import gate_and_mul
@@ -16,6 +20,15 @@ from kernels.reference.quantized import dequantize
 def pack_weight(weight: Weight) -> Weight:
     """weight [N, K] -> the weight in the layout that suits the device best; only the operations below may read it."""
     return weight
+
+
+def pack_blocks(
+    first: Tensor, others: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype
+) -> BlockWeight | None:
+    """Pack blocks [n, blocks, bytes] uint8 of a GGUF file, whose types are `kinds`, below each other, for GEMMs in
+    `dtype`; None: the device does not read them.
+    """
+    return None
 
 
 def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.block_weight import BlockWeight
 from kernels.data.capability import shared_memory
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.codes import values
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.triton import block_weight
 
 FOUR_BITS = ("int4", "e2m1")
 
@@ -133,6 +135,8 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 def dequantize(codes: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """See `kernels.reference.dequantize`."""
+    if isinstance(weight, BlockWeight):
+        return block_weight.dequantize(weight, dtype)
     out = torch.empty(len(weight), weight.num_channels, dtype=dtype, device=codes.device)
     block = min(next_power_of_2(codes.shape[1]), 2048)
     scale = _bytes(weight.scale)

@@ -37,6 +37,7 @@ from tests.gpu.encoders import check_bidirectional, check_encoder_models
 from tests.gpu.experts import check_experts
 from tests.gpu.faults import check_lost_processes
 from tests.gpu.formats import check_formats
+from tests.gpu.gguf import check_block_layers
 from tests.gpu.host_tier import check_file_texts, check_host_speed, check_host_texts
 from tests.gpu.hybrids import check_hybrid_families, check_hybrids, check_recurrent
 from tests.gpu.images import check_image_models, check_image_speed, check_rotations
@@ -65,6 +66,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "prefill": (check_codes, check_prefill),
     "products": (check_products,),
     "formats": (check_formats,),
+    "gguf": (check_block_layers,),
     "norms": (check_norms, check_activation),
     "rotary": (check_rotary,),
     "sampling": (check_sampling, check_faults, check_distribution),

@@ -17,6 +17,7 @@ from tests.gpu import attention
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Checks
 from tests.gpu.formats import check_formats
+from tests.gpu.gguf import check_block_layers
 from tests.gpu.lora import check_lora_kernels
 from tests.gpu.moe import SHAPES, check_expert_products, check_routers
 from tests.gpu.prefill import check_codes, check_prefill
@@ -39,6 +40,9 @@ def test_the_checks_pass_on_the_reference_implementations(monkeypatch: pytest.Mo
     check_prefill(checks)
     check_products(checks, [(1, 1000, 1000), (7, 1024, 3072), (11, 1000, 192)])
     check_formats(checks, (1, 7), {"qkv": (384, 256), "gate_up": (512, 256), "down": (256, 512)})
+    check_block_layers(
+        checks, (1, 7), {"qkv": ("norm", ((48, "Q4_K"), (16, "Q6_K")), 512), "o": ("add", ((8, "Q8_0"),), 128)}
+    )
     check_lora_kernels(checks, (1, 20), {"qkv": ((96, 32, 32), 128)}, (16,))
     monkeypatch.setitem(SHAPES, "small", Shape(64, 128, 6, Router(2), ("bfloat16", "mxfp4")))
     for name in SHAPES.keys() - {"small"}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import Kind, QuantizedWeight, pack_e2m1, pack_nibbles
+from kernels.data.block_weight import BlockKind
 
 # name → kind, channels in a group (0: all), rows that share a scale, and: zero points, those of fractions, e4m3 scales
 # with a factor, an order
@@ -64,3 +65,26 @@ def random_weight(form: str, n: int, k: int, device: str = "cpu", seed: int = 0)
 def random_experts(form: str, count: int, n: int, k: int, device: str = "cpu") -> QuantizedWeight:
     """A stack [count, n, k] of a form in `FORMS`."""
     return QuantizedWeight.stack([random_weight(form, n, k, device, seed) for seed in range(count)])
+
+
+# Of GGUF's types: bytes of a block, its channels, where its float16 factors are, and the deviation of its codes, scaled
+BLOCKS: dict[BlockKind, tuple[int, int, tuple[int, ...], float]] = {
+    "q4_k": (144, 256, (0, 2), 260.0),
+    "q5_k": (176, 256, (0, 2), 530.0),
+    "q6_k": (210, 256, (208,), 1365.0),
+    "q8_0": (34, 32, (0,), 73.9),
+}
+
+
+def random_blocks(kind: BlockKind, n: int, k: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    """Blocks of [n, k] as in a GGUF file, [n, blocks, bytes] uint8, of a standard deviation of about k^-0.5."""
+    num_bytes, channels, factors, deviation = BLOCKS[kind]
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = n, k // channels
+    blocks = torch.randint(256, (*shape, num_bytes), generator=generator, device=device, dtype=torch.uint8)
+    for at in factors:
+        values = (0.5 + torch.rand(shape, generator=generator, device=device)) * k**-0.5 / deviation
+        if at == 2:
+            values *= 7.5 if kind == "q4_k" else 15.5  # the minima's: so the mean is about 0
+        blocks[..., at : at + 2] = values.half().unsqueeze(2).view(torch.uint8)
+    return blocks

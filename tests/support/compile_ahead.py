@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 from kernels.data.activation import ExpertActivation
+from kernels.data.block_weight import BlockKind, BlockRows, BlockWeight, unit_channels
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.layout import RowState, StepTensors
 from kernels.data.plan import DecodePlan
@@ -297,6 +298,24 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
     return QuantizedWeight.stack([dataclasses.replace(one, **on_meta)] * 32)
 
 
+def block_weight(kind: BlockKind, tokens: int, units: int) -> None:
+    """Every form of a product of x [tokens, K] with GGUF's blocks."""
+    from kernels.cuda.linear import linear_add, norm_gated, norm_linear
+
+    n, k = 2048, units * unit_channels(kind)
+    rows = BlockRows(
+        kind,
+        tensor(n, units, 128, dtype=torch.uint8),
+        tensor(units, n, 8 if kind == "q8_0" else 16, dtype=torch.uint8),
+        tensor(n, units, 32 if kind == "q5_k" else 64, dtype=torch.uint8) if kind in ("q5_k", "q6_k") else None,
+        tensor(units, n, dtype=F16) if kind == "q6_k" else None,
+    )
+    x, scale, weight = tensor(tokens, k), tensor(k), BlockWeight.of([rows])
+    norm_linear(x, scale, 1e-6, weight, tensor(n))
+    norm_gated(x, scale, 1e-6, weight)
+    linear_add(tensor(tokens, n), x, weight)
+
+
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
     from kernels.cuda.moe import experts as compute
     from kernels.cuda.moe import experts_add_norm, pack_experts
@@ -542,6 +561,12 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(quantized, 5, "e4m3"),
     functools.partial(quantized, 1, "int8"),
     functools.partial(quantized, 1, "int4", 128, zeros=True),
+    functools.partial(block_weight, "q4_k", 1, 16),
+    functools.partial(block_weight, "q6_k", 1, 56),
+    functools.partial(block_weight, "q5_k", 8, 16),
+    functools.partial(block_weight, "q8_0", 11, 32),
+    functools.partial(block_weight, "q4_k", 11, 56),
+    functools.partial(block_weight, "q6_k", 100, 16),
     functools.partial(quantized, 3, "e2m1", 16, e4m3_scales=True),
     functools.partial(quantized, 60, "int4", 128),
     functools.partial(quantized, 300, "int8", rounds=True),

@@ -211,8 +211,8 @@ class Kernel:
         return run
 
 
-def _where(condition: Tensor, a: Tensor | int, b: Tensor | int) -> Tensor:
-    return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
+def _where(condition: Tensor | bool, a: Tensor | int, b: Tensor | int) -> Tensor:
+    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
 def run_on_tensors(

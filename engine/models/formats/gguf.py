@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+import kernels
 from engine.models.formats.layouts import STD, U8
 from engine.models.formats.quantized import QuantizedFormat, Stored, Tensors, UnpackedRows
 from engine.models.gguf.blocks import TYPES, mxfp4_codes
@@ -70,6 +71,19 @@ class GGUFBlocks(QuantizedFormat):
 
     def of_part(self, name: str) -> GGUFBlocks:
         return self
+
+    def pack(self, matrix: Matrix) -> None:
+        """Pack the blocks as they are where the device's kernels read them, else integers."""
+        own = [i for i, part in enumerate(matrix.parts) if len(part.rows)]
+        if not matrix.num_stacked:
+            first, *others = (matrix.stored[i, "blocks"] for i in own)
+            kinds = [self.of_part(matrix.parts[i].name).scheme.block for i in own]
+            weight = kernels.pack_blocks(first, others, kinds, matrix.dtype)
+            if weight is not None:
+                matrix.stored.clear()
+                matrix.weight = weight
+                return
+        super().pack(matrix)
 
     def growth(self, matrix: Matrix) -> int:
         return sum(self.of_part(matrix.parts[i].name).grown(tensor) for (i, _), tensor in matrix.stored.items())

@@ -1,0 +1,107 @@
+"""Linear layers with GGUF's blocks on CUDA devices: chooses the kernel.
+
+Up to `CHOICE.small_batch_tokens` tokens one kernel reads each type's blocks, with what comes before and after it.
+Beyond, the whole weight is dequantised for cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cuda.choice import CHOICE, GLUON
+from kernels.data.block_weight import BLOCK_KINDS, BlockRows, BlockWeight, pack_rows, unit_channels
+from kernels.data.forms import FORMS
+from kernels.gpu.device import has_tensor_cores
+from kernels.triton.activation import gate_and_mul
+from kernels.triton.block_weight import dequantize
+from kernels.triton.norm import rms_norm
+
+if GLUON:
+    from kernels.gluon.linear import block_small_batch
+
+
+def pack_blocks(
+    first: Tensor, others: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype
+) -> BlockWeight | None:
+    """See `kernels.reference.pack_blocks`."""
+    reads = CHOICE.block_order and GLUON and has_tensor_cores(first.device) and dtype == torch.bfloat16
+    return packed([first, *others], kinds) if reads and not FORMS.deterministic else None
+
+
+def packed(blocks: Sequence[Tensor], kinds: Sequence[str]) -> BlockWeight | None:
+    """Pack blocks [n, blocks, bytes] of these types; None: one of them is not supported. Neighbours of the same type
+    become one.
+    """
+    names = {name.upper(): name for name in BLOCK_KINDS}
+    fits = (
+        kind in names and each.shape[1] * (32 if kind == "Q8_0" else 256) % unit_channels(names[kind]) == 0
+        for each, kind in zip(blocks, kinds, strict=True)
+    )
+    if not all(fits):
+        return None
+    parts: list[BlockRows] = []
+    first = 0
+    for i, kind in enumerate(kinds):
+        if i + 1 == len(kinds) or kinds[i + 1] != kind:
+            parts.append(pack_rows(names[kind], blocks[first : i + 1]))
+            first = i + 1
+    return BlockWeight.of(parts)
+
+
+def is_small_batch(x: Tensor, weight: BlockWeight) -> bool:
+    """Return whether the kernel for few tokens computes x [M, K] times the weight."""
+    return GLUON and len(x) <= CHOICE.small_batch_tokens and block_small_batch.config(x, weight.parts[0]) is not None
+
+
+def linear(
+    x: Tensor,
+    weight: BlockWeight,
+    bias: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in
+    `out`.
+    """
+    if is_small_batch(x, weight) and not (swiglu and len(weight.parts) > 1):
+        into = out if residual is None else residual
+        if into is None:
+            into = x.new_empty(len(x), len(weight) // (2 if swiglu else 1))
+        for rows, own in _spans(weight, into.shape[1]):
+            config = block_small_batch.config(x, rows)
+            assert config is not None
+            block_small_batch.launch(
+                x, rows, bias if bias is None or swiglu else bias[own], into[:, own], config, norm_weight=norm_weight,
+                eps=eps, swiglu=swiglu, residual=None if residual is None else residual[:, own],
+            )  # fmt: skip
+        return into
+    if is_small_batch(x, weight):
+        result = linear(x, weight, bias, norm_weight=norm_weight, eps=eps)
+    else:
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, eps)
+        result = F.linear(x, dequantize(weight, x.dtype), bias)
+    if swiglu:
+        result = gate_and_mul(result, "silu")
+    if residual is not None:
+        return residual.add_(result)
+    return result if out is None else out.copy_(result)
+
+
+def _spans(weight: BlockWeight, width: int) -> Iterator[tuple[BlockRows, slice]]:
+    """Yield the parts and their columns of the result, of `width` in all."""
+    if len(weight.parts) == 1:
+        yield weight.parts[0], slice(0, width)
+        return
+    first = 0
+    for rows in weight.parts:
+        yield rows, slice(first, first + len(rows))
+        first += len(rows)
