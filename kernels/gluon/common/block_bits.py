@@ -106,7 +106,9 @@ SIX_BITS = gl.constexpr(
 """
     + "".join(
         f"prmt.b32 f, {bits}, 0x4b000000, {SELECTED[i]};\nfma.rn.f32 ${first + i}, f, {factor}, {less};\n"
-        for first, (bits, factor, less) in zip((0, 4, 8, 12), ("pdx", "sdx", "qey", "tey"), strict=True)
+        for first, (bits, factor, less) in zip(
+            (0, 4, 8, 12), (("p", "d", "x"), ("s", "d", "x"), ("q", "e", "y"), ("t", "e", "y")), strict=True
+        )
         for i in range(4)
     )
     + "}"

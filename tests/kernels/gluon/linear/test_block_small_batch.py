@@ -5,6 +5,7 @@ import operator
 import os
 import re
 import struct
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,10 +97,10 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     for each in replaced:
         monkeypatch.setattr(few, each.__name__, each)
-    monkeypatch.setattr(few, "offset", few.offset.fn)
+    monkeypatch.setattr(few, "offset", bits.offset.fn)
     monkeypatch.setattr(few, "ROWS", 16)
     layout = SimpleNamespace(parent=SimpleNamespace(warps_per_cta=[0]))
-    monkeypatch.setattr(few.gl, "DotOperandLayout", lambda *_: layout)
+    monkeypatch.setattr(vars(few)["gl"], "DotOperandLayout", lambda *_: layout)
     monkeypatch.setattr(few, "num_multiprocessors", lambda device: 2)
 
 
@@ -197,18 +198,22 @@ def run_ptx(text: str, *operands: int | float) -> dict[str, Any]:
             registers[pair[1]], registers[pair[2]] = found & 0xFFFF, found >> 16
             continue
         operation, names = line.split(maxsplit=1)
-        into, *names = (name.strip() for name in names.split(","))
+        into, *sources = (name.strip() for name in names.split(","))
         if "f32" in operation.split("."):
-            numbers = [float16(word(name)) if "cvt" in operation else as_float(value(name)) for name in names]
-            done = {"cvt": lambda a: a, "mov": lambda a: a, "fma": lambda a, b, c: a * b + c}
+            numbers = [float16(word(name)) if "cvt" in operation else as_float(value(name)) for name in sources]
+            done: dict[str, Callable[..., float]] = {
+                "cvt": lambda a: a,
+                "mov": lambda a: a,
+                "fma": lambda a, b, c: a * b + c,
+            }
             done |= {"mul": operator.mul, "sub": operator.sub}
             exact = done[operation.split(".")[0]](*numbers)
             registers[into] = struct.unpack("<f", struct.pack("<f", exact))[0]
         elif operation == "fma.rn.bf16x2":
-            halves = [[bf16(word(name) >> shift & 0xFFFF) for name in names] for shift in (0, 16)]
+            halves = [[bf16(word(name) >> shift & 0xFFFF) for name in sources] for shift in (0, 16)]
             registers[into] = sum(to_bf16(a * b + c) << 16 * i for i, (a, b, c) in enumerate(halves))
         else:
-            registers[into] = integer(operation, [word(name) for name in names])
+            registers[into] = integer(operation, [word(name) for name in sources])
     return registers
 
 
