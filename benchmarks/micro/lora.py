@@ -26,18 +26,7 @@ from kernels.cuda.choice import CHOICE
 NUM_LAYERS = 6  # together larger than L2
 NUM_SLOTS = 32  # by default
 FORMS = {
-    "separate": replace(CHOICE, adapted_tokens=0, adapted_gate=False, adapters_overlap=False),
-    "reduced": replace(CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=False, adapters_overlap=False),
-    "reduced, gate": replace(
-        CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=True, adapters_overlap=False
-    ),
-    "reduced, gate, beside": replace(
-        CHOICE, adapted_tokens=0, adapters_reduced=True, adapted_gate=True, adapters_overlap=True
-    ),
-    "one launch": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=False),
-    "one launch, gate": replace(CHOICE, adapted_tokens=0, adapters_one_launch=True, adapted_gate=True),
-    "with the gate": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=False),
-    "beside the GEMM": replace(CHOICE, adapted_tokens=0, adapted_gate=True, adapters_overlap=True),
+    "one launch": replace(CHOICE, adapted_tokens=0),
     "A in the GEMM": replace(CHOICE, adapted_tokens=0, extended_tokens=1023, extended_share=1.0),
     "A in the GEMM, wide": replace(
         CHOICE, adapted_tokens=0, extended_tokens=1023, extended_share=1.0, extended_wide=True
@@ -160,7 +149,7 @@ def main(argv: list[str]) -> int:
                 tokens = kernels.AdapterTokens(slots, args.slots)
                 _ = tokens.tiles  # once in a step
                 took = us_per_layer(lambda: run(layers, hidden, tokens))  # noqa: B023
-                print(f"{used:8} adapters, {name:21} {took:7.1f} us, +{took - plain:5.1f}", flush=True)
+                print(f"{used:8} adapters, {name:13} {took:7.1f} us, +{took - plain:5.1f}", flush=True)
     return 0
 
 

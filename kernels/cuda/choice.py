@@ -28,13 +28,9 @@ class Choice:
     adapted_tokens: int = 8  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
     adapted_rank: int = 16  # of adapters in that kernel
     adapted_tokens_first: bool = False  # that kernel where weights are the columns of a tile (small layers)
-    adapted_gate: bool = False  # one of these computes the gated activation, too, and its programs more outputs
-    adapters_reduced: bool = False  # the other one sums what its programs share, so that this one reads less
-    adapters_one_launch: bool = True  # both in one launch after the GEMM
     extended_tokens: int = 0  # the GEMM computes that of all slots: weights of layers are stored with their rows
     extended_wide: bool = False  # then the programs that are left compute more outputs
     extended_share: float = 0.26  # at most so many rows for each of the weight's
-    adapters_overlap: bool = False  # the other one runs beside the GEMM, on a second stream
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
     fixed_parts: bool = True  # GEMMs whose programs share tiles, and larger tiles in large steps

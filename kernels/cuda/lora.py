@@ -1,14 +1,11 @@
 """Linear layers with LoRA adapters on CUDA devices.
 
-Few tokens and a float weight: one kernel, see `kernels.gluon.linear.adapters`. Otherwise one kernel computes
-A · x, and one adds B times that to the GEMM's result. With `Choice.adapters_overlap` the first runs beside the GEMM, on
-a second stream, and with `Choice.adapted_gate` the second computes the gated activation. With `Choice.extended_tokens`
-the GEMM computes A · x itself, see `kernels.triton.extended_lora`.
+Few tokens and a float weight: one kernel, see `kernels.gluon.linear.adapters`. Otherwise one launch, or two in large
+steps, computes A · x and adds B times that to the GEMM's result. With `Choice.extended_tokens` the GEMM computes A · x
+itself, see `kernels.triton.extended_lora`.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +21,7 @@ from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
 from kernels.triton import extended_lora
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.lora import both, expand, gates, is_one_launch, lora_add, shrink
+from kernels.triton.lora import both, gates, is_one_launch, lora_add
 from kernels.triton.moe import grouped, sum_experts
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
@@ -65,20 +62,13 @@ def adapted_linear(
         y = extended_lora.expand_extended(F.linear(value, lora.extended), lora, tokens, fused, rows=rows)
         y = y if gate is None or fused is not None else gate_and_mul(y, gate)
         return y if residual is None else residual.add_(y)
-    if CHOICE.adapters_one_launch and is_one_launch(lora, tokens):
-        y = linear(value, weight, bias)
-        if gate is not None and gates(lora, tokens):
-            return both(y, value, lora, tokens, gate)
-        y = both(y, value, lora, tokens, wide=True)  # the form that a GPU has checked
-        y = y if gate is None else gate_and_mul(y, gate)
-        return y if residual is None else residual.add_(y)
-    if CHOICE.adapters_overlap:
-        inner, y = _beside(value, weight, bias, lora, tokens)
+    y = linear(value, weight, bias)
+    if not is_one_launch(lora, tokens):
+        y = lora_add(y, value, lora, tokens)
+    elif gate is not None and gates(lora, tokens):
+        return both(y, value, lora, tokens, gate)
     else:
-        inner, y = shrink(value, lora, tokens, reduced=CHOICE.adapters_reduced), linear(value, weight, bias)
-    if gate is not None and CHOICE.adapted_gate and gates(lora, tokens):
-        return expand(y, inner, lora, tokens, gate, dependent=not CHOICE.adapters_overlap)
-    y = expand(y, inner, lora, tokens, wide=CHOICE.adapted_gate, dependent=not CHOICE.adapters_overlap)
+        y = both(y, value, lora, tokens)
     if gate is not None:
         y = gate_and_mul(y, gate)
     return y if residual is None else residual.add_(y)
@@ -122,30 +112,6 @@ def small_batch_linear(
         adapters=adapters.Adapters(lora, tokens),
     )  # fmt: skip
     return out
-
-
-def _beside(
-    x: Tensor, weight: Weight, bias: Tensor | None, lora: LoraWeights, tokens: AdapterTokens
-) -> tuple[Tensor, Tensor]:
-    """Return A · x and the layer's result, computed side by side.
-
-    Both streams have met at the end: what one of them allocates is not reused before the other has read it.
-    """
-    _ = tokens.tiles  # computed in the stream that all layers wait for
-    if x.device.type != "cuda":
-        return shrink(x, lora, tokens, dependent=False, reduced=CHOICE.adapters_reduced), linear(x, weight, bias)
-    main, side = torch.cuda.current_stream(x.device), _second_stream(x.device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        inner = shrink(x, lora, tokens, dependent=False, reduced=CHOICE.adapters_reduced)
-    y = linear(x, weight, bias)
-    main.wait_stream(side)
-    return inner, y
-
-
-@functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def adapted_experts(

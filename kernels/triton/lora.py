@@ -1,13 +1,15 @@
-"""LoRA in Triton: two kernels for all adapters of a step, A and then B.
+"""LoRA in Triton: A and then B for all adapters of a step, in one launch or in two.
 
 Tokens are sorted by slot in tiles on the device (`AdapterTokens`), so nothing that the CPU sees depends on the adapters
-of a step, and a CUDA graph can hold both kernels. A · x is divided along the channels among programs; B's kernel adds
-their partial sums, always in the same order.
+of a step, and a CUDA graph can hold the kernels. A · x is divided along the channels among programs, whose partial
+sums are always added in the same order.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,24 +30,23 @@ MAX_RANKS = 64  # rows of A of a program
 SPLITS = ((64, 16), (256, 8), (LARGE_STEP - 1, 4))
 LARGE_SPLITS = 2
 FIXED_SPLITS = 8  # of all steps, in deterministic mode
-REDUCED_SPLITS = ((256, 16), (LARGE_STEP - 1, 8))  # if A's kernel sums the parts
+REDUCED_SPLITS = ((256, 16), (LARGE_STEP - 1, 8))  # in one launch, where the last program of a tile sums the parts
 GATED_ROWS = 128  # of a program that computes the gated activation: more need too many registers
 
 
 @triton.jit
 def _down_kernel(
-    x, down, order, tiles, out, arrivals, stride_x, stride_slot, stride_split, channels,
+    x, down, order, tiles, out, stride_x, stride_slot, stride_split, channels,
     NUM_RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    REDUCE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [splits, T, NUM_RANKS], in the order of tiles: partial sums of x [T, K] · A [NUM_RANKS, K], float32."""
     if PDL:
         launch_dependents()
         wait_for_inputs()
     _down(
-        x, down, order, tiles, out, arrivals + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
-        tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2), stride_x, stride_slot, stride_split,
-        channels, NUM_RANKS, K, TILE, BLOCK_R, BLOCK_K, REDUCE, PRECISION,
+        x, down, order, tiles, out, order, tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2),
+        stride_x, stride_slot, stride_split, channels, NUM_RANKS, K, TILE, BLOCK_R, BLOCK_K, False, PRECISION,
     )  # fmt: skip
 
 
@@ -129,25 +130,20 @@ def _changed(
 
 @triton.jit(do_not_specialize=["splits"])
 def _up_kernel(
-    y, out, inner, up, factor, shift, order, tiles, blocks, stride_y, stride_out, stride_up, stride_factor,
-    stride_split, splits,
-    N: tl.constexpr, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, UP_GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    y, inner, up, factor, shift, order, tiles, blocks, stride_y, stride_up, stride_factor, stride_split, splits,
+    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, N] → factor · y + B · (sum of inner's partial sums) + shift, in place. SPLITS: a power of two, at least
     splits.
-
-    GATE "silu", "gelu_tanh": out [T, N] = activation(gate) · up of y [T, 2N], of all tokens; up rows use the A of
-    UP_GROUP.
     """
     if PDL:
         launch_dependents()
         wait_for_inputs()
     _up(
-        y, out, inner, up, factor, shift, order, tiles, blocks, order, tl.program_id(0), tl.program_id(1), 0, stride_y,
-        stride_out, stride_up, stride_factor, stride_split, splits, N, NUM_RANKS, RANK, UP_GROUP, SPLITS, TILE, BLOCK_N,
-        BLOCK_R, GATE, PRECISION, False,
+        y, y, inner, up, factor, shift, order, tiles, blocks, order, tl.program_id(0), tl.program_id(1), 0, stride_y,
+        stride_y, stride_up, stride_factor, stride_split, splits, 0, NUM_RANKS, RANK, 0, SPLITS, TILE, BLOCK_N,
+        BLOCK_R, "", PRECISION, False,
     )  # fmt: skip
 
 
@@ -159,7 +155,11 @@ def _up(
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """One block of a tile: see `_up_kernel`. WAIT: until the num_shrink programs of the tile's A · x are done."""
+    """One block of a tile: see `_up_kernel`. WAIT: until the num_shrink programs of the tile's A · x are done.
+
+    GATE "silu", "gelu_tanh": out [T, N] = activation(gate) · up of y [T, 2N], of all tokens; up rows use the A of
+    UP_GROUP.
+    """
     slot = tl.load(tiles + tile * 3).to(tl.int64)
     first, end = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if GATE == "":
@@ -237,120 +237,31 @@ def _both_kernel(
         )  # fmt: skip
 
 
-def shrink(
-    x: Tensor, weights: LoraWeights, tokens: AdapterTokens, *, dependent: bool = True, reduced: bool = False
-) -> Tensor:
-    """Compute A · x of x [T, in], in the order of `Tiles`: partial sums [splits, T, G · R] float32, or with `reduced`
-    their sum [1, T, G · R].
-
-    Rows of x must be contiguous, the row stride is free. dependent: launch it dependently, which is not possible where
-    streams meet.
-    """
-    assert x.stride(1) == 1
-    num_ranks, channels = weights.down.shape[1:]
-    order, tiles, tile = tokens.tiles
-    block_channels = 64 if x.dtype == torch.float32 else 128
-    own = _channels_of_split(len(x), channels, reduced)
-    splits = cdiv(channels, own)
-    block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
-    rank_blocks, reduces = cdiv(num_ranks, block_ranks), reduced and splits > 1
-    inner = torch.empty(splits + reduces, len(x), num_ranks, dtype=torch.float32, device=x.device)
-    arrivals = tokens.counters(len(tiles) * rank_blocks) if reduces else order
-    _down_kernel[len(tiles), rank_blocks, splits](
-        x, weights.down, order, tiles, inner, arrivals, x.stride(0), weights.down.stride(0), inner.stride(0), own,
-        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks, BLOCK_K=block_channels,
-        REDUCE=reduces, PRECISION=_precision(x), num_warps=4,
-        **(pdl_options(x.device) if dependent else {"PDL": False}),
-    )  # fmt: skip
-    return inner[splits:] if reduces else inner
-
-
-def _channels_of_split(num_tokens: int, channels: int, reduced: bool) -> int:
-    """Return how many channels of A · x a program multiplies."""
-    limits = REDUCED_SPLITS if reduced else SPLITS
-    wanted = next((splits for tokens, splits in limits if num_tokens <= tokens), LARGE_SPLITS)
-    wanted = FIXED_SPLITS if FORMS.deterministic else wanted
-    return cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), 128) * 128
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
-def gates(weights: LoraWeights, tokens: AdapterTokens) -> bool:
-    """Return whether `expand` computes the gated activation of a layer with these adapters in this step."""
-    groups, half = weights.groups, weights.factor.shape[1] // 2
-    starts = [group.start for group in groups]
-    return tokens.tiles.size == SMALL_TILE and half % GATED_ROWS == 0 and starts in ([0], [0, half])
-
-
-def expand(
-    y: Tensor,
-    inner: Tensor,
-    weights: LoraWeights,
-    tokens: AdapterTokens,
-    gate: Gate | None = None,
-    *,
-    wide: bool = False,
-    dependent: bool = True,
-) -> Tensor:
-    """Change a layer's result y [T, out] by B · (A · x), in place, and return it; with `gate`, see `gates`, return the
-    gated activation [T, out / 2] instead. Rows of y must be contiguous, the row stride is free. wide: programs of steps
-    below `LARGE_STEP` compute `WIDE_ROWS` of them, as they do with `gate`.
-    """
-    assert y.stride(1) == 1
-    assert weights.factor.stride() == weights.shift.stride()
-    order, tiles, tile = tokens.tiles
-    splits, rank = len(inner), weights.rank
-    is_wide = tile == SMALL_TILE and (wide or gate is not None)
-    blocks, n = weights.wide_blocks if is_wide else weights.blocks, y.shape[1]
-    num_blocks, out = len(blocks), y
-    if gate is not None:
-        n //= 2
-        num_blocks, out = n // GATED_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
-    padded = next_power_of_2(splits)
-    block_ranks = max(min(next_power_of_2(rank), 256 // padded, MAX_RANKS), 16)
-    _up_kernel[len(tiles), num_blocks](
-        y, out, inner, weights.up, weights.factor, weights.shift, order, tiles, blocks,
-        y.stride(0), out.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
-        N=n, NUM_RANKS=inner.shape[2], RANK=rank, UP_GROUP=len(weights.groups) - 1, SPLITS=padded, TILE=tile,
-        BLOCK_N=_block_rows(is_wide, gate), BLOCK_R=block_ranks, GATE=gate or "", PRECISION=_precision(y),
-        num_warps=8 if is_wide else 4, **(pdl_options(y.device) if dependent else {"PDL": False}),
-    )  # fmt: skip
-    return out
-
-
-def _block_rows(is_wide: bool, gate: Gate | None) -> int:
-    if gate is not None:
-        return GATED_ROWS
-    return WIDE_ROWS if is_wide else BLOCK_ROWS
-
-
 def is_one_launch(weights: LoraWeights, tokens: AdapterTokens) -> bool:
     """Return whether `both` computes a layer with these adapters in this step: all ranks are one block."""
     return tokens.tiles.size == SMALL_TILE and weights.down.shape[1] <= MAX_RANKS
 
 
-def both(
-    y: Tensor,
-    x: Tensor,
-    weights: LoraWeights,
-    tokens: AdapterTokens,
-    gate: Gate | None = None,
-    *,
-    wide: bool = False,
-) -> Tensor:
-    """Compute `shrink` of x [T, in] and `expand` of y [T, out] in one launch, see `is_one_launch`."""
+def gates(weights: LoraWeights, tokens: AdapterTokens) -> bool:
+    """Return whether `both` computes the gated activation of a layer with these adapters in this step."""
+    groups, half = weights.groups, weights.factor.shape[1] // 2
+    starts = [group.start for group in groups]
+    return tokens.tiles.size == SMALL_TILE and half % GATED_ROWS == 0 and starts in ([0], [0, half])
+
+
+def both(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens, gate: Gate | None = None) -> Tensor:
+    """Compute `lora_add` in one launch, see `is_one_launch`; with `gate`, see `gates`, return the gated activation
+    [T, out / 2] instead. Rows of x and y must be contiguous, their row strides are free.
+    """
     assert x.stride(1) == y.stride(1) == 1
     assert weights.factor.stride() == weights.shift.stride()
     order, tiles, tile = tokens.tiles
     num_ranks, channels = weights.down.shape[1:]
-    own = _channels_of_split(len(x), channels, True)
+    own = _channels_of_split(len(x), channels, REDUCED_SPLITS)
     splits, num_tiles = cdiv(channels, own), len(tiles)
     inner = torch.empty(splits + 1, len(x), num_ranks, dtype=torch.float32, device=x.device)
-    is_wide = wide or gate is not None
-    blocks, n = weights.wide_blocks if is_wide else weights.blocks, y.shape[1]
-    num_blocks, out = len(blocks), y
+    blocks, n, out = weights.wide_blocks, y.shape[1], y
+    num_blocks = len(blocks)
     if gate is not None:
         n //= 2
         num_blocks, out = n // GATED_ROWS, torch.empty(len(y), n, dtype=y.dtype, device=y.device)
@@ -360,12 +271,57 @@ def both(
         weights.up.stride(0), weights.factor.stride(0), inner.stride(0), own, num_tiles, splits,
         K=channels, N=n, NUM_RANKS=num_ranks, RANK=weights.rank, UP_GROUP=len(weights.groups) - 1, TILE=tile,
         BLOCK_RANKS=max(next_power_of_2(num_ranks), 16), BLOCK_K=128 if num_ranks <= 32 and y.itemsize == 2 else 64,
-        BLOCK_N=_block_rows(is_wide, gate), BLOCK_R=max(min(next_power_of_2(weights.rank), MAX_RANKS), 16),
-        GATE=gate or "", PRECISION=_precision(y), num_warps=8 if is_wide else 4, **pdl_options(y.device),
+        BLOCK_N=WIDE_ROWS if gate is None else GATED_ROWS,
+        BLOCK_R=max(min(next_power_of_2(weights.rank), MAX_RANKS), 16), GATE=gate or "", PRECISION=_precision(y),
+        num_warps=8, **pdl_options(y.device),
     )  # fmt: skip
     return out
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
     """See `kernels.reference.lora_add`. Rows of x and y must be contiguous, their row strides are free."""
-    return expand(y, shrink(x, weights, tokens), weights, tokens)
+    return _expand(y, _shrink(x, weights, tokens), weights, tokens)
+
+
+def _shrink(x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
+    """Compute A · x of x [T, in], in the order of `Tiles`: partial sums [splits, T, G · R] float32."""
+    assert x.stride(1) == 1
+    num_ranks, channels = weights.down.shape[1:]
+    order, tiles, tile = tokens.tiles
+    own = _channels_of_split(len(x), channels, ((len(x), FIXED_SPLITS),) if FORMS.deterministic else SPLITS)
+    splits = cdiv(channels, own)
+    block_ranks = min(max(next_power_of_2(num_ranks), 16), MAX_RANKS)
+    inner = torch.empty(splits, len(x), num_ranks, dtype=torch.float32, device=x.device)
+    _down_kernel[len(tiles), cdiv(num_ranks, block_ranks), splits](
+        x, weights.down, order, tiles, inner, x.stride(0), weights.down.stride(0), inner.stride(0), own,
+        NUM_RANKS=num_ranks, K=channels, TILE=tile, BLOCK_R=block_ranks,
+        BLOCK_K=64 if x.dtype == torch.float32 else 128, PRECISION=_precision(x), num_warps=4, **pdl_options(x.device),
+    )  # fmt: skip
+    return inner
+
+
+def _expand(y: Tensor, inner: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
+    """Change a layer's result y [T, out] by B · (A · x), in place, and return it."""
+    assert y.stride(1) == 1
+    assert weights.factor.stride() == weights.shift.stride()
+    order, tiles, tile = tokens.tiles
+    splits, rank, blocks = len(inner), weights.rank, weights.blocks
+    padded = next_power_of_2(splits)
+    block_ranks = max(min(next_power_of_2(rank), 256 // padded, MAX_RANKS), 16)
+    _up_kernel[len(tiles), len(blocks)](
+        y, inner, weights.up, weights.factor, weights.shift, order, tiles, blocks,
+        y.stride(0), weights.up.stride(0), weights.factor.stride(0), inner.stride(0), splits,
+        NUM_RANKS=inner.shape[2], RANK=rank, SPLITS=padded, TILE=tile, BLOCK_N=BLOCK_ROWS, BLOCK_R=block_ranks,
+        PRECISION=_precision(y), num_warps=4, **pdl_options(y.device),
+    )  # fmt: skip
+    return y
+
+
+def _channels_of_split(num_tokens: int, channels: int, limits: Sequence[tuple[int, int]]) -> int:
+    """Return how many channels of A · x a program multiplies. limits: the last number of tokens with as many splits."""
+    wanted = next((splits for tokens, splits in limits if num_tokens <= tokens), LARGE_SPLITS)
+    return cdiv(max(cdiv(channels, wanted), MIN_CHANNELS), 128) * 128
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

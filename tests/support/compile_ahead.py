@@ -418,7 +418,7 @@ def prepare() -> None:
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     from kernels.data.lora import LARGE_TILE, SMALL_TILE, AdapterTokens, LoraWeights, RowGroup, Tiles
     from kernels.triton.extended_lora import expand_extended
-    from kernels.triton.lora import both, is_one_launch, lora_add, shrink
+    from kernels.triton.lora import both, is_one_launch, lora_add
 
     factor, groups = tensor(4, 6144, dtype=F32), (RowGroup(0, 6144, 0),)
     down, up = tensor(4, rank, 4096, dtype=dtype), tensor(4, 6144, rank, dtype=dtype)
@@ -427,7 +427,6 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     step = AdapterTokens(tensor(tokens, dtype=I32), 4)
     step.tiles = Tiles(tensor(tokens, dtype=I32), tensor(9, 3, dtype=I32), size)
     lora_add(tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype), weights, step)
-    shrink(tensor(tokens, 4096, dtype=dtype), weights, step, reduced=True)
     if is_one_launch(weights, step):
         for gate in (None, "silu"):
             y, x = tensor(tokens, 6144, dtype=dtype), tensor(tokens, 4096, dtype=dtype)

@@ -12,7 +12,7 @@ from kernels.cuda import lora
 from kernels.cuda.choice import CHOICE
 from kernels.data.activation import Gate
 from kernels.data.lora import LoraWeights
-from kernels.triton.lora import both, expand, gates, is_one_launch, lora_add, shrink
+from kernels.triton.lora import both, gates, is_one_launch, lora_add
 from tests.oracles.random_adapters import merged, random_slots
 
 
@@ -41,23 +41,13 @@ def test_adapters_change_their_tokens_as_merged_matrices_do(
     assert got is y
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
-    for _ in range(2):  # each launch has counters of its own
-        inner = shrink(x, weights, tokens, reduced=True)
-        assert len(inner) == 1
-    torch.testing.assert_close(expand(again.clone(), inner, weights, tokens), got, atol=limit, rtol=limit)
     if is_one_launch(weights, tokens):
-        for wide in (False, True):
-            torch.testing.assert_close(both(again.clone(), x, weights, tokens, wide=wide), got, atol=limit, rtol=limit)
+        for _ in range(2):  # each launch has counters of its own
+            torch.testing.assert_close(both(again.clone(), x, weights, tokens), got, atol=limit, rtol=limit)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("form", [{}, {"adapters_reduced": True}, {"adapters_one_launch": True}], ids=str)
 @pytest.mark.parametrize(("rows", "has_gate"), [((512, 512), True), ((512,), True), ((40, 24), False)])
-def test_the_gated_activation_follows_the_adapters(
-    rows: tuple[int, ...], has_gate: bool, form: dict[str, bool], overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choice = replace(CHOICE, adapted_gate=True, adapters_overlap=overlap, **form)
-    monkeypatch.setattr(lora, "CHOICE", choice)
+def test_the_gated_activation_follows_the_adapters(rows: tuple[int, ...], has_gate: bool) -> None:
     torch.manual_seed(0)
     weights, slots = random_slots(4, 16, 96, rows), torch.randint(-1, 4, (37,), dtype=torch.int32)
     matrix, x, scale = torch.randn(sum(rows), 96) / 10, torch.randn(37, 96), 1 + torch.randn(96) / 10
