@@ -120,7 +120,7 @@ DETERMINISTIC: dict[str, dict[str, str]] = {
         "kernels.cuda.fixed_latent": "absorb_and_store head_linear latent_attention_decode",
         "kernels.cuda.fixed_lora": "adapted_experts adapted_linear fuses_adapters",
         "kernels.triton.fixed_scan": "delta_rule kda mamba2",
-        "kernels.cuda.split_sums": "split_experts split_linear split_weight",
+        "kernels.cuda.split_sums": "adds_split_sums split_experts split_linear split_linear_add split_weight",
     },
 }
 
@@ -209,6 +209,8 @@ experts_add_norm = _dispatched(reference.experts_add_norm)
 adapted_experts = _dispatched(reference.adapted_experts)
 split_weight = _dispatched(reference.split_weight)
 split_linear = _dispatched(reference.split_linear)
+adds_split_sums = _dispatched(reference.adds_split_sums)
+split_linear_add = _dispatched(reference.split_linear_add)
 split_experts = _dispatched(reference.split_experts)
 add_pieces = _dispatched(reference.add_pieces)
 rope_and_store = _dispatched(reference.rope_and_store)

@@ -121,9 +121,12 @@ class Linear(Matrix):
     def _add(self, x: Operand, epilogue: ResidualEpilogue) -> ResidualStream:
         """Add x Wᵀ + b, of all ranks, to the residual stream in place."""
         context = epilogue.stream.context
-        if self.split is not None:
-            return epilogue.add(self.total(x, context))
         adapts = self._adapts(context)
+        if self.split is not None:
+            is_own = epilogue.is_sum and self.shard.size == 1 and not adapts
+            if is_own and isinstance(x, Tensor) and kernels.adds_split_sums(x, self.split):
+                return epilogue.done(kernels.split_linear_add(epilogue.hidden, x, self.split))
+            return epilogue.add(self.total(x, context))
         if adapts and not isinstance(x, SublayerInput):
             assert isinstance(x, Tensor), "activations are not quantised in steps with adapters"
             assert self.adapters is not None

@@ -33,8 +33,12 @@ class Choice:
     extended_share: float = 0.26  # at most so many rows for each of the weight's
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
-    fixed_parts: bool = True  # GEMMs whose programs share tiles, and larger tiles in large steps
     fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
+    # Off until that ran: tiles by the size of a step, and activations and residual sums in the GEMM's kernel
+    fixed_tiles: bool = False
+    fixed_decode_rows: int = 64  # of a tile of queries: 16 are multiplied by another instruction
+    fixed_decode_stages: int = 3
+    fixed_few_tokens: int = 1 << 30  # Triton's GEMM with one order of sums; then Gluon's
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
     scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle

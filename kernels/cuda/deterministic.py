@@ -7,12 +7,13 @@ with one token. A prompt's keys are read in the same tiles, from the sequence's 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.cuda import attention, moe
-from kernels.cuda.choice import CHOICE
+from kernels.cuda.choice import CHOICE, GLUON
 from kernels.data.activation import Gate
 from kernels.data.attention import AttentionArgs, PagedContext
 from kernels.data.moe import Experts, RouterArgs
@@ -21,13 +22,16 @@ from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.triton import attention_prefill, fixed_attention
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.fixed_linear import fixed_linear, log_sums
-from kernels.triton.fixed_parts import fixed_parts
+from kernels.triton.fixed_linear import log_sums
+from kernels.triton.fixed_parts import few_tile, fixed_parts
 from kernels.triton.moe import grouped, sum_experts
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
 from kernels.triton.router import cuda_core_logits, top_k
 from kernels.triton.weight_only import weight_only_linear
+
+if GLUON:
+    from kernels.gluon.linear import fixed
 
 CHANNELS = 64  # of a tile of a float weight
 TILE_TOKENS = 64  # of a quantised weight's tile, and of an expert's
@@ -52,13 +56,28 @@ def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias
 
 
 def float_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None = None, pieces: int = 0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None = None,
+    pieces: int = 0,
+    *,
+    rounds: bool = False,
+    gate: Gate | Literal[""] = "",
 ) -> Tensor:
-    """Compute `fixed_linear`. pieces: whose sums a tree adds up; 0: as suits the matrix."""
-    if CHOICE.fixed_parts:
-        pieces = pieces or (2 if x.shape[1] % (2 * CHANNELS) == 0 else 1)
-        return fixed_parts(x, weight, bias, out, residual, pieces)
-    return fixed_linear(x, weight, bias, out, residual, pieces or 1)
+    """Compute `fixed_parts`. pieces: whose sums a tree adds up; 0: as suits the matrix."""
+    if not pieces:
+        pieces = 2 if not CHOICE.fixed_tiles and x.shape[1] % (2 * CHANNELS) == 0 else 1
+    if GLUON and len(x) > CHOICE.fixed_few_tokens and fixed.supports(x, weight, out, pieces):
+        config = fixed.config(len(x), out.shape[1], gate != "", pieces)
+        if pieces == 1 or config.tiles(len(x), out.shape[1], False) >= fixed.FEWEST_TILES:
+            fixed.launch(
+                x, weight, bias, out, config, residual=residual, rounds=rounds, pieces=pieces, gate=gate
+            )  # fmt: skip
+            return out
+    tile = few_tile(x, out.shape[1], pieces) if CHOICE.fixed_tiles else None
+    return fixed_parts(x, weight, bias, out, residual, pieces, rounds=rounds, gate=gate, tile=tile)
 
 
 def linear_add_norm(
@@ -71,6 +90,8 @@ def linear_add_norm(
 
 def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """See `kernels.reference.linear_gated`."""
+    if CHOICE.fixed_tiles and isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return float_linear(x, weight, bias, x.new_empty(len(x), len(weight) // 2), gate=gate)
     return gate_and_mul(linear(x, weight, bias), gate)
 
 
@@ -169,7 +190,7 @@ def paged_attention_decode(
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        fixed_attention.decode(query, context, args, out)
+        fixed_attention.decode(query, context, args, out, CHOICE.fixed_decode_rows, CHOICE.fixed_decode_stages)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.cuda.choice import CHOICE
 from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs, float_linear
 from kernels.cuda.fixed_lora import adapted_outputs
 from kernels.data.lora import AdapterTokens, ExpertLora
@@ -29,6 +30,18 @@ def split_weight(weight: Weight, columns: tuple[slice, ...], bias: Tensor | None
 
 def _divides(weight: QuantizedWeight, columns: tuple[slice, ...]) -> bool:
     return weight.kind != "e2m1" and has_whole_groups(weight, columns)
+
+
+def adds_split_sums(x: Tensor, weight: SplitWeight) -> bool:
+    """See `kernels.reference.adds_split_sums`."""
+    return CHOICE.fixed_tiles and len(weight.pieces) < len(weight.columns) and isinstance(weight.pieces[0], Tensor)
+
+
+def split_linear_add(residual: Tensor, x: Tensor, weight: SplitWeight) -> Tensor:
+    """See `kernels.reference.split_linear_add`."""
+    whole = weight.pieces[0]
+    assert isinstance(whole, Tensor)
+    return float_linear(x, whole, weight.bias, residual, residual, len(weight.columns), rounds=True)
 
 
 def split_linear(x: Tensor, weight: SplitWeight) -> Tensor:

@@ -74,7 +74,14 @@ from kernels.reference.sampling import (
     store_tokens,
     token_logprobs,
 )
-from kernels.reference.split_sums import add_pieces, split_experts, split_linear, split_weight
+from kernels.reference.split_sums import (
+    add_pieces,
+    adds_split_sums,
+    split_experts,
+    split_linear,
+    split_linear_add,
+    split_weight,
+)
 from kernels.reference.step import embedding, plan_decode, prepare_step
 from kernels.reference.vision import full_attention, rotate_halves
 from kernels.reference.vocab_lora import adapt_embedding, retrained_logits

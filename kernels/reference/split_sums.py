@@ -35,6 +35,16 @@ def split_linear(x: Tensor, weight: SplitWeight) -> Tensor:
     return tree(len(weight.pieces), product, torch.add)
 
 
+def adds_split_sums(x: Tensor, weight: SplitWeight) -> bool:
+    """Return True if one rank's kernel adds its sums to the residual stream: `split_linear_add`."""
+    return False
+
+
+def split_linear_add(residual: Tensor, x: Tensor, weight: SplitWeight) -> Tensor:
+    """residual += `split_linear`, rounded before and after, in place."""
+    return residual.add_(split_linear(x, weight).to(residual.dtype))
+
+
 def split_experts(
     x: Tensor,
     ids: Tensor,

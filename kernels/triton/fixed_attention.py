@@ -9,7 +9,7 @@ one of a prompt. A decode of few sequences divides its ranges among programs, an
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,10 +60,10 @@ def _fixed_attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for TILE_Q queries of a sequence and the GROUP heads of a KV head, and for one of SPLITS parts of
-    the ranges.
+    the ranges. DECODE: each sequence has one query; query_start and tiles are not read.
 
     parts [sequences, num_ranges, H, D], stats [sequences, num_ranges, 2, H] float32: results of ranges. arrivals: 0
     before and after, one for each sequence and KV head.
@@ -74,10 +74,16 @@ def _fixed_attention_kernel(
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
-    seq = tl.load(tiles + tile * 2)
-    first_query = tl.load(tiles + tile * 2 + 1)
-    start = tl.load(query_start + seq)
-    query_len = tl.load(query_start + seq + 1) - start
+    if DECODE:
+        seq = tile
+        first_query = 0
+        start = tile
+        query_len = 1
+    else:
+        seq = tl.load(tiles + tile * 2)
+        first_query = tl.load(tiles + tile * 2 + 1)
+        start = tl.load(query_start + seq)
+        query_len = tl.load(query_start + seq + 1) - start
     context_len = tl.load(context_lens + seq)
     table = block_tables + tl.load(rows + seq).to(tl.int64) * stride_table
 
@@ -163,6 +169,15 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(PROGRAMS * num_multiprocessors(device), dtype=torch.int32, device=device)
 
 
+class Tile(NamedTuple):
+    """Rows and queries of a program, how many of them share a sequence's ranges, and stages."""
+
+    rows: int
+    queries: int
+    splits: int = 1
+    stages: int = 3
+
+
 def prefill(
     query: Tensor, query_start: Tensor, context: PagedContext, args: AttentionArgs, tiles: Tensor, out: Tensor
 ) -> None:
@@ -172,24 +187,25 @@ def prefill(
     _, num_heads, head_dim = query.shape
     num_kv_heads = context.key_cache.shape[1]
     queries = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
-    _launch(query, query_start, context, args, tiles, out, queries, prefill_block_m(head_dim, query.dtype), 1)
+    tile = Tile(prefill_block_m(head_dim, query.dtype), queries)
+    _launch(query, query_start, context, args, tiles, out, tile)
 
 
-def decode(query: Tensor, context: PagedContext, args: AttentionArgs, out: Tensor) -> None:
-    """Compute the attention of the query [B, H, D] of each sequence into `out`."""
+def decode(
+    query: Tensor, context: PagedContext, args: AttentionArgs, out: Tensor, rows: int = 64, stages: int = 3
+) -> None:
+    """Compute the attention of the query [B, H, D] of each sequence into `out`. rows: of a tile of 16-bit queries."""
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = context.key_cache.shape
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=query.device)
-    tiles = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
     ranges, splits = cdiv(context.block_tables.shape[1] * page, RANGE), 1
     if num_seqs * ranges * num_heads * head_dim * 4 <= MOST_BYTES:
         most = PROGRAMS * num_multiprocessors(query.device)
         while 2 * splits <= ranges and 2 * splits * num_seqs * num_kv_heads <= most:
             splits *= 2
     block_m = prefill_block_m(head_dim, query.dtype)
-    if query.itemsize == 2 and head_dim <= 128:  # a tile of as many rows as a warpgroup multiplies
-        block_m = 64
-    _launch(query, starts, context, args, tiles, out, 1, block_m, splits)
+    if query.itemsize == 2 and head_dim <= 128:  # with 64 a tile of as many rows as a warpgroup multiplies
+        block_m = rows if num_heads // num_kv_heads <= rows else 64
+    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages))
 
 
 def _launch(
@@ -197,12 +213,11 @@ def _launch(
     query_start: Tensor,
     context: PagedContext,
     args: AttentionArgs,
-    tiles: Tensor,
+    tiles: Tensor | None,
     out: Tensor,
-    tile_queries: int,
-    block_m: int,
-    splits: int,
+    tile: Tile,
 ) -> None:
+    """tiles: None: of a query for each sequence."""
     if missing := KNOWN.missing(args):
         raise NotImplementedError(f"no deterministic kernel computes attention with {', '.join(missing)}")
     _, num_heads, head_dim = query.shape
@@ -210,18 +225,20 @@ def _launch(
     _, num_kv_heads, page, _ = keys.shape
     small = query.dtype == torch.float32 or head_dim > 128
     ranges, parts, stats = cdiv(tables.shape[1] * page, RANGE), out, out
-    if splits > 1:
+    if tile.splits > 1:
         parts = query.new_empty(len(query), ranges, num_heads, head_dim, dtype=torch.float32)
         stats = query.new_empty(len(query), ranges, 2, num_heads, dtype=torch.float32)
     optional: list[Any] = [lens if each is None else each for each in (args.alibi_slopes, args.sinks, args.kv_scale)]
-    _fixed_attention_kernel[(len(tiles) * num_kv_heads, splits)](
-        query, keys, context.value_cache, out, parts, stats, _counters(query.device) if splits > 1 else lens, tables,
-        context.rows, query_start, lens, *optional, tiles, args.scale, ranges,
+    num_tiles = len(query) if tiles is None else len(tiles)
+    _fixed_attention_kernel[(num_tiles * num_kv_heads, tile.splits)](
+        query, keys, context.value_cache, out, parts, stats,
+        _counters(query.device) if tile.splits > 1 else lens, tables, context.rows, query_start, lens, *optional,
+        lens if tiles is None else tiles, args.scale, ranges,
         query.stride(0), query.stride(1), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1),
         keys.stride(2), NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=block_m, TILE_Q=tile_queries, BLOCK_N=32 if small else 64,
+        D_PAD=max(16, next_power_of_2(head_dim)), BLOCK_M=tile.rows, TILE_Q=tile.queries, BLOCK_N=32 if small else 64,
         RANGE=RANGE, PAGE=page, WINDOW=args.window, SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None,
         SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else 3, SPLITS=splits,
-        num_warps=8 if block_m == 128 else 4, **pdl_options(query.device),
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else tile.stages,
+        SPLITS=tile.splits, DECODE=tiles is None, num_warps=8 if tile.rows == 128 else 4, **pdl_options(query.device),
     )  # fmt: skip

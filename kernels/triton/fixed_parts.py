@@ -10,17 +10,22 @@ arrive adds up by the same tree; and how large a tile is. A tile of tensor cores
 from __future__ import annotations
 
 import functools
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.activation import Gate
 from kernels.gpu.device import num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.triton.activation import activate
 
 LARGE_STEP = 512  # tokens from which tiles are large
 PROGRAMS = 4  # of a multiprocessor, up to which tiles are divided among programs
+FEW_TOKENS = 64  # up to which tiles have few outputs, and weights are prefetched
+MANY_OUTPUTS = 32768  # of which tiles need not be few
 
 
 @triton.jit
@@ -41,20 +46,43 @@ def _push(total, one, two, four, i: tl.constexpr):
     return total, one, two, four
 
 
+@triton.jit
+def _prefetch(pointers):
+    """Prefetch the lines of 128 bytes at pointers into L2."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load(x, weight, inside, is_token, EVEN: tl.constexpr):
+    """A tile of tokens, and one of the weight; with EVEN all channels are inside."""
+    if EVEN:
+        return tl.load(x, mask=is_token, other=0.0), tl.load(weight)
+    return tl.load(x, mask=is_token & inside[None, :], other=0.0), tl.load(weight, mask=inside[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_parts_kernel(
     x, weight, bias, residual, out, partial, arrivals, num_tokens, zero, stride_x, stride_out,
-    N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PIECES: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
+    GATE: tl.constexpr, PIECES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] from x [M, K] and weight [N, K], plus `residual`, which has the strides of `out`; rounded once.
+    """out [M, N] from x [M, K] and weight [N, K], plus `residual`, which has the strides of `out`; rounded once, with
+    ROUND before the residual is added, too.
 
-    SPLITS: programs that share a tile. partial [SPLITS, M, N] float32; arrivals: 0 before and after, one for each tile.
+    With GATE the weight has 2N rows, gate rows, then up rows, whose sums are rounded before the activation and after
+    it. SPLITS: programs that share a tile. partial [SPLITS, M, N] float32; arrivals: 0 before and after, one for each
+    tile. PREFETCH: of weights so many channels at a time, before the kernel ahead has ended; 0: none.
     zero: 0.0, unknown to the compiler. It makes a product that is added to a sum, where it begins with a constant 0 and
     its loop has one round, a product that continues the sum: another order, and only where SPLITS is 1.
     """
     WIDTH: tl.constexpr = K // PIECES
     OWN: tl.constexpr = PIECES // SPLITS
+    EVEN: tl.constexpr = WIDTH % BLOCK_K == 0
+    LINE: tl.constexpr = 64  # channels of 16 bits in a line of the cache
     split = tl.program_id(2)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -64,32 +92,43 @@ def _fixed_parts_kernel(
     rows = tl.minimum(n, N - 1).to(tl.int64)
     if PDL:
         launch_dependents()
+        if PREFETCH > 0:
+            lines = tl.arange(0, PREFETCH // LINE) * LINE
+            for at in range(split * OWN * WIDTH, (split + 1) * OWN * WIDTH, PREFETCH):
+                inside = weight + rows[:, None] * K + (at + lines)[None, :]
+                _prefetch(inside)
+                if GATE != "":
+                    _prefetch(inside + N * K)
         wait_for_inputs()
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     one, two, four = total, total, total
+    high = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
     for piece in tl.static_range(OWN):
         begin = (split * OWN + piece) * WIDTH
         from_x = x + tokens[:, None] * stride_x + (begin + k)[None, :]
         from_weight = weight + rows[None, :] * K + (begin + k)[:, None]
         acc = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
         for at in range(0, WIDTH, BLOCK_K):
-            if WIDTH % BLOCK_K == 0:
-                xk = tl.load(from_x + at, mask=is_token, other=0.0)
-                wk = tl.load(from_weight + at)
-            else:
-                inside = at + k < WIDTH
-                xk = tl.load(from_x + at, mask=is_token & inside[None, :], other=0.0)
-                wk = tl.load(from_weight + at, mask=inside[:, None], other=0.0)
+            xk, wk = _load(from_x + at, from_weight + at, at + k < WIDTH, is_token, EVEN)
             acc = tl.dot(xk, wk, acc, input_precision="ieee")
+            if GATE != "":
+                if EVEN:
+                    up = tl.load(from_weight + N * K + at)
+                else:
+                    up = tl.load(from_weight + N * K + at, mask=(at + k < WIDTH)[:, None], other=0.0)
+                high = tl.dot(xk, up, high, input_precision="ieee")
         if BIAS and piece == 0:
             acc = tl.where(split == 0, acc + tl.load(bias + rows).to(tl.float32)[None, :], acc)
         total, one, two, four = _push(acc, one, two, four, piece)
+    if GATE != "":
+        if BIAS:
+            high += tl.load(bias + N + rows).to(tl.float32)[None, :]
+        active = activate(total.to(out.dtype.element_ty).to(tl.float32), GATE).to(out.dtype.element_ty)
+        total = active.to(tl.float32) * high.to(out.dtype.element_ty).to(tl.float32)
     mask = is_token & (n < N)[None, :]
     at_out = tokens[:, None] * stride_out + n[None, :]
     if SPLITS == 1:
-        if RESIDUAL:
-            total += tl.load(residual + at_out, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + at_out, total.to(out.dtype.element_ty), mask=mask)
+        _store(total, residual + at_out, out + at_out, mask, RESIDUAL, ROUND)
     else:
         part = partial + tokens[:, None] * N + n[None, :]
         stride = num_tokens.to(tl.int64) * N
@@ -101,10 +140,18 @@ def _fixed_parts_kernel(
             for each in tl.static_range(SPLITS):
                 found = tl.load(part + each * stride, mask=mask, other=0.0, cache_modifier=".cg")
                 total, one, two, four = _push(found, one, two, four, each)
-            if RESIDUAL:
-                total += tl.load(residual + at_out, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out + at_out, total.to(out.dtype.element_ty), mask=mask)
+            _store(total, residual + at_out, out + at_out, mask, RESIDUAL, ROUND)
             tl.store(counter, 0)
+
+
+@triton.jit
+def _store(total, residual, out, mask, RESIDUAL: tl.constexpr, ROUND: tl.constexpr):
+    """Store sums, plus the residual, at pointers."""
+    if ROUND:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -113,40 +160,72 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(PROGRAMS * num_multiprocessors(device), dtype=torch.int32, device=device)
 
 
+class Tile(NamedTuple):
+    """Tokens, outputs and channels of a tile; see `_fixed_parts_kernel`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    prefetches: bool = False
+
+
 def fixed_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None = None, pieces: int = 1
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None = None,
+    pieces: int = 1,
+    *,
+    rounds: bool = False,
+    gate: Gate | Literal[""] = "",
+    tile: Tile | None = None,
 ) -> Tensor:
     """Compute x [M, K] weightᵀ [K, N] + bias, plus `residual` [M, N], into `out` [M, N]; rows must be contiguous.
 
-    pieces: 1, 2, 4 or 8, of equal numbers of channels, whose sums a tree adds up.
+    pieces: 1, 2, 4 or 8, of equal numbers of channels, whose sums a tree adds up. rounds: the sums, before the residual
+    is added. gate: `out` is the gated activation [M, N / 2].
     """
     assert x.shape[1] % pieces == 0
-    (num_tokens, k), n = x.shape, len(weight)
+    (num_tokens, k), n = x.shape, out.shape[1]
     assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
+    assert len(weight) == (2 * n if gate else n)
     assert residual is None or residual.stride() == out.stride()
+    assert not gate or (pieces == 1 and residual is None)
     if not num_tokens:
         return out
-    block_m, block_n, block_k, num_warps, num_stages = _tile(x, n)
-    grid, splits = (cdiv(n, block_n), cdiv(num_tokens, block_m)), 1
+    tile = tile or _tile(x, n)
+    grid, splits = (cdiv(n, tile.block_n), cdiv(num_tokens, tile.block_m)), 1
     most = PROGRAMS * num_multiprocessors(x.device)
     while splits < pieces and 2 * splits * grid[0] * grid[1] <= most:
         splits *= 2
-    shared = splits > 1
+    shared, own = splits > 1, k // splits
+    ahead = min(own & -own, 512) if tile.prefetches else 0
     partial = torch.empty(splits, num_tokens, n, dtype=torch.float32, device=x.device) if shared else x
     _fixed_parts_kernel[(*grid, splits)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, partial,
         _counters(x.device) if shared else x, num_tokens, 0.0, x.stride(0), out.stride(0), N=n, K=k,
-        BIAS=bias is not None, RESIDUAL=residual is not None, PIECES=pieces, SPLITS=splits, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **pdl_options(x.device),
+        BIAS=bias is not None, RESIDUAL=residual is not None, ROUND=rounds, GATE=gate, PIECES=pieces, SPLITS=splits,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PREFETCH=ahead, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
-def _tile(x: Tensor, n: int) -> tuple[int, int, int, int, int]:
-    """Return tokens, outputs and channels of a tile, warps and stages."""
+def _tile(x: Tensor, n: int) -> Tile:
     if x.itemsize == 4:
-        return 32, 32, 32, 4, 3
+        return Tile(32, 32, 32, 4, 3)
     if len(x) >= LARGE_STEP and n >= 1024:
-        return 128, 128, 64, 8, 3
-    return 64, 64, 64, 4, 4
+        return Tile(128, 128, 64, 8, 3)
+    return Tile(64, 64, 64, 4, 4)
+
+
+def few_tile(x: Tensor, n: int, pieces: int) -> Tile | None:
+    """Return a tile for a step of few tokens, which is bound by reading the weight; None: that of `fixed_parts`."""
+    if x.itemsize == 4 or len(x) > FEW_TOKENS or n > MANY_OUTPUTS:
+        return None
+    width = x.shape[1] // pieces
+    return Tile(64, 32, 128 if width % 128 == 0 else 64, 4, 4, width % 64 == 0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.forms import FORMS
 from kernels.gpu.launch import launch_dependents, next_power_of_2, pdl_options, prefer_shared_memory, wait_for_inputs
 from kernels.gpu.rounding import normed_row
 
@@ -65,9 +66,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert x.stride(1) == weight.stride(0) == 1
     if len(x):
         block = next_power_of_2(hidden)
+        of_warp = 256 if FORMS.deterministic else 512  # as in `_add`, so that both sum up a row in the same order
         launched = _rms_norm_kernel[(len(x),)](
             x, weight, out, x.stride(0), eps,
-            HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl_options(x.device),
+            HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // of_warp, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
         prefer_shared_memory(launched)  # a router's logits often follow
     return out

@@ -29,7 +29,14 @@ from tests.gpu.blocks import check_blocks
 from tests.gpu.checks import Checks
 from tests.gpu.collectives import check_collectives
 from tests.gpu.determinism import check_deterministic_engine, check_forms
-from tests.gpu.deterministic_speed import check_deterministic_parts, check_deterministic_speed
+from tests.gpu.deterministic_speed import (
+    check_deterministic_decode_rows,
+    check_deterministic_layer_times,
+    check_deterministic_parts,
+    check_deterministic_speed,
+    check_deterministic_tiles,
+    check_norms_of_sums,
+)
 from tests.gpu.drafters import check_drafter_speed, check_drafter_texts
 from tests.gpu.drafts import check_draft_speed, check_draft_texts
 from tests.gpu.elementwise import check_activation, check_norms, check_rotary
@@ -88,7 +95,11 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "windows": (check_windows,),
     "determinism": (
         check_forms,
+        check_norms_of_sums,
         check_deterministic_parts,
+        check_deterministic_tiles,
+        check_deterministic_decode_rows,
+        check_deterministic_layer_times,
         check_deterministic_engine,
         check_deterministic_speed,
     ),

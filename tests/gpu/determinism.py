@@ -38,7 +38,7 @@ from tests.gpu.deterministic_layers import (
     check_deterministic_latents,
     check_deterministic_states,
 )
-from tests.gpu.deterministic_speed import shared_work
+from tests.gpu.deterministic_speed import FORMS_BY_NAME, chosen
 from tests.oracles.families import VOCAB, make_checkpoint
 from tests.oracles.random_adapters import write_random_adapter
 from tests.support.loaded import load
@@ -80,8 +80,10 @@ def check_forms(checks: Checks) -> None:
         call: Forms = lambda at: [deterministic.norm_gated(x[at].clone(), norm, 1e-6, weight_of)]  # noqa: B023, E731
         _compare(checks, f"deterministic norm_gated {kind}", call)
     _check_attention(checks)
-    with shared_work(parts=False):
-        _check_attention(checks, "deterministic ranges")
+    with chosen(fixed_ranges=False):
+        _check_attention(checks, "deterministic attention in one loop")
+    with chosen(fixed_decode_rows=16, fixed_decode_stages=2):
+        _check_attention(checks, "deterministic attention of 16 rows")
     check_deterministic_latents(checks, _compare)
     check_deterministic_states(checks)
     check_deterministic_adapters(checks, _compare)
@@ -241,10 +243,12 @@ def check_deterministic_engine(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as root:
             folder = str(model_folder("qwen3-0.6b", Path(root)))
             _check_engine(checks, "deterministic engine 0.6B", folder, 151000, load_format="dummy")
-    if checks.wants("deterministic engine shared work"):
-        with tempfile.TemporaryDirectory() as root, shared_work():
-            folder = str(model_folder("qwen3-0.6b", Path(root)))
-            _check_engine(checks, "deterministic engine shared work", folder, 151000, load_format="dummy")
+    for form, forms in FORMS_BY_NAME.items():
+        name = f"deterministic engine by {form}"
+        if checks.wants(name):
+            with tempfile.TemporaryDirectory() as root, chosen(**forms):
+                folder = str(model_folder("qwen3-0.6b", Path(root)))
+                _check_engine(checks, name, folder, 151000, load_format="dummy")
     for what, family, settings in ENGINES:
         name = f"deterministic engine {what}"
         if not checks.wants(name):

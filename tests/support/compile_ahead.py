@@ -354,6 +354,19 @@ def parts_of_channels() -> None:
     dense.launch(x, weight, None, out, dense.Config(64, 4, 2), residual=out)
 
 
+def fixed_many() -> None:
+    """Deterministic mode's GEMM of many tokens, in all tiles."""
+    from kernels.gluon.linear import fixed
+
+    x, weight, out = tensor(600, 1024), tensor(2048, 1024), tensor(600, 2048)
+    for block_m in (64, 128):
+        fixed.launch(x, weight, None, out, fixed.Config(block_m, 2), residual=out)
+        fixed.launch(x, weight, weight[0], tensor(600, 1024), fixed.Config(block_m, 2), gate="silu")
+        for pieces in (1, 8):
+            fixed.launch(x, weight, None, out, fixed.Config(block_m, 1), residual=out, rounds=True, pieces=pieces)
+            fixed.launch(x, weight, None, tensor(600, 2048, dtype=F32), fixed.Config(block_m, 1), pieces=pieces)
+
+
 def blocks(num_bytes: int) -> None:
     from kernels.triton.blocks import gather_blocks, scatter_blocks
 
@@ -635,6 +648,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 128, 4, 16, sparse=kernels.BlockSparse(64, 16, 8, 1)),
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
+    fixed_many,
     functools.partial(wide_pages, 256, 2, 16, window=1024, soft_cap=50.0),
     functools.partial(wide_pages, 80, 7, 64, F16),
     *(functools.partial(compressed_experts, tokens) for tokens in (1, 3, 60, 400, 1000, 5000)),
@@ -642,7 +656,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
     "attention.decode", "attention.prefill", "attention.latent_decode", "linear.weight_only", "linear.scaled",
-    "moe.compressed", "moe.compressed_small_batch", "moe.decompress", "moe.weight_only", "moe.scaled",
+    "linear.fixed", "moe.compressed", "moe.compressed_small_batch", "moe.decompress", "moe.weight_only", "moe.scaled",
 )  # fmt: skip
 HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
 

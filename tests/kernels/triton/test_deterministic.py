@@ -31,6 +31,7 @@ from kernels.cuda import deterministic, split_sums
 from kernels.cuda.choice import CHOICE
 from kernels.data.quantized_weight import Weight
 from kernels.triton import fixed_attention, fixed_parts
+from kernels.triton.activation import gate_and_mul
 from kernels.triton.fixed_linear import fixed_linear
 
 MOST = 67  # more than a tile
@@ -146,8 +147,27 @@ def test_programs_that_share_a_tile(
     fixed_parts._counters.cache_clear()
 
 
-def test_matrices_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_parts=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_epilogues_round_as_kernels_of_their_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of any step, beside a GEMM, its activation, and its sum with the residual stream."""
+    for module in (deterministic, split_sums):
+        monkeypatch.setattr(module, "CHOICE", replace(CHOICE, fixed_tiles=True))
+    x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((MOST, 192), (80, 192), (80,)))
+    residual = torch.randn(MOST, 40).to(dtype)
+    for gate in ("silu", "gelu_tanh"):
+        got = each_alone(lambda at: deterministic.linear_gated(x[at].clone(), weight, bias, gate))  # noqa: B023
+        assert torch.equal(got, gate_and_mul(deterministic.linear(x, weight, bias), gate))
+    whole = split_sums.split_weight(weight[:40].contiguous(), Shard().eighths(192), bias[:40])
+    assert split_sums.adds_split_sums(x, whole)
+    added = each_alone(lambda at: split_sums.split_linear_add(residual[at].clone(), x[at].clone(), whole))
+    assert torch.equal(added, residual + split_sums.split_linear(x, whole).to(dtype))
+    few = fixed_parts.few_tile(x.half()[:64], 80, 1)
+    assert few is not None
+    assert few.block_n == 32
+    assert fixed_parts.few_tile(x.half(), 80, 1) is None
+
+
+def test_matrices_divided_among_programs() -> None:
     x, weight = torch.randn(MOST, 256).half(), torch.randn(72, 256).half()
     got = each_alone(lambda at: deterministic.linear(x[at], weight))
     torch.testing.assert_close(got.double(), x.double() @ weight.double().T, atol=0.06, rtol=0.01)
