@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import llama_cpp, workloads
 from benchmarks.counting import counting_folder
+from benchmarks.floors import decode_seconds
 from benchmarks.model_shapes import model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.random_weights import write_random_weights
@@ -48,6 +49,7 @@ With --write-weights, Quire's and vLLM's first greedy tokens of a few prompts ar
 most do not compute the same model, which is reported as a failure.
 """
 COMPARED = "16x32x1"  # prompts whose first greedy tokens are compared
+FORM = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype", "quantization", "language_model_only")  # of what is moved
 LEAST_EQUAL = 0.5  # the fraction that must be equal; with random weights, rounding decides some near-ties differently
 
 
@@ -387,6 +389,7 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
         work = workloads.named(name, workloads.MAX_TOKEN_ID + 1)
         num_prompt, num_output = workloads.num_tokens(work.requests)
         median = statistics.median(seconds)
+        floor = _floor(flags, model, work, machine)
         rows.append(
             {
                 "engine": engine,
@@ -400,6 +403,7 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
                 "rounds": [run["round"] for run in runs],
                 "median_seconds": median,
                 "best_seconds": min(seconds),
+                "share_of_floor": floor and floor / median,
                 "output_tokens_per_second": num_output / median,
                 "tokens_per_second": (num_prompt + num_output) / median,
                 "ratio": _ratio(results.runs.get((str(flags.baseline), model, name), []), runs, "seconds"),
@@ -429,6 +433,18 @@ def summary(flags: EnginesFlags, results: Results, machine: dict[str, Any]) -> d
         "settings": dataclasses.asdict(flags),
         "environment": machine,
     }
+
+
+def _floor(flags: EnginesFlags, model: str, work: Workload, machine: dict[str, Any]) -> float | None:
+    """Seconds that decoding takes at least, see `floors`; None where most of the work are prompts."""
+    if any(request.output_len <= len(request.prompt) // 2 for request in work.requests):
+        return None
+    root = Path(flags.models_dir)
+    folder = model_folder(next(name for name in flags.models if Path(name).name == model), root)
+    own = (flags.engine_args or {}).get("quire", {})
+    kept = {name: own[name] for name in FORM if name in own}
+    settings = {"dtype": flags.dtype or "bfloat16", "max_model_len": min(4096, flags.max_model_len or 4096)}
+    return decode_seconds(folder, settings | kept, work, machine)
 
 
 def _ratio(baseline: list[dict[str, Any]], own: list[dict[str, Any]], key: str) -> float | None:
@@ -493,7 +509,9 @@ def _speed(row: dict[str, Any]) -> str:
     made = row["num_output_tokens"] > row["num_requests"]
     rate = row["output_tokens_per_second" if made else "tokens_per_second"]
     spread = (max(row["seconds"]) - row["best_seconds"]) / row["median_seconds"]
-    return f"{rate:,.0f} tok/s ({len(row['seconds'])} runs, {spread:.0%} apart)"
+    share = row.get("share_of_floor")
+    floor = f", {share:.0%} of what the GPU can move" if share else ""
+    return f"{rate:,.0f} tok/s ({len(row['seconds'])} runs, {spread:.0%} apart{floor})"
 
 
 def _times(row: dict[str, Any] | None) -> str:
