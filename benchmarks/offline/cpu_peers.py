@@ -5,6 +5,7 @@ python -m benchmarks.offline.cpu_peers --llama-cpp ../llama.cpp/build/bin
 QUIRE_CPU_ISA=x86-64-v3 python -m benchmarks.offline.cpu_peers --llama-cpp-source ../llama.cpp
 python -m benchmarks.offline.cpu_peers --pytorch
 python -m benchmarks.offline.cpu_peers --models lfm2-350m qwen3.5-0.8b --formats int8 Q4_K_M --llama-cpp …/bin
+python -m benchmarks.offline.cpu_peers --models lfm2-350m qwen3.5-0.8b --formats Q4_K_M --turns --llama-cpp …/bin
 git worktree add ../before COMMIT && python -m benchmarks.offline.cpu_peers --other-quire ../before
 """
 
@@ -39,10 +40,16 @@ FILES = {kind: ({"dtype": "bfloat16", "load_format": "auto"}, kind) for kind in 
 PYTORCH, OTHER = "quire by PyTorch", "other quire"
 DRAFTS = "engine/setup/speculative.py"  # a tree without it knows no drafts
 CONTEXT, PROMPT, LONG_PROMPT = 640, 32, 512
-EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1, 4
-and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of the
-prompt. Needs llama.cpp's llama-bench, llama-batched-bench and, where no GGUF files are there, llama-quantize and `pip
-install gguf`."""
+FIRST, ANSWER, NEXT = 448, 64, 64  # tokens of a conversation: its first prompt, the answer, and what is new then
+HEADS = {
+    "1": "1 stream", "4": "4", "16": "16", "prefill": f"prefill {LONG_PROMPT}", "next": "second turn",
+    "again": "second turn, nothing cached",
+}  # fmt: skip
+EPILOG = """Each model has random weights; every engine computes prompts of 32 tokens and then greedy answers, for 1,
+4 and 16 requests at once, and one prompt of 512 tokens. Figures are tok/s: answers over the whole time, or tokens of
+the prompt. With --turns: the time to the first token of a conversation's second turn, as new tokens a second;
+llama.cpp's is that of the new tokens behind the others (llama-bench -d), and that of all of them. Needs llama.cpp's
+llama-bench, llama-batched-bench and, where no GGUF files are there, llama-quantize and `pip install gguf`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Flags:
     )
     rounds: int = flag(2, "how often each engine is started in each format, in alternating order", at_least=1)
     threads: int = flag(os.cpu_count() or 1, "of each engine", at_least=1)
+    turns: bool = flag(False, "the second turn of a conversation, with the first one cached and without")
     quick: bool = flag(False, "one round of the first model, with shorter answers")
     time_limit: float = flag(720.0, "seconds after which nothing more is begun", above=0)
     models_dir: str = flag("out/models", "where models are written, and GGUF files are looked for", metavar="FOLDER")
@@ -102,6 +110,8 @@ class Comparison:
     @property
     def works(self) -> dict[str, tuple[int, int, int]]:
         """Column → requests, tokens of each prompt and answer."""
+        if self.flags.turns:
+            return {"next": (1, FIRST, ANSWER), "again": (1, FIRST + ANSWER + NEXT, 1)}
         few = 8 if self.flags.quick else 24
         return {
             "1": (1, PROMPT, 2 * few),
@@ -125,7 +135,7 @@ class Comparison:
         job, events, log = (self.scratch / name for name in ("job.json", "events.jsonl", "log.txt"))
         works = self.works
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": CONTEXT, "max_num_seqs": 16}
-        settings |= {"enable_prefix_caching": False, "disable_log_stats": True}
+        settings |= {"enable_prefix_caching": self.flags.turns, "disable_log_stats": True}
         settings |= (FORMATS | FILES)[precision][0]
         if engine != "vllm" and (engine != OTHER or Path(self.flags.other_quire, DRAFTS).is_file()):
             settings["speculative_config"] = {"num_speculative_tokens": 0}
@@ -136,8 +146,9 @@ class Comparison:
                 "name": column,
                 "prompts": [[(i * 31 + t * 7) % (vocab_size - 3) + 3 for t in range(prompt)] for i in range(count)],
                 "output_lens": [answer] * count,
-                "repeat": 2,
-                "reset": False,
+                "repeat": 4 if self.flags.turns else 2,
+                "reset": self.flags.turns,
+                "next": list(range(3, 3 + NEXT)) if column == "next" else None,
             }
             for column, (count, prompt, answer) in works.items()
         ]
@@ -161,7 +172,7 @@ class Comparison:
                 self.versions[OTHER if engine == OTHER else runs] = event["version"]
             elif event["event"] == "run":
                 count, prompt, answer = works[event["work"]]
-                tokens = count * (answer if answer > 1 else prompt)
+                tokens = NEXT if self.flags.turns else count * (answer if answer > 1 else prompt)
                 self.keep(folder.name, precision, engine, event["work"], tokens / event["seconds"])
 
     def _gguf(self, folder: Path, precision: str) -> Path:
@@ -173,9 +184,13 @@ class Comparison:
         programs, file = Path(self.flags.llama_cpp), self._gguf(folder, precision)
         threads = str(self.flags.threads)
         for column, (count, prompt, answer) in self.works.items():
-            if answer == 1:
-                command = [str(programs / "llama-bench"), "-m", str(file), "-t", threads, "-o", "jsonl"]
-                command += ["-p", str(prompt), "-n", "0", "-r", "2"]
+            is_prompt = answer == 1 or column == "next"
+            if is_prompt:
+                command = [str(programs / "llama-bench"), "-m", str(file), "-t", threads, "-o", "jsonl", "-n", "0"]
+                if column == "next":
+                    command += ["-p", str(NEXT), "-d", str(prompt + answer), "-r", "4"]
+                else:
+                    command += ["-p", str(prompt), "-r", "2"]
             else:
                 command = [str(programs / "llama-batched-bench"), "-m", str(file), "-t", threads, "-tb", threads]
                 # The prompt's last logits give an answer's first token, so there is one step less than tokens.
@@ -189,9 +204,10 @@ class Comparison:
                 if not line.startswith("{"):
                     continue
                 row = json.loads(line)
-                if answer == 1:
+                if is_prompt:
                     self.versions["llama.cpp"] = f"build {row['build_number']} ({row['build_commit']})"
-                    speeds = [1e9 * prompt / nanoseconds for nanoseconds in row["samples_ns"]]
+                    tokens = NEXT if self.flags.turns else prompt
+                    speeds = [1e9 * tokens / nanoseconds for nanoseconds in row["samples_ns"]]
                 else:
                     speeds = [count * answer / (row["t_pp"] + row["t_tg"])]
                 for speed in speeds:
@@ -247,7 +263,7 @@ def compare(comparison: Comparison) -> None:
 def table(comparison: Comparison) -> str:
     """tok/s of each, and how many times as fast Quire is."""
     engines = list(dict.fromkeys(key[2] for key in comparison.best))
-    heads = {"1": "1 stream", "4": "4", "16": "16", "prefill": f"prefill {LONG_PROMPT}"}
+    heads = {column: HEADS[column] for column in comparison.works}
     lines = ["| | " + " | ".join(heads.values()) + " |", "|---|" + "---:|" * len(heads)]
     for model, precision in dict.fromkeys(key[:2] for key in comparison.best):
         own = {column: comparison.best.get((model, precision, "quire", column)) for column in heads}

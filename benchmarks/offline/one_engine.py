@@ -6,7 +6,9 @@ Imports nothing of ours but the engine under test, so that every engine gets the
 with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM;
 else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun),
 `works`: [{name, prompts, output_lens, repeat, reset}], and perhaps `compared`: prompts of which Quire and vLLM report
-the first greedy tokens. Each line of EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
+the first greedy tokens. A work of theirs may have `next`, token ids: what is timed then is the first token of the
+second turn, whose prompt is the first one with its answer and these. Each line of EVENTS is a dictionary with `event`:
+ready, greedy, begin, run or done.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ class LLMEngine:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(result.outputs[0].token_ids) for result in results]
+
+    def next_turn(self, prompts: list[list[int]], output_lens: list[int], more: list[int]) -> list[list[int]]:
+        """The prompts of the second turn, once the first one's answers are there."""
+        answers = self._answers(prompts, output_lens, self._temperature)
+        return [[*prompt, *answer, *more] for prompt, answer in zip(prompts, answers, strict=True)]
 
     def reset(self) -> None:
         self._llm.reset_prefix_cache()
@@ -228,6 +235,8 @@ def measure(engine: Any, work: dict[str, Any], deadline: float, say: Callable[..
     for _ in range(work["repeat"]):
         if work["reset"]:
             engine.reset()
+        if more := work.get("next"):
+            prompts, output_lens = engine.next_turn(work["prompts"], work["output_lens"], more), [1] * len(prompts)
         begin = time.perf_counter()
         num_output_tokens = engine.generate(prompts, output_lens)
         seconds = time.perf_counter() - begin

@@ -69,6 +69,24 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
     )
 
 
+@pytest.mark.heavy
+def test_the_second_turn(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quire's turns are measured with the first one cached; llama.cpp's new tokens are computed behind the others."""
+    for name, tokens in (("FIRST", 30), ("ANSWER", 10), ("NEXT", 12)):
+        monkeypatch.setattr(cpu_peers, name, tokens)
+    asked = tmp_path / "asked"
+    (programs / "llama-bench").write_text(BENCH.replace("case", f'echo "$*" >> {asked}\ncase', 1))
+    code, result, table = run(programs, tmp_path, tiny_model, "--turns")
+    assert code == 0, result["failures"]
+    best = {(row["engine"], row["work"]): row["tokens_per_second"] for row in result["rows"]}
+    assert best.keys() == {(engine, work) for engine in ("quire", "llama.cpp") for work in ("next", "again")}
+    assert best["llama.cpp", "next"] == best["llama.cpp", "again"] == 12
+    assert "| second turn | second turn, nothing cached |" in table
+    behind, whole = asked.read_text().splitlines()
+    assert "-p 12 -d 40" in behind
+    assert "-p 52" in whole
+
+
 def test_another_checkout_is_measured_beside(
     programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
