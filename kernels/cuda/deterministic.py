@@ -99,6 +99,10 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
+    if _normed_with(x, weight):
+        assert isinstance(weight, Tensor)
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        return fixed_parts(x, weight, bias, out, tile=few_tile(x, len(weight), 1), norm=(norm_weight, eps))
     normed = rms_norm(x, norm_weight, eps)
     if isinstance(weight, Tensor) and out is not None and out.dtype == x.dtype and out.stride(1) == 1:
         return float_linear(normed, weight, bias, out)
@@ -110,7 +114,16 @@ def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
+    if _normed_with(x, weight):
+        assert isinstance(weight, Tensor)
+        out, tile = x.new_empty(len(x), len(weight) // 2), few_tile(x, len(weight) // 2, 1)
+        return fixed_parts(x, weight, bias, out, gate=gate, tile=tile, norm=(norm_weight, eps))
     return linear_gated(rms_norm(x, norm_weight, eps), weight, bias, gate)
+
+
+def _normed_with(x: Tensor, weight: Weight) -> bool:
+    """Return True if the GEMM's kernel computes the norm of x."""
+    return CHOICE.fixed_tiles and len(x) <= CHOICE.fixed_norm_tokens and isinstance(weight, Tensor) and len(x) > 0
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:

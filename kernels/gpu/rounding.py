@@ -19,9 +19,28 @@ LARGEST = {torch.float8_e4m3fn: tl.constexpr(448.0), torch.int8: tl.constexpr(12
 
 
 @triton.jit
-def normed_row(values, w, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of a row, 0 beyond HIDDEN, rounded to `dtype` before the weight and after it; all float32."""
-    scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
+def norm_factor(values, eps, HIDDEN: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of a row of float32. Squares are added up as integers, multiples of 2⁻⁴⁰ of the
+    largest's power of two, so the order does not matter, and any kernel may compute it.
+    """
+    exponent = tl.max(tl.abs(values)).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
+    unit = exponent.to(tl.float32, bitcast=True)
+    scaled = values * ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # less than 2
+    total = tl.sum((scaled * scaled * 1099511627776.0).to(tl.int64)).to(tl.float32)
+    return tl.rsqrt(total * (unit * unit) / (1099511627776.0 * HIDDEN) + eps)
+
+
+@triton.jit
+def normed_row(values, w, eps, HIDDEN: tl.constexpr, dtype: tl.constexpr, EXACT: tl.constexpr = False):
+    """RMSNorm of a row, 0 beyond HIDDEN, rounded to `dtype` before the weight and after it; all float32.
+
+    EXACT: by `norm_factor`.
+    """
+    if EXACT:
+        scale = norm_factor(values, eps, HIDDEN)
+    else:
+        scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
     return ((values * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
 
 

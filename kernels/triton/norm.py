@@ -17,7 +17,10 @@ MAX_HIDDEN = 16384  # a row must fit in one program's registers
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, stride_x, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, stride_x, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -26,13 +29,14 @@ def _rms_norm_kernel(x, weight, out, stride_x, eps, HIDDEN: tl.constexpr, BLOCK:
         launch_dependents()
         wait_for_inputs()
     values = tl.load(x + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + offs, normed_row(values, w, eps, HIDDEN, x.dtype.element_ty), mask=mask)
+    tl.store(out + row * HIDDEN + offs, normed_row(values, w, eps, HIDDEN, x.dtype.element_ty, EXACT), mask=mask)
 
 
 @triton.jit
 def _add_kernel(
     residual, x, x_weight, weight, out, stride_residual, stride_x, x_eps, eps, factor,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM_X: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM_X: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """residual += factor · x, or with NORM_X its norm; with NORM, out is the norm of that, as if it were read again."""
     row = tl.program_id(0).to(tl.int64)
@@ -48,12 +52,12 @@ def _add_kernel(
     before = tl.load(total, mask=mask, other=0.0).to(tl.float32)  # on its way during the sum of squares
     values = tl.load(x + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     if NORM_X:
-        values = normed_row(values, x_w, x_eps, HIDDEN, x.dtype.element_ty)
+        values = normed_row(values, x_w, x_eps, HIDDEN, x.dtype.element_ty, EXACT)
     values = (before + values * factor).to(x.dtype.element_ty)
     tl.store(total, values, mask=mask)
     if NORM:
         w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
-        normed = normed_row(values.to(tl.float32), w, eps, HIDDEN, x.dtype.element_ty)
+        normed = normed_row(values.to(tl.float32), w, eps, HIDDEN, x.dtype.element_ty, EXACT)
         tl.store(out + row * HIDDEN + offs, normed, mask=mask)
 
 
@@ -66,10 +70,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert x.stride(1) == weight.stride(0) == 1
     if len(x):
         block = next_power_of_2(hidden)
-        of_warp = 256 if FORMS.deterministic else 512  # as in `_add`, so that both sum up a row in the same order
         launched = _rms_norm_kernel[(len(x),)](
             x, weight, out, x.stride(0), eps,
-            HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // of_warp, 1), 16), **pdl_options(x.device),
+            HIDDEN=hidden, BLOCK=block, EXACT=FORMS.deterministic, num_warps=min(max(block // 512, 1), 16),
+            **pdl_options(x.device),
         )  # fmt: skip
         prefer_shared_memory(launched)  # a router's logits often follow
     return out
@@ -120,6 +124,6 @@ def _add(
         launched = _add_kernel[(len(rows),)](
             total, rows, x_weight, weight, x if out is None else out, total.stride(0), rows.stride(0), x_eps, eps,
             factor, HIDDEN=hidden, BLOCK=block, NORM_X=x_norm is not None, NORM=norm is not None,
-            num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
+            EXACT=FORMS.deterministic, num_warps=min(max(block // 256, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
         prefer_shared_memory(launched)  # see `rms_norm`

@@ -40,6 +40,13 @@ FORMS_BY_NAME: dict[str, dict[str, Any]] = {
     "tiles": {"fixed_tiles": True},
     "tiles and Gluon": {"fixed_tiles": True, "fixed_few_tokens": 64},
     "all": {"fixed_tiles": True, "fixed_few_tokens": 64, "fixed_decode_rows": 16, "fixed_decode_stages": 2},
+    "all and norms": {
+        "fixed_tiles": True,
+        "fixed_few_tokens": 64,
+        "fixed_decode_rows": 16,
+        "fixed_decode_stages": 2,
+        "fixed_norm_tokens": 4,
+    },
 }
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
@@ -244,6 +251,16 @@ def check_norms_of_sums(checks: Checks) -> None:
             want = kernels.add_rms_norm(residual, x, weight, 1e-6)
             wrong = int((kernels.rms_norm(residual, weight, 1e-6) != want).any(1).sum())
             checks.add(f"deterministic norms of sums {hidden} {dtype}: {wrong} differ", wrong, 0)
+            if dtype == F32:
+                continue
+            matrix, wrong = checks.random(512, hidden, dtype=dtype) / hidden**0.5, 0
+            whole = fixed_linear(want, matrix, None, want.new_empty(300, 512))
+            for first in range(0, 300, 5):
+                own = residual[first : first + first % 4 + 1].clone()
+                with chosen(fixed_tiles=True, fixed_norm_tokens=4):
+                    got = deterministic.norm_linear(own, weight, 1e-6, matrix)
+                wrong += not torch.equal(got, whole[first : first + len(own)])
+            checks.add(f"deterministic norms in the GEMM {hidden} {dtype}: {wrong} of 60 differ", wrong, 0)
     finally:
         FORMS.choose(False)
 

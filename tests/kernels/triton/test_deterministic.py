@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from engine.models.shard import Shard
 from kernels import (
+    FORMS,
     AttentionArgs,
     Experts,
     NextNorm,
@@ -36,6 +37,13 @@ from kernels.triton.fixed_linear import fixed_linear
 
 MOST = 67  # more than a tile
 SIZES = (2, 17, 66)
+
+
+@pytest.fixture(autouse=True)
+def deterministic_forms() -> Iterator[None]:
+    FORMS.choose(True)
+    yield
+    FORMS.choose(False)
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +165,13 @@ def test_epilogues_round_as_kernels_of_their_own(dtype: torch.dtype, monkeypatch
     for gate in ("silu", "gelu_tanh"):
         got = each_alone(lambda at: deterministic.linear_gated(x[at].clone(), weight, bias, gate))  # noqa: B023
         assert torch.equal(got, gate_and_mul(deterministic.linear(x, weight, bias), gate))
+    norm = torch.rand(192).to(dtype)
+    apart = deterministic.norm_linear(x, norm, 1e-5, weight, bias), deterministic.norm_gated(x, norm, 1e-5, weight)
+    for module in (deterministic, split_sums):
+        monkeypatch.setattr(module, "CHOICE", replace(CHOICE, fixed_tiles=True, fixed_norm_tokens=4))
+    for some in (slice(0, 1), slice(3, 6), slice(40, 44)):
+        assert torch.equal(deterministic.norm_linear(x[some].clone(), norm, 1e-5, weight, bias), apart[0][some])
+        assert torch.equal(deterministic.norm_gated(x[some].clone(), norm, 1e-5, weight), apart[1][some])
     whole = split_sums.split_weight(weight[:40].contiguous(), Shard().eighths(192), bias[:40])
     assert split_sums.adds_split_sums(x, whole)
     added = each_alone(lambda at: split_sums.split_linear_add(residual[at].clone(), x[at].clone(), whole))
