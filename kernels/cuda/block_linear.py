@@ -1,7 +1,7 @@
 """Linear layers with GGUF's blocks on CUDA devices: chooses the kernel.
 
 Up to `CHOICE.small_batch_tokens` tokens one kernel reads each type's blocks, with what comes before and after it.
-Beyond, the whole weight is dequantised for cuBLAS.
+Beyond, a GEMM dequantises tiles; for most tokens the whole weight is dequantised for cuBLAS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.data.block_weight import BLOCK_KINDS, BlockRows, BlockWeight, pack_
 from kernels.data.forms import FORMS
 from kernels.gpu.device import has_tensor_cores
 from kernels.triton.activation import gate_and_mul
-from kernels.triton.block_weight import dequantize
+from kernels.triton.block_weight import block_gemm, dequantize
 from kernels.triton.norm import rms_norm
 
 if GLUON:
@@ -86,9 +86,13 @@ def linear(
     if is_small_batch(x, weight):
         result = linear(x, weight, bias, norm_weight=norm_weight, eps=eps)
     else:
-        if norm_weight is not None:
-            x = rms_norm(x, norm_weight, eps)
-        result = F.linear(x, dequantize(weight, x.dtype), bias)
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        if len(x) > CHOICE.block_gemm_tokens:
+            result = F.linear(x, dequantize(weight, x.dtype), bias)
+        elif residual is None or swiglu:
+            result = block_gemm(x, weight, bias, None)
+        else:
+            return block_gemm(x, weight, bias, residual)
     if swiglu:
         result = gate_and_mul(result, "silu")
     if residual is not None:

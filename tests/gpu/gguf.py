@@ -26,7 +26,7 @@ from tests.gpu.checks import BF16, Checks, captured, relative_error
 from tests.oracles.random_weights import random_weight
 from tests.support.unwritten import unwritten_is_unknown
 
-NUM_TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048)
+NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 Parts = tuple[tuple[int, str], ...]  # rows and types
 LAYERS: dict[str, tuple[str, Parts, int]] = {  # operation, parts, channels
     "qkv, v Q6_K": ("norm", ((4096, "Q4_K"), (1024, "Q4_K"), (1024, "Q6_K")), 4096),
@@ -142,10 +142,17 @@ def _check(
     errors = {layout: relative_error(calls[layout](), want) for layout in ("new", "old")}
     said = [f"errors {errors['new']:.1e}, {errors['old']:.1e}"]
     if checks.device != "cpu":
-        with unwritten_is_unknown():
-            us = {layout: 1e3 * do_bench(captured(call), return_mode="median") for layout, call in calls.items()}
+        us = {layout: _microseconds(call) for layout, call in calls.items()}
         speed = file_bytes / us["new"] / 1e6
-        said.append(
-            f"new {us['new']:.1f} us ({speed:.2f} TB/s of the file's bytes), old {us['old']:.1f}, AWQ {us['AWQ']:.1f}"
-        )
+        others = ", ".join(f"{layout} {us[layout]:.1f}" for layout in ("old", "AWQ"))
+        said.append(f"new {us['new']:.1f} us ({speed:.2f} TB/s of the file's bytes), {others}")
+        if 16 < len(x) <= 512:
+            tiles, whole = (_microseconds(calls["new"], block_gemm_tokens=most) for most in (1 << 20, 0))
+            said.append(f"new by tiles {tiles:.1f}, whole {whole:.1f}")
     checks.saw(name, errors["new"] <= 1.2e-2, ", ".join(said))
+
+
+def _microseconds(call: Callable[[], Tensor], **choices: int) -> float:
+    """Return the time of a call in a CUDA graph, with other choices."""
+    with unwritten_is_unknown(), mock.patch.object(block_linear, "CHOICE", dataclasses.replace(CHOICE, **choices)):
+        return 1e3 * do_bench(captured(call), return_mode="median")

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from engine.models.gguf.blocks import TYPES
 from kernels.data.block_weight import BLOCK_KINDS, BlockKind, BlockWeight, pack_rows, pieces_of_word, unit_channels
-from kernels.triton.block_weight import dequantize
+from kernels.triton.block_weight import block_gemm, dequantize
 from tests.oracles.random_weights import random_blocks
 
 
@@ -35,3 +35,29 @@ def test_parts_of_several_types() -> None:
 def test_words_have_all_pieces(kind: BlockKind) -> None:
     pieces = [piece for j in range(8) for piece in pieces_of_word(kind, j)]
     assert sorted(pieces) == list(range(unit_channels(kind) // 16))
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize(("num_tokens", "n", "units"), [(19, 70, 3), (80, 20, 9)])
+def test_gemm(kind: BlockKind, num_tokens: int, n: int, units: int) -> None:
+    k = units * unit_channels(kind)
+    blocks = random_blocks(kind, n, k)
+    weight = BlockWeight.of([pack_rows(kind, [blocks])])
+    x, bias, residual = torch.randn(num_tokens, k), torch.randn(n), torch.randn(num_tokens, n)
+    want = x.double() @ TYPES[kind.upper()].decode(blocks.flatten(1)).double().T
+    got = block_gemm(x, weight, None, None)
+    assert (got - want).norm() < 1e-5 * want.norm()
+    into = residual.clone()
+    got = block_gemm(x, weight, bias, into)
+    assert got.data_ptr() == into.data_ptr()
+    want += residual.double() + bias.double()
+    assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def test_gemm_of_several_types() -> None:
+    blocks = {kind: random_blocks(kind, 20, 512) for kind in BLOCK_KINDS}
+    weight = BlockWeight.of([pack_rows(kind, [each]) for kind, each in blocks.items()])
+    exact = torch.cat([TYPES[kind.upper()].decode(each.flatten(1)) for kind, each in blocks.items()])
+    x = torch.randn(33, 512)
+    want = x.double() @ exact.double().T
+    assert (block_gemm(x, weight, None, None) - want).norm() < 1e-5 * want.norm()
