@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -152,7 +153,7 @@ def _check(
     checks.saw(name, errors["new"] <= 1.2e-2, ", ".join(said))
 
 
-def _microseconds(call: Callable[[], Tensor], **choices: int) -> float:
+def _microseconds(call: Callable[[], Tensor], **choices: Any) -> float:
     """Return the time of a call in a CUDA graph, with other choices."""
     with unwritten_is_unknown(), mock.patch.object(block_linear, "CHOICE", dataclasses.replace(CHOICE, **choices)):
         return 1e3 * do_bench(captured(call), return_mode="median")
