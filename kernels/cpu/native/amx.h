@@ -1,6 +1,7 @@
 // Products by AMX. A tile register holds up to 16 rows of 64 bytes; one instruction multiplies 16 tokens and 16 rows of W, 32
-// channels of bfloat16 or 64 of eight bits at once. W lies in memory as for AVX-512: a tile register takes the same vector of 16
-// lines, one below the other.
+// channels of bfloat16 or 64 of eight bits at once: a step. W lies in memory as for AVX-512: a tile register takes the same
+// vector of 16 lines, one below the other. Tokens lie as tile registers take them, 16 by 16, a step's rows behind each other:
+// rows as far apart as a token's channels would be in few sets of the first cache.
 #pragma once
 
 #include <sys/syscall.h>
@@ -10,7 +11,9 @@
 
 namespace amx {
 
+constexpr int ROWS = 16;    // of a tile register
 constexpr int TOKENS = 32;  // that are multiplied at once, by two tile registers
+constexpr int STEPS = 8;    // that are multiplied with all tokens before the next ones: as much of W as the first cache holds
 constexpr int MANY = 64;    // tokens of which products by tile registers are the faster for every kind of weights
 
 // Linux lets a process use tile registers once it has asked for them.
@@ -19,6 +22,16 @@ inline bool permitted() {
     static const bool is_permitted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return is_permitted;
 }
+
+// What is asked for while W is read: what lies so many bytes behind, at once or for later.
+struct Fetch {
+    int64_t ahead = 0;
+    bool is_near = false;
+    void lines(const char* w, int bytes, int apart) const {
+        if (is_near) for (int i = 0; i < bytes; i += apart) __builtin_prefetch(w + ahead + i);
+        else if (ahead) for (int i = 0; i < bytes; i += apart) __builtin_prefetch(w + ahead + i, 0, 2);
+    }
+};
 
 // The tile registers of this thread, for as long as this lives: sums in 0 to 3, tokens in 4 and 5, W in 6 and 7.
 class Tiles {
@@ -42,13 +55,14 @@ class Tiles {
         _tile_loadconfig(&config);
     }
 
-    // Products of `steps` times as many words of tokens, `stride` bytes apart, and of rows of W, in lines: to lines of four vectors,
-    // one for each token, of floats if BF16 and else of integers. What lies `ahead` bytes behind W is asked for meanwhile.
-    template <bool BF16> void multiply(const char* x, int64_t stride, const char* w, int steps, int64_t ahead, void* to) const {
+    // Products of `steps` steps of tokens and rows of W, in lines: to lines of four vectors, one for each token, of floats if
+    // BF16 and else of integers; added to these if `more`. `second`: bytes from a token to the one 16 further on.
+    template <bool BF16> void multiply(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, void* to) const {
         __asm__ volatile("" ::: "memory");  // what was written before is read here
-        if (tokens_ <= 16) one<BF16>(x, stride, w, steps, ahead, (char*)to);
+        if (tokens_ <= ROWS) one<BF16>(x, w, steps, more, fetch, (char*)to);
         else
-            for (int n = 0; n < 2; ++n) two<BF16>(x, stride, w + n * 128, steps, ahead, (char*)to + n * 128);
+            for (int n = 0; n < 2; ++n) two<BF16>(x, second, w + n * 128, steps, more, fetch, (char*)to + n * 128);
+        __asm__ volatile("" ::: "memory");
     }
 
   private:
@@ -62,11 +76,18 @@ class Tiles {
         void of(int tile, int rows, int words) { this->rows[tile] = uint8_t(rows), bytes[tile] = uint16_t(4 * words); }
     };
 
-    template <bool BF16> void one(const char* x, int64_t stride, const char* w, int steps, int64_t ahead, char* to) const {
-        zero();
-        for (int s = 0; s < steps; ++s, x += words_ * 4, w += words_ * LINE) {
-            for (int i = 0; i < words_ * LINE; i += 64) __builtin_prefetch(w + ahead + i);
-            _tile_loadd(4, x, stride);
+    template <bool BF16> void one(const char* x, const char* w, int steps, bool more, Fetch fetch, char* to) const {
+        const int64_t row = words_ * 4;
+        if (!more) zero();
+        else {
+            _tile_loadd(0, to, LINE);
+            _tile_loadd(1, to + VECTOR, LINE);
+            _tile_loadd(2, to + 2 * VECTOR, LINE);
+            _tile_loadd(3, to + 3 * VECTOR, LINE);
+        }
+        for (int s = 0; s < steps; ++s, x += ROWS * row, w += words_ * LINE) {
+            fetch.lines(w, words_ * LINE, 64);
+            _tile_loadd(4, x, row);
             _tile_loadd(6, w, LINE);
             _tile_loadd(7, w + VECTOR, LINE);
             dot<BF16, 0>();
@@ -81,21 +102,28 @@ class Tiles {
     }
 
     // Half of each line.
-    template <bool BF16> void two(const char* x, int64_t stride, const char* w, int steps, int64_t ahead, char* to) const {
-        zero();
-        for (int s = 0; s < steps; ++s, x += words_ * 4, w += words_ * LINE) {
-            for (int i = 0; i < words_ * LINE; i += LINE) __builtin_prefetch(w + ahead + i), __builtin_prefetch(w + ahead + i + 64);
-            _tile_loadd(4, x, stride);
+    template <bool BF16> void two(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, char* to) const {
+        const int64_t row = words_ * 4;
+        if (!more) zero();
+        else {
+            _tile_loadd(0, to, LINE);
+            _tile_loadd(1, to + VECTOR, LINE);
+            _tile_loadd(2, to + ROWS * LINE, LINE);
+            _tile_loadd(3, to + ROWS * LINE + VECTOR, LINE);
+        }
+        for (int s = 0; s < steps; ++s, x += ROWS * row, w += words_ * LINE) {
+            fetch.lines(w, words_ * LINE, LINE), fetch.lines(w + 64, words_ * LINE, LINE);
+            _tile_loadd(4, x, row);
             _tile_loadd(6, w, LINE);
             _tile_loadd(7, w + VECTOR, LINE);
-            _tile_loadd(5, x + 16 * stride, stride);
+            _tile_loadd(5, x + second, row);
             dot<BF16, 0>();
             dot<BF16, 2, true>();
         }
         _tile_stored(0, to, LINE);
         _tile_stored(1, to + VECTOR, LINE);
-        _tile_stored(2, to + 16 * LINE, LINE);
-        _tile_stored(3, to + 16 * LINE + VECTOR, LINE);
+        _tile_stored(2, to + ROWS * LINE, LINE);
+        _tile_stored(3, to + ROWS * LINE + VECTOR, LINE);
     }
 
     static void zero() {

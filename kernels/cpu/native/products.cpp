@@ -44,7 +44,7 @@ struct Weight {
 
 // x as a product reads it: padded with zeros to the weight's channels.
 struct Rows {
-    const char* data;     // float32, bfloat16 or int8 [tokens, channels]
+    const char* data;     // float32, bfloat16 or int8 [tokens, channels]; for AMX as amx.h says
     int64_t row_bytes;
     const float* scale;   // INT8, INT4: [tokens, groups]
     const int32_t* sum;   // of the codes
@@ -64,6 +64,7 @@ constexpr int MANY = 3;             // tokens of a register tile that leave time
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
 constexpr int X_BYTES = 262144;     // about as much of x is multiplied with one tile after the other, so that the second cache holds it
 constexpr int LEAST = 11 * TALL;    // tokens of x for which W is read again
+constexpr int X_BYTES_AMX = 1048576;  // in its place for AMX, which would wait for W more often
 constexpr int ASKING = 3 * TALL;    // tokens that are multiplied until the next tile is there
 
 inline uint32_t word(const char* p) { return load<uint32_t>(p); }
@@ -369,50 +370,84 @@ inline int tile_words(const Weight& w, int tokens) {
     return words % 16 == 0 ? 16 : words % 8 == 0 ? 8 : words == 4 ? 4 : 0;
 }
 
+// Memory of a thread for at least so many elements, at a cache line's start.
+template <class T> T* lines(std::vector<char>& memory, int64_t count) {
+    if (memory.size() < count * sizeof(T) + 64) memory.resize(count * sizeof(T) + 64);
+    return (T*)(memory.data() + (-(uintptr_t)memory.data() & 63));
+}
+
 // A tile, its codes as bytes.
-inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& bytes) {
+inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& memory) {
     const char* at = w.data + tile * tile_bytes(w);
     if (w.kind < INT4) return at;
-    bytes.resize(int64_t(w.channels) / 4 * LINE);
-    for (char *to = bytes.data(), *end = to + bytes.size(); to < end;) {
+    const int64_t size = int64_t(w.channels) / 4 * LINE;
+    char *bytes = lines<char>(memory, size), *to = bytes;
+    while (to < bytes + size) {
         Bytes low[2][WIDE], high[2][WIDE];
         if (w.kind == INT4) load_nibbles(at, low[0], high[0]), at += LINE;
         else load_sixes<0>(at, low[0], high[0]), load_sixes<1>(at, low[1], high[1]), at += 3 * LINE;
         for (int half = 0; half < (w.kind == INT4 ? 1 : 2); ++half, to += 2 * LINE)
             each<WIDE>([&](auto n) { store(to + n * VECTOR, low[half][n]), store(to + LINE + n * VECTOR, high[half][n]); });
     }
-    return bytes.data();
+    return bytes;
 }
 
-// `multiply` above for the tokens that `tiles` is configured for; `at`: by `tile_of_bytes`.
+// The scaled sums of a group's codes, which are added to those of the groups before.
 template <class SCALES>
-void multiply_tiles(const amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int token, int tokens, int64_t next, Floats* to) {
-    const int words = tile_words(w, amx::MANY);
-    const char* x = rows.data + token * rows.row_bytes;
-    if (w.kind == BFLOAT16) return tiles.multiply<true>(x, rows.row_bytes, at, w.channels / 2 / words, next, to);
+void add_part(const Weight& w, const Rows& rows, int tile, int token, int tokens, int64_t group, Ints* part, Floats* to) {
     const int64_t groups = w.channels / w.group;
-    const auto add = [&](auto count, int m, int64_t g, Ints* part) {
+    const auto add = [&](auto count, int m) {
         constexpr int M = count;
         for (int i = 0; i < M; ++i)
-            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= w.offset * rows.sum[(token + m + i) * groups + g]; });
-        add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, g, *(Ints(*)[M][WIDE])(part + m * WIDE), *(Sums<M>*)(to + m * WIDE));
+            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= w.offset * rows.sum[(token + m + i) * groups + group]; });
+        add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, group, *(Ints(*)[M][WIDE])(part + m * WIDE), *(Sums<M>*)(to + m * WIDE));
     };
-    for (int i = 0; i < tokens * WIDE; ++i) to[i] = Floats{};
-    for (int64_t g = 0; g < groups; ++g, at += w.group / 4 * LINE, x += w.group) {
-        Ints part[amx::TOKENS * WIDE];
-        tiles.multiply<false>(x, rows.row_bytes, at, w.group / 4 / words, next, part);
-        int m = 0;
-        for (; m + 4 <= tokens; m += 4) add(std::integral_constant<int, 4>{}, m, g, part);
-        for (; m < tokens; ++m) add(std::integral_constant<int, 1>{}, m, g, part);
-    }
-    for (int m = 0; m < tokens; ++m) {
-        subtract_zeros<1>(w, rows, tile, token + m, *(Sums<1>*)(to + m * WIDE));
-        if (std::is_void_v<SCALES>)
-            each<WIDE>([&](auto n) { to[m * WIDE + n] *= load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES); });
-    }
+    int m = 0;
+    for (; m + 4 <= tokens; m += 4) add(std::integral_constant<int, 4>{}, m);
+    for (; m < tokens; ++m) add(std::integral_constant<int, 1>{}, m);
 }
-inline auto multiply_tiles_for(const Weight& w) {
-    return w.scale_steps ? multiply_tiles<Steps> : w.short_scale ? multiply_tiles<bf16> : w.grouped ? multiply_tiles<float> : multiply_tiles<void>;
+
+// `multiply` above for the tokens from `first`, a multiple of 16, to `end`; `at`: by `tile_of_bytes`. `next`: bytes from this
+// tile to the one that is probably multiplied after it, or 0. after(token, tokens): when
+// all of some tokens is added up.
+template <class SCALES, class After>
+void multiply_tiles(amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int first, int end, int64_t next, Floats* to, const After& after) {
+    const bool is_bf16 = w.kind == BFLOAT16;
+    const int words = tile_words(w, amx::MANY), steps = int(rows.row_bytes / (4 * words));
+    const int group = is_bf16 ? steps : w.group / 4 / words;  // steps of it
+    const bool is_whole = group == steps;                     // sums stay in tile registers from the first channel to the last
+    const int some = end - first <= amx::TOKENS ? steps : is_whole ? amx::STEPS : (amx::STEPS < group ? 1 : amx::STEPS / group) * group;
+    const int64_t second = amx::ROWS * rows.row_bytes;
+    for (int s = 0; s < steps; s += some) {
+        const int until = s + some < steps ? s + some : steps;
+        for (int token = first, m; token < end; token += m) {
+            m = end - token < amx::TOKENS ? end - token : amx::TOKENS;
+            tiles.configure(m, words);
+            const amx::Fetch fetch = token == first ? amx::Fetch{AHEAD, true} : amx::Fetch{token == first + amx::TOKENS ? next : 0, false};
+            Floats* sums = to + (token - first) * WIDE;
+            const auto product = [&](int from, int past, bool more, void* into) {
+                const char *x = rows.data + token * rows.row_bytes + from * amx::ROWS * words * 4, *w_at = at + int64_t(from) * words * LINE;
+                if (is_bf16) tiles.multiply<true>(x, second, w_at, past - from, more, fetch, into);
+                else tiles.multiply<false>(x, second, w_at, past - from, more, fetch, into);
+            };
+            if (is_whole) product(s, until, s > 0, sums);
+            else if (s == 0) std::memset(sums, 0, m * WIDE * sizeof(Floats));
+            for (int from = s; from < until && !is_bf16; from += group) {
+                Ints part[amx::TOKENS * WIDE];
+                if (!is_whole) product(from, from + group, false, part);
+                else if (until < steps) break;
+                else std::memcpy(part, sums, m * WIDE * sizeof(Floats)), std::memset(sums, 0, m * WIDE * sizeof(Floats));
+                add_part<SCALES>(w, rows, tile, token, m, from / group, part, sums);
+            }
+            if (until < steps) continue;
+            for (int i = 0; i < m && !is_bf16; ++i) {
+                subtract_zeros<1>(w, rows, tile, token + i, *(Sums<1>*)(sums + i * WIDE));
+                if (std::is_void_v<SCALES>)
+                    each<WIDE>([&](auto n) { sums[i * WIDE + n] *= load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES); });
+            }
+            after(token, m);
+        }
+    }
 }
 #endif
 
@@ -488,29 +523,28 @@ template <class T> void some_tokens(const Weight& w, const Rows& rows, const Out
 }
 
 #ifdef QUIRE_AMX
-// All tokens of a tile, where `tile_words` says so.
-template <class T>
-void all_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int tokens) {
-    thread_local std::vector<char> bytes[2];
-    const auto multiply = multiply_tiles_for(w);
-    const int other = out.then == SWIGLU ? tile + w.rows / 2 / TILE_ROWS : tile, words = tile_words(w, tokens);
-    const char *at = tile_of_bytes(w, tile, bytes[0]), *other_at = out.then == SWIGLU ? tile_of_bytes(w, other, bytes[1]) : nullptr;
-    Floats acc[amx::TOKENS * WIDE], up[amx::TOKENS * WIDE];
-    for (int token = 0, m; token < tokens; token += m) {
-        m = tokens - token < amx::TOKENS ? tokens - token : amx::TOKENS;
-        tiles.configure(m, words);
-        const int64_t ahead = token && w.kind < INT4 ? (next - tile) * tile_bytes(w) : AHEAD;
-        multiply(tiles, w, rows, at, tile, token, m, ahead, acc);
-        if (other_at) multiply(tiles, w, rows, other_at, other, token, m, ahead, up);
-        finish(w, out, tile, token, m, acc, up);
+// `some_tokens` where `tile_words` says so.
+template <class SCALES, class T>
+void some_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
+    thread_local std::vector<char> bytes, sums;
+    const int64_t ahead = w.kind < INT4 ? (next - tile) * tile_bytes(w) : 0;
+    Floats *acc = lines<Floats>(sums, (end - first) * 2 * WIDE), *up = acc + (end - first) * WIDE;
+    if (out.then == SWIGLU) {
+        const int other = tile + w.rows / 2 / TILE_ROWS;
+        multiply_tiles<SCALES>(tiles, w, rows, tile_of_bytes(w, other, bytes), other, first, end, ahead, up, [](int, int) {});
     }
+    const auto after = [&](int token, int tokens) { finish(w, out, tile, token, tokens, acc + (token - first) * WIDE, up + (token - first) * WIDE); };
+    multiply_tiles<SCALES>(tiles, w, rows, tile_of_bytes(w, tile, bytes), tile, first, end, ahead, acc, after);
+}
+template <class T> auto some_tokens_by_amx_for(const Weight& w) {
+    return w.scale_steps ? some_tokens_by_amx<Steps, T> : w.short_scale ? some_tokens_by_amx<bf16, T> : w.grouped ? some_tokens_by_amx<float, T> : some_tokens_by_amx<void, T>;
 }
 #endif
 
-// Tokens of a block of X_BYTES; all blocks have about one size.
-int tokens_of_block(int tokens, int64_t row_bytes) {
-    const int64_t blocks = (tokens * row_bytes + X_BYTES - 1) / X_BYTES, block = (tokens + blocks - 1) / blocks;
-    return int(block < LEAST ? LEAST : (block + TALL - 1) / TALL * TALL);
+// Tokens of a block of `bytes`, a multiple of `some`; all blocks have about one size.
+int tokens_of_block(int tokens, int64_t row_bytes, int64_t bytes, int some, int least) {
+    const int64_t blocks = (tokens * row_bytes + bytes - 1) / bytes, block = (tokens + blocks - 1) / blocks;
+    return int(block < least ? least : (block + some - 1) / some * some);
 }
 
 // Codes of `n` values from -127 to 127, their scale and their sum. What is not finite makes the scale NaN.
@@ -554,24 +588,26 @@ struct Product {
     int32_t is_bf16, wide_norm;
 };
 
-template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
+// words: of a tile register's row, if AMX computes; else 0.
+template <class T, class W> Rows prepare(const Product& p, int words, Scratch& scratch) {
     const Weight& w = *p.weight;
     if (w.kind == FLOAT32 && !p.norm && sizeof(T) == 4) return {(const char*)p.x, p.x_stride * 4, nullptr, nullptr};
     const bool widened = w.kind == BFLOAT16 && !DOTS_BF16;
     const int64_t size = w.kind == FLOAT32 || widened ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
     const int64_t tokens = p.tokens;  // so that sizes are counted in 64 bits
-    scratch.data.resize(tokens * w.channels * size + 64);
+    scratch.data.resize((tokens + 15) * w.channels * size + 128);
     scratch.scale.resize(tokens * groups);
     scratch.sum.resize(tokens * groups);
-    char* data = scratch.data.data();
+    char* data = scratch.data.data() + (-(uintptr_t)scratch.data.data() & 63);
     float* scale = scratch.scale.data();
     int32_t* sums = scratch.sum.data();
     constexpr int PIECE = 4;
     pool.run((p.tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
         std::vector<float> wide(w.channels + LANES);
+        std::vector<char> row(words ? w.channels * size : 0);
         for (int64_t t = piece * PIECE; t < p.tokens && t < (piece + 1) * PIECE; ++t) {
             read_row((const T*)p.x + t * p.x_stride, p.channels, (const W*)p.norm, p.eps, wide.data());
-            char* to = data + t * w.channels * size;
+            char* to = words ? row.data() : data + t * w.channels * size;
             if (w.kind == FLOAT32) std::memcpy(to, wide.data(), w.channels * 4);
             else if (widened)
                 for (int i = 0; i < w.channels; i += LANES) store_up_to((float*)to + i, to_bf16_and_back(load_lanes(&wide[i])), w.channels - i);
@@ -580,6 +616,11 @@ template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
             else
                 for (int64_t g = 0, i = t * groups; g < groups; ++g, ++i)
                     quantize(&wide[g * w.group], w.group, (int8_t*)to + g * w.group, scale + i, sums + i);
+            if (words) {
+                const int64_t some = 4 * words;
+                char* at = data + t / 16 * 16 * w.channels * size + t % 16 * some;
+                for (int64_t i = 0; i < w.channels * size; i += some, at += 16 * some) std::memcpy(at, to + i, some);
+            }
         }
     });
     return {data, w.channels * size, scale, sums};
@@ -588,16 +629,16 @@ template <class T, class W> Rows prepare(const Product& p, Scratch& scratch) {
 template <class T, class W> void product(const Product& p) {
     thread_local Scratch scratch;
     const Weight& w = *p.weight;
-    const Rows rows = prepare<T, W>(p, scratch);
+#ifdef QUIRE_AMX
+    const int words = tile_words(w, p.tokens);
+#else
+    const int words = 0;
+#endif
+    const Rows rows = prepare<T, W>(p, words, scratch);
     const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
     const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
     const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1, pieces = (tiles + piece - 1) / piece;
-    int block = p.tokens;
-#ifdef QUIRE_AMX
-    const bool by_amx = tile_words(w, p.tokens) > 0;
-    if (!by_amx)
-#endif
-        block = tokens_of_block(p.tokens, rows.row_bytes);
+    const int block = words ? tokens_of_block(p.tokens, rows.row_bytes, X_BYTES_AMX, 32, 64) : tokens_of_block(p.tokens, rows.row_bytes, X_BYTES, TALL, LEAST);
     pool.run(int64_t(pieces) * ((p.tokens + block - 1) / block), [&](int64_t i) {
         const int begin = int(i % pieces) * piece, end = begin + piece < tiles ? begin + piece : tiles;
         const int first = int(i / pieces) * block, last = first + block < p.tokens ? first + block : p.tokens;
@@ -607,7 +648,7 @@ template <class T, class W> void product(const Product& p) {
         for (int tile = begin; tile < end; ++tile) {
             const int next = tile + 1 < end ? tile + 1 : end + (pool.threads - 1) * piece;
 #ifdef QUIRE_AMX
-            if (by_amx) all_tokens_by_amx(registers, w, rows, out, tile, next, p.tokens);
+            if (words) some_tokens_by_amx_for<T>(w)(registers, w, rows, out, tile, next, first, last);
             else
 #endif
                 some_tokens(w, rows, out, tile, next, first, last);

@@ -80,9 +80,10 @@ def test_tokens_in_blocks_get_what_they_get_alone(backend: str) -> None:
     """So much of x is multiplied in several blocks; on AMX fewer tokens with int4 by other instructions, too."""
     if backend == "no compiler":
         pytest.skip("oneDNN's sums depend on the number of tokens")
-    for weight in (torch.randn(70, 2048), torch.randn(70, 2048).bfloat16(), integers("int4", 70, 2048, 128)):
+    codes = [integers("int4", 70, 2048, 128), integers("int8", 70, 2048, 2048)]
+    for weight in (torch.randn(70, 2048), torch.randn(70, 2048).bfloat16(), *codes):
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.bfloat16
-        x, packed = torch.randn(150, 2048).to(dtype), matmul.pack_weight(weight)
+        x, packed = torch.randn(300, 2048).to(dtype), matmul.pack_weight(weight)
         together = matmul.linear(x, packed)
         assert torch.equal(together, torch.cat([matmul.linear(part, packed) for part in x.split(50)]))
 
