@@ -70,6 +70,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # type of device -> module -> names of 
             "latent_attention_decode latent_attention_prefill paged_attention_decode paged_attention_prefill"
         ),
         "kernels.triton.attention_decode": "plan_decode",
+        "kernels.triton.shared_prefix": "plan_prefix",
         "kernels.triton.kda": "kda",
         "kernels.triton.latent": "absorb_and_store rotate_and_store",
         "kernels.triton.embedding": "embedding",
@@ -240,6 +241,7 @@ random_bits = _dispatched(reference.random_bits)
 token_logprobs = _dispatched(reference.token_logprobs)
 prepare_step = _dispatched(reference.prepare_step)
 plan_decode = _dispatched(reference.plan_decode)
+plan_prefix = _dispatched(reference.plan_prefix)
 short_conv = _dispatched(reference.short_conv)
 causal_conv = _dispatched(reference.causal_conv)
 delta_rule = _dispatched(reference.delta_rule)

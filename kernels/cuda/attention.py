@@ -18,7 +18,7 @@ from kernels.data.quantized_rows import QuantizedRows
 from kernels.gpu.attention import Output
 from kernels.gpu.launch import next_power_of_2
 from kernels.gpu.rounding import LARGEST
-from kernels.triton import attention_decode, attention_prefill, latent
+from kernels.triton import attention_decode, attention_prefill, latent, shared_prefix
 from kernels.triton.scaled import quantize_rows
 
 if GLUON:
@@ -35,8 +35,9 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `kernels.reference.paged_attention_decode`.
 
-    `plan` must have been written by `plan_decode` for these `context.lens`, and its window must be this one, or 0: then
-    programs whose tiles lie before the window do nothing. Without a plan one is allocated and written here.
+    `plan` must have been written by `plan_decode` for these `context.lens`, after `plan_prefix` if it has prefixes.
+    Its window must be this one, or 0: then programs whose tiles lie before the window do nothing. Without a plan one is
+    allocated and written here.
     """
     if not attention_decode.KNOWN.cover(args):
         return decode_as_prefill(query, context, args, out)
@@ -55,6 +56,8 @@ def paged_attention_decode(
     assert output.values.stride(1) == head_dim
     assert keys.stride() == context.value_cache.stride()
     assert (args.kv_scale is not None) == (keys.dtype == torch.float8_e4m3fn)
+    if plan.prefix is not None:
+        shared_prefix.attend_prefix(query, context, args, plan)
     launch = decode.launch if GLUON and decode.supports(query, keys, args, plan) else attention_decode.launch
     launch(query, context, args, plan, output, dependent)
     return output.values[:num_seqs]

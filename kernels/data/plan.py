@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,52 @@ from kernels.data.block_sparse import BlockSparse
 from kernels.data.capability import compute_capability, shared_memory
 
 FEW_SEQS = (2, 16)  # decode steps of up to so many sequences have plans of their own
+MIN_SHARED = 512  # tokens that a prefix has at least for its keys to be read once for all its sequences
+MIN_MEMBERS = 4  # sequences that have a prefix in common at least
+SHARED_ROWS = 64  # (query, head) pairs in a tile of queries over a common prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The prefixes that sequences of a decode step have in common, and the attention over them: workspace of a step.
+
+    Sequences whose block tables agree in the first `MIN_SHARED` tokens are a group, of which the longest common prefix
+    is read once. `Q` members of a group share a tile of queries.
+    """
+
+    keys: Tensor  # [3, B] int32: what members of a group agree in, how many they are, and the first of them
+    shared: Tensor  # [B] int32: tokens of the group's common prefix, at the first of its members
+    starts: Tensor  # [B] int32: tokens of its prefix that a sequence leaves to the group, whole tiles of keys; or 0
+    members: Tensor  # [N, Q] int32: the sequences of each tile of queries; -1: none
+    out: Tensor  # [B, H, D] float32: sums of weighted values over the prefix
+    stats: Tensor  # [B, 2, H] float32: their maximum (base 2) and sum of weights
+    partial_out: Tensor  # [P, 2, Q * G, D] float32: see `DecodePlan`, of P programs
+    partial_stats: Tensor  # [P, 2, 2, Q * G] float32
+    arrivals: Tensor  # [N * num_kv_heads] int32; 0 between calls
+
+    @classmethod
+    def allocate(
+        cls,
+        max_seqs: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        num_programs: int = 0,
+    ) -> SharedPrefix:
+        """0 programs: two for each multiprocessor."""
+        num_programs = num_programs or 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        group = num_heads // num_kv_heads
+        queries = max(SHARED_ROWS // group, 1)
+        num_tiles = -(-max_seqs // queries) + max_seqs // MIN_MEMBERS
+        int32 = partial(torch.zeros, dtype=torch.int32, device=device)
+        float32 = partial(torch.empty, dtype=torch.float32, device=device)
+        return cls(
+            keys=int32(3, max_seqs), shared=int32(max_seqs), starts=int32(max_seqs), members=int32(num_tiles, queries),
+            out=float32(max_seqs, num_heads, head_dim), stats=float32(max_seqs, 2, num_heads),
+            partial_out=float32(num_programs, 2, SHARED_ROWS, head_dim),
+            partial_stats=float32(num_programs, 2, 2, SHARED_ROWS), arrivals=int32(num_tiles * num_kv_heads),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +94,7 @@ class DecodePlan:
     sparse: BlockSparse | None = None  # only the tiles that its heads see are counted
     queries: int = 1  # the most successive tokens of a row that share a tile of queries
     streams: bool = False  # whether it is cut up for `kernels.gluon.attention.decode`
+    prefix: SharedPrefix | None = None  # None: each sequence reads all of its keys
 
     @property
     def group(self) -> int:

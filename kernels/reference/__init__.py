@@ -82,6 +82,6 @@ from kernels.reference.split_sums import (
     split_linear_add,
     split_weight,
 )
-from kernels.reference.step import embedding, plan_decode, prepare_step
+from kernels.reference.step import embedding, plan_decode, plan_prefix, prepare_step
 from kernels.reference.vision import full_attention, rotate_halves
 from kernels.reference.vocab_lora import adapt_embedding, retrained_logits

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.data.layout import MIN_P, SHIFT_BITS, TEMPERATURE, TOP_K, TOP_P, RowState, StepTensors
-from kernels.data.plan import DecodePlan
+from kernels.data.plan import MIN_MEMBERS, MIN_SHARED, DecodePlan
 
 
 def prepare_step(
@@ -81,6 +81,35 @@ def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     return F.embedding(rows.masked_fill_(elsewhere, 0), table).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
+def plan_prefix(context_lens: Tensor, rows: Tensor, block_tables: Tensor, page: int, plan: DecodePlan) -> None:
+    """Write the prefixes that sequences have in common into `plan.prefix`, before `plan_decode`.
+
+    context_lens, rows [B] int32: of a step's decoding sequences; block_tables [R, max_blocks] int32: of blocks of
+    `page` tokens. Sequences are in a group if the same block holds their token `MIN_SHARED`. Of groups of `MIN_MEMBERS`
+    and more, the common prefix is the longest of whole blocks, without any sequence's newest token.
+    """
+    prefix, tables = plan.prefix, block_tables[rows.long()].tolist()
+    assert prefix is not None
+    groups: dict[int, list[int]] = {}
+    for i, length in enumerate(context_lens.tolist()):
+        if length > MIN_SHARED:
+            groups.setdefault(tables[i][(MIN_SHARED - 1) // page], []).append(i)
+    prefix.starts.zero_()
+    prefix.members.fill_(-1)
+    width, tile = prefix.members.shape[1], 0
+    for group in groups.values():
+        if len(group) < MIN_MEMBERS:
+            continue
+        most = (min(context_lens[group].tolist()) - 1) // page
+        first = tables[group[0]]
+        equal = (next((j for j in range(most) if tables[i][j] != first[j]), most) for i in group)
+        prefix.starts[group] = min(equal) * page // plan.tile * plan.tile
+        for begin in range(0, len(group), width):
+            some = group[begin : begin + width]
+            prefix.members[tile, : len(some)] = torch.tensor(some)
+            tile += 1
+
+
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """Write the work map of a step's decoding sequences into `plan`: context_lens, rows [B] int32. See `DecodePlan`.
 
@@ -99,6 +128,8 @@ def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     else:
         first_tile = (lens - plan.window).clamp(min=0) // plan.tile if plan.window else 0
         ends = torch.where(lens > 0, lens + spans - 1, 0)  # of the last query's context
+        if plan.prefix is not None:
+            first_tile = plan.prefix.starts[: len(lens)].long() // plan.tile
         tiles = ((ends + plan.tile - 1) // plan.tile - first_tile) * plan.num_kv_heads
     ends = tiles.cumsum(0)
     total = int(tiles.sum())

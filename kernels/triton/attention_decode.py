@@ -60,7 +60,7 @@ def _joins(context_lens, rows, b, num_seqs, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["context_lens", "rows"])
 def _plan_kernel(
-    context_lens, rows, work, spans, num_seqs, QUERIES: tl.constexpr,
+    context_lens, rows, starts, work, spans, num_seqs, QUERIES: tl.constexpr, PREFIX: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SPARSE: tl.constexpr, RESIDUES: tl.constexpr,
     MIN_TILES: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,6 +83,8 @@ def _plan_kernel(
     tiles = tl.cdiv(tl.where(lens > 0, lens + span - 1, 0), TILE) * NUM_KV_HEADS
     if WINDOW > 0:  # tiles wholly before the window are not counted
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE * NUM_KV_HEADS
+    if PREFIX:  # nor those of a prefix that others share
+        tiles -= tl.load(starts + b, mask=b < num_seqs, other=0) // TILE * NUM_KV_HEADS
     if SPARSE is not None:
         local = first_local_block(lens - 1, SPARSE)
         tiles += (_vertical_tiles(local, TILE, SPARSE, RESIDUES) - local * (SPARSE[0] // TILE)) * NUM_KV_HEADS
@@ -111,9 +113,10 @@ def _sparse_options(plan: DecodePlan) -> dict[str, object]:
 
 def plan_decode(context_lens: Tensor, rows: Tensor, plan: DecodePlan) -> None:
     """See `kernels.reference.plan_decode`."""
-    num_programs = len(plan.work)
+    num_programs, prefix = len(plan.work), plan.prefix
     _plan_kernel[(num_programs,)](
-        context_lens, rows, plan.work, plan.spans, len(context_lens), QUERIES=plan.queries,
+        context_lens, rows, rows if prefix is None else prefix.starts, plan.work, plan.spans, len(context_lens),
+        QUERIES=plan.queries, PREFIX=prefix is not None,
         NUM_KV_HEADS=plan.num_kv_heads, TILE=plan.tile, WINDOW=plan.window, **_sparse_options(plan),
         MIN_TILES=plan.min_tiles, BLOCK_B=max(16, next_power_of_2(plan.max_seqs)), num_warps=4,
         **pdl_options(context_lens.device),
@@ -289,11 +292,12 @@ def _arrive(
 )
 def _decode_kernel(
     query, key_cache, value_cache, out, out_scale, block_tables, rows, context_lens, alibi_slopes, sinks, kv_scale,
-    work, spans, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs,
-    stride_qt, stride_qh, stride_ot, stride_row, stride_group, stride_table, stride_block, stride_head, stride_token,
+    work, spans, partial_out, partial_stats, arrivals, group_arrivals, starts, prefix_out, prefix_stats, scale,
+    num_seqs, stride_qt, stride_qh, stride_ot, stride_row, stride_group, stride_table, stride_block, stride_head,
+    stride_token,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, G_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    PLAN_WINDOW: tl.constexpr,
+    PLAN_WINDOW: tl.constexpr, PREFIX: tl.constexpr,
     SPARSE: tl.constexpr, RESIDUES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAN_IN: tl.constexpr, LARGEST: tl.constexpr,
     dtype: tl.constexpr, PDL: tl.constexpr,
@@ -338,6 +342,8 @@ def _decode_kernel(
         first_tile = 0
         if PLAN_WINDOW > 0:
             first_tile = tl.maximum(context_len - PLAN_WINDOW, 0) // TILE
+        if PREFIX:
+            first_tile = tl.load(starts + seq) // TILE
         length = context_len  # of the last query's context
         if QUERIES > 1:
             length = tl.where(span > 0, context_len + span - 1, first_tile * TILE)
@@ -424,6 +430,18 @@ def _decode_kernel(
                 )  # fmt: skip
 
             acc = whole_sum(acc)
+            if PREFIX:  # noqa: SIM102 (what follows is compiled only where it is asked for)
+                if (first == 0) & (first_tile > 0):  # the pair's first part has the sums of the prefix, too
+                    of_prefix = prefix_stats + seq.to(tl.int64) * (2 * NUM_KV_HEADS * GROUP) + heads
+                    prefix_m = tl.load(of_prefix, mask=head_mask, other=-float("inf"))
+                    prefix_l = tl.load(of_prefix + NUM_KV_HEADS * GROUP, mask=head_mask, other=0.0)
+                    at = prefix_out + (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM
+                    new_m = tl.maximum(m, prefix_m)
+                    base = tl.where(new_m == -float("inf"), 0.0, new_m)
+                    weight, rescale = tl.exp2(prefix_m - base), tl.exp2(m - base)
+                    acc = acc * rescale[:, None] + tl.load(at + d[None, :], mask=q_mask, other=0.0) * weight[:, None]
+                    l = l * rescale + prefix_l * weight
+                    m = new_m
             if FP8:
                 acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
             out_at = out + seq * stride_ot + head * GROUP * HEAD_DIM
@@ -466,22 +484,22 @@ def launch(
     kernel.
     """
     num_seqs, num_heads, head_dim = query.shape
-    keys, lens = context.key_cache, context.lens
+    keys, lens, prefix = context.key_cache, context.lens, plan.prefix
     _, num_kv_heads, page, _ = keys.shape
     group = num_heads // num_kv_heads
     _decode_kernel[(len(plan.work),)](
         query, keys, context.value_cache, output.values, output.scale, context.block_tables, context.rows, lens,
         lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
         lens if args.kv_scale is None else args.kv_scale,
-        plan.work, plan.spans, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale,
-        num_seqs,
+        plan.work, plan.spans, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals,
+        *((lens,) * 3 if prefix is None else (prefix.starts, prefix.out, prefix.stats)), args.scale, num_seqs,
         query.stride(0), query.stride(1), output.values.stride(0), *output.scale.stride()[:2],
         context.block_tables.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, QUERIES=plan.queries,
         G_PAD=max(16, next_power_of_2(plan.queries * group)),
         HEAD_DIM=head_dim, D_PAD=max(16, next_power_of_2(head_dim)),
         TILE=plan.tile, PAGE=page, WINDOW=args.window, PLAN_WINDOW=plan.window,
-        **_sparse_options(plan), SOFT_CAP=args.soft_cap,
+        PREFIX=prefix is not None, **_sparse_options(plan), SOFT_CAP=args.soft_cap,
         ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=plan.num_stages, FAN_IN=plan.fan_in, LARGEST=output.largest, dtype=DTYPES[output.dtype],

@@ -65,6 +65,7 @@ from tests.gpu.products import check_products
 from tests.gpu.ranks import check_guided_stages, check_rank_files, check_ranks
 from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.gpu.shared_attention import check_shared_attention
+from tests.gpu.shared_prefix import check_shared_prefix
 from tests.gpu.sleep import check_sleep_speed, check_sleep_texts
 from tests.support.unwritten import unwritten_is_nan
 
@@ -104,7 +105,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
         check_deterministic_speed,
     ),
     "drafters": (check_drafter_texts, check_drafter_speed),
-    "shared": (check_shared_attention,),
+    "shared": (check_shared_attention, check_shared_prefix),
     "drafts": (check_draft_texts, check_draft_speed),
     "hybrids": (check_recurrent, check_hybrid_families, check_hybrids),
     "images": (check_rotations, check_image_models, check_image_speed),

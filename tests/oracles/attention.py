@@ -66,6 +66,11 @@ class Paged:
             mine *= self.kv_scale.double().view(2, -1, 1, 1)
         return mine[0], mine[1]
 
+    def share(self, sequences: Sequence[int], num_blocks: int) -> None:
+        """Let sequences begin with the blocks of the first of them."""
+        rows = self.rows[list(sequences)].long()
+        self.block_tables[rows, :num_blocks] = self.block_tables[rows[0], :num_blocks].clone()
+
     def newest(self, query_lens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [T, Hkv, D] in float64 of each sequence's newest tokens, as `context` returns them, and the
         tokens' slots [T] int64.

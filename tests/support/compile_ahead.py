@@ -27,7 +27,7 @@ from kernels.data.activation import ExpertActivation
 from kernels.data.block_weight import BlockKind, BlockRows, BlockWeight, unit_channels
 from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.layout import RowState, StepTensors
-from kernels.data.plan import DecodePlan
+from kernels.data.plan import DecodePlan, SharedPrefix
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.data.widening import WIDE_DTYPE, WIDE_PAGE
 from tests.oracles.random_weights import random_weight
@@ -120,10 +120,12 @@ def attention(
     few: bool = True,
     sparse: kernels.BlockSparse | None = None,
     queries: int = 1,
+    reads_once: bool = False,
     **options: float,
 ) -> None:
     from kernels.cuda.attention import paged_attention_decode, paged_attention_prefill
     from kernels.triton.attention_decode import plan_decode
+    from kernels.triton.shared_prefix import plan_prefix
 
     num_heads, lens, rows = 2 * group, tensor(3, dtype=I32), tensor(3, dtype=I32)
     out, cache = tensor(3, num_heads, head_dim, dtype=dtype), tensor(10, 2, page, head_dim, dtype=kv_dtype or dtype)
@@ -135,6 +137,10 @@ def attention(
     plan = DecodePlan.allocate(
         4 if few else 40, num_heads, 2, head_dim, META, 264, cache.dtype, window, sparse, queries
     )
+    if reads_once:
+        prefix = SharedPrefix.allocate(plan.max_seqs, num_heads, 2, head_dim, META, 264)
+        plan = dataclasses.replace(plan, prefix=prefix)
+        plan_prefix(lens, rows, tables, page, plan)
     plan_decode(lens, rows, plan)
     args = kernels.AttentionArgs(0.1, kv_scale=scale, sparse=sparse, **by_head, **options)  # type: ignore[arg-type]
     context = kernels.PagedContext(cache, cache, tables, rows, lens)
@@ -600,6 +606,8 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(channel_decays, 2, 70, BF16),
     functools.partial(recurrent, 2, 70, F16, 64),
     functools.partial(recurrent, 2, 70, F32),
+    functools.partial(attention, 128, 4, 16, few=False, reads_once=True),
+    functools.partial(attention, 80, 3, 8, F32, reads_once=True),
     prepare,
     parts,
     embedding,
@@ -615,6 +623,7 @@ E4M3_VARIANTS: list[Callable[[], None]] = [  # for devices that convert it, from
     functools.partial(rotary, 256, 256, True, BF16, E4M3, wide=True),
     functools.partial(rotary, 128, 64, False, BF16, E4M3, wide=True),
     functools.partial(attention, 64, 4, 16, F32, E4M3, few=False),
+    functools.partial(attention, 128, 4, 16, BF16, E4M3, few=False, reads_once=True, sinks=True),
     functools.partial(wide_pages, 128, 4, 16),
     functools.partial(quantized, 300, "e4m3", rounds=True, dtype=F16),
     functools.partial(quantized, 300, "e4m3", 128, 128, rounds=True),

@@ -41,15 +41,14 @@ SHARED_BYTES, REGISTERS = 112_000, 96  # of a program, of which two share a mult
 
 @gluon.jit
 def _piece_of_pair(
-    at_tile, end, inner, context_len, TILE: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr
+    at_tile, end, inner, context_len, skipped, TILE: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr
 ):
     """The part of a (sequence, KV head) that this program computes.
 
     (KV head; tiles that the plan counts; first of them here, and their number here; first and end of the context's
-    tiles that
-    are computed here; the oldest key that the query sees).
+    tiles that are computed here; the oldest key that the query sees). skipped: keys of a prefix that others share.
     """
-    first_tile = context_len * 0
+    first_tile = skipped // TILE
     if PLAN_WINDOW > 0:
         first_tile = gl.maximum(context_len - PLAN_WINDOW, 0) // TILE
     num_tiles = gl.cdiv(context_len, TILE) - first_tile
@@ -66,16 +65,25 @@ def _piece_of_pair(
 
 
 @gluon.jit
-def _following(seq, context_lens, rows, num_seqs):
-    """Context length and row of the next sequence, if there is one."""
+def _following(seq, context_lens, rows, starts, num_seqs, PREFIX: gl.constexpr):
+    """Context length, row and skipped keys of the next sequence, if there is one."""
     after = gl.minimum(seq + 1, num_seqs - 1)
-    return gl.load(context_lens + after), gl.load(rows + after)
+    return gl.load(context_lens + after), gl.load(rows + after), _skipped(after, starts, PREFIX)
+
+
+@gluon.jit
+def _skipped(seq, starts, PREFIX: gl.constexpr):
+    """Keys of a sequence's prefix that are computed for others, too, elsewhere."""
+    skipped = seq * 0
+    if PREFIX:
+        skipped = gl.load(starts + seq)
+    return skipped
 
 
 @gluon.jit
 def _next_pair(
-    inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
-    NUM_KV_HEADS: gl.constexpr,
+    inner, count, num_tiles, seq, context_len, row, skipped, next_len, next_row, next_skipped, context_lens, rows,
+    starts, num_seqs, NUM_KV_HEADS: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
     """Start of the next (sequence, KV head): in the same sequence, or in the next one, whose length and row are
     loaded.
@@ -86,8 +94,9 @@ def _next_pair(
         seq += 1
         context_len = next_len
         row = next_row
-        next_len, next_row = _following(seq, context_lens, rows, num_seqs)
-    return inner, seq, context_len, row, next_len, next_row
+        skipped = next_skipped
+        next_len, next_row, next_skipped = _following(seq, context_lens, rows, starts, num_seqs, PREFIX)
+    return inner, seq, context_len, row, skipped, next_len, next_row, next_skipped
 
 
 @gluon.jit
@@ -103,9 +112,9 @@ def _ask_tile(
 @gluon.jit
 def _bring(
     queries, keys, values, q_smem, k_smem, v_smem, q_full, q_empty, full, empty, block_tables, rows, context_lens,
-    at_tile, end, seq, inner, context_len, row, num_seqs, stride_table,
+    starts, at_tile, end, seq, inner, context_len, row, num_seqs, stride_table,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    PANELS: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, PDL: gl.constexpr,
+    PANELS: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, PREFIX: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The partition that brings each pair's queries, and its tiles of keys and values."""
     BOX: gl.constexpr = keys.block_shape[2]
@@ -113,10 +122,13 @@ def _bring(
     k_boxes = k_smem._reinterpret(k_smem.dtype, [STAGES * PANELS * BOXES, 1, 1, BOX, 64], keys.layout)
     v_boxes = v_smem._reinterpret(v_smem.dtype, [STAGES * PANELS * BOXES, 1, 1, BOX, 64], values.layout)
     q_boxes = q_smem._reinterpret(q_smem.dtype, [2 * PANELS, 1, queries.block_shape[1], 64], queries.layout)
-    next_len, next_row = _following(seq, context_lens, rows, num_seqs)
+    skipped = _skipped(seq, starts, PREFIX)
+    next_len, next_row, next_skipped = _following(seq, context_lens, rows, starts, num_seqs, PREFIX)
     early = at_tile * 0
     if PDL:
-        head, _, _, _, begin, last, oldest = _piece_of_pair(at_tile, end, inner, context_len, TILE, WINDOW, PLAN_WINDOW)
+        head, _, _, _, begin, last, oldest = _piece_of_pair(
+            at_tile, end, inner, context_len, skipped, TILE, WINDOW, PLAN_WINDOW
+        )
         table = block_tables + row.to(gl.int64) * stride_table
         early = gl.maximum(gl.minimum(gl.minimum(last, (context_len - 1) // TILE) - begin, STAGES), 0)
         for stage in range(early):
@@ -130,7 +142,7 @@ def _bring(
     item = at_tile * 0
     while at_tile < end:
         head, num_tiles, _, count, begin, last, oldest = _piece_of_pair(
-            at_tile, end, inner, context_len, TILE, WINDOW, PLAN_WINDOW
+            at_tile, end, inner, context_len, skipped, TILE, WINDOW, PLAN_WINDOW
         )
         if num_tiles > 0:
             q_stage = item % 2
@@ -155,9 +167,9 @@ def _bring(
                 )  # fmt: skip
             step += 1
         at_tile += count
-        inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
-            NUM_KV_HEADS
+        inner, seq, context_len, row, skipped, next_len, next_row, next_skipped = _next_pair(
+            inner, count, num_tiles, seq, context_len, row, skipped, next_len, next_row, next_skipped, context_lens,
+            rows, starts, num_seqs, NUM_KV_HEADS, PREFIX,
         )  # fmt: skip
 
 
@@ -328,11 +340,12 @@ def _arrive(
 @gluon.jit
 def _attend(
     q_smem, k_smem, v_smem, p_smem, q_full, q_empty, full, empty, out, out_scale, rows, context_lens, alibi_slopes,
-    sinks, partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end, per_program, seq, inner,
-    context_len, row, num_seqs, stride_ot, stride_row, stride_group,
+    sinks, partial_out, partial_stats, arrivals, group_arrivals, starts, prefix_out, prefix_stats, scale, at_tile, end,
+    per_program, seq, inner, context_len, row, num_seqs, stride_ot, stride_row, stride_group,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-    ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PDL: gl.constexpr,
+    ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PREFIX: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The partition that multiplies: scores of a tile, exponentials, weighted values; then a pair's output, or a part
     of it.
@@ -344,7 +357,8 @@ def _attend(
     program = gl.program_id(0)
     n = gl.arange(0, N, layout=gl.SliceLayout(0, ACC))
     n_out = gl.arange(0, N, layout=gl.SliceLayout(1, OUT))
-    next_len, next_row = _following(seq, context_lens, rows, num_seqs)
+    skipped = _skipped(seq, starts, PREFIX)
+    next_len, next_row, next_skipped = _following(seq, context_lens, rows, starts, num_seqs, PREFIX)
     if PDL:
         wait_for_inputs()
     for empty_seq in range(program, num_seqs, gl.num_programs(0)):  # a padding row has no tile: its output is 0
@@ -361,7 +375,7 @@ def _attend(
     item = at_tile * 0
     while at_tile < end:
         head, num_tiles, first, count, begin, last, oldest = _piece_of_pair(
-            at_tile, end, inner, context_len, TILE, WINDOW, PLAN_WINDOW
+            at_tile, end, inner, context_len, skipped, TILE, WINDOW, PLAN_WINDOW
         )
         if num_tiles > 0:
             acc = gl.zeros([D_PAD, N], gl.float32, ACC)
@@ -427,6 +441,18 @@ def _attend(
             out_at = out + seq.to(gl.int64) * stride_ot + head * GROUP * HEAD_DIM
             scale_at = out_scale + seq * stride_row + head * GROUP * stride_group
             sinks_at = sinks + head * GROUP
+            if PREFIX:  # noqa: SIM102 (what follows is compiled only where it is asked for)
+                if (first == 0) & (skipped > 0):  # the pair's first part has the sums of the prefix, too
+                    own_heads = seq.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + n_out
+                    d_out = gl.arange(0, D_PAD, layout=gl.SliceLayout(0, OUT))
+                    at = prefix_out + own_heads[:, None] * HEAD_DIM + d_out[None, :]
+                    own_mask = (n_out < GROUP)[:, None] & (d_out < HEAD_DIM)[None, :]
+                    own_stats = prefix_stats + own_heads + seq.to(gl.int64) * (NUM_KV_HEADS * GROUP)
+                    prefix_m = gl.load(own_stats, mask=n_out < GROUP, other=-float("inf"))
+                    prefix_l = gl.load(own_stats + NUM_KV_HEADS * GROUP, mask=n_out < GROUP, other=0.0)
+                    sums, largest, total = _joined(
+                        sums, largest, total, gl.load(at, mask=own_mask, other=0.0), prefix_m, prefix_l
+                    )
             if whole:
                 sums, largest, total = _joined(sums, largest, total, others, other_m, other_l)
                 _store_heads(
@@ -443,9 +469,9 @@ def _attend(
                     GROUP, HEAD_DIM, N, D_PAD, SINKS, FAN_IN, LARGEST, DTYPE, OUT,
                 )  # fmt: skip
         at_tile += count
-        inner, seq, context_len, row, next_len, next_row = _next_pair(
-            inner, count, num_tiles, seq, context_len, row, next_len, next_row, context_lens, rows, num_seqs,
-            NUM_KV_HEADS
+        inner, seq, context_len, row, skipped, next_len, next_row, next_skipped = _next_pair(
+            inner, count, num_tiles, seq, context_len, row, skipped, next_len, next_row, next_skipped, context_lens,
+            rows, starts, num_seqs, NUM_KV_HEADS, PREFIX,
         )  # fmt: skip
 
 
@@ -455,11 +481,12 @@ def _attend(
 )
 def _hopper_decode_kernel(
     queries, keys, values, out, out_scale, block_tables, rows, context_lens, alibi_slopes, sinks,
-    work, partial_out, partial_stats, arrivals, group_arrivals, scale, num_seqs, stride_ot, stride_row, stride_group,
-    stride_table,
+    work, partial_out, partial_stats, arrivals, group_arrivals, starts, prefix_out, prefix_stats, scale, num_seqs,
+    stride_ot, stride_row, stride_group, stride_table,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, PLAN_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
-    ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PDL: gl.constexpr,
+    ALIBI: gl.constexpr, SINKS: gl.constexpr, FAN_IN: gl.constexpr, LARGEST: gl.constexpr, PREFIX: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Each program one piece of the work. GROUP query heads of a KV head, padded to N."""
     PANELS: gl.constexpr = (HEAD_DIM + 63) // 64
@@ -497,15 +524,16 @@ def _hopper_decode_kernel(
         [
             (_attend, (
                 q_smem, k_smem, v_smem, p_smem, q_full, q_empty, full, empty, out, out_scale, rows, context_lens,
-                alibi_slopes, sinks, partial_out, partial_stats, arrivals, group_arrivals, scale, at_tile, end,
-                per_program, seq, inner, context_len, row, num_seqs, stride_ot, stride_row, stride_group,
+                alibi_slopes, sinks, partial_out, partial_stats, arrivals, group_arrivals, starts, prefix_out,
+                prefix_stats, scale, at_tile, end, per_program, seq, inner, context_len, row, num_seqs, stride_ot,
+                stride_row, stride_group,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, N, TILE, gl.constexpr(keys.block_shape[2]), STAGES, WINDOW, PLAN_WINDOW,
-                SOFT_CAP, ALIBI, SINKS, FAN_IN, LARGEST, PDL,
+                SOFT_CAP, ALIBI, SINKS, FAN_IN, LARGEST, PREFIX, PDL,
             )),
             (_bring, (
                 queries, keys, values, q_smem, k_smem, v_smem, q_full, q_empty, full, empty, block_tables, rows,
-                context_lens, at_tile, end, seq, inner, context_len, row, num_seqs, stride_table,
-                NUM_KV_HEADS, GROUP, TILE, PAGE, STAGES, PANELS, WINDOW, PLAN_WINDOW, PDL,
+                context_lens, starts, at_tile, end, seq, inner, context_len, row, num_seqs, stride_table,
+                NUM_KV_HEADS, GROUP, TILE, PAGE, STAGES, PANELS, WINDOW, PLAN_WINDOW, PREFIX, PDL,
             )),
         ],
         [1], [40],
@@ -532,7 +560,7 @@ def launch(
 ) -> None:
     """Compute as `kernels.triton.attention_decode.launch`; see `supports`."""
     num_seqs, num_heads, head_dim = query.shape
-    lens, out = context.lens, output.values
+    lens, out, prefix = context.lens, output.values, plan.prefix
     _, num_kv_heads, page, _ = context.key_cache.shape
     group = num_heads // num_kv_heads
     columns, width = max(next_power_of_2(group), 8), cdiv(head_dim, 64) * 64
@@ -543,11 +571,12 @@ def launch(
     _hopper_decode_kernel[(len(plan.work),)](
         box_descriptor(query, 1, columns, 64), *caches, out, output.scale, context.block_tables, context.rows, lens,
         lens if args.alibi_slopes is None else args.alibi_slopes, lens if args.sinks is None else args.sinks,
-        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals, args.scale, num_seqs,
+        plan.work, plan.partial_out, plan.partial_stats, plan.arrivals, plan.group_arrivals,
+        *((lens,) * 3 if prefix is None else (prefix.starts, prefix.out, prefix.stats)), args.scale, num_seqs,
         out.stride(0), *output.scale.stride()[:2], context.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, N=columns, HEAD_DIM=head_dim, TILE=TILE, PAGE=page,
         STAGES=(SHARED_BYTES - others) // (4 * TILE * width), WINDOW=args.window, PLAN_WINDOW=plan.window,
         SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None, SINKS=args.sinks is not None, FAN_IN=plan.fan_in,
-        LARGEST=output.largest, num_warps=4, maxnreg=REGISTERS,
+        LARGEST=output.largest, PREFIX=prefix is not None, num_warps=4, maxnreg=REGISTERS,
         **(pdl_options(query.device) if dependent else {"PDL": False}),
     )  # fmt: skip

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from kernels import AttentionArgs, QuantizedRows, reference
 from kernels.cuda import attention
-from kernels.data.plan import DecodePlan
+from kernels.data.plan import DecodePlan, SharedPrefix
 from kernels.gluon.attention import decode as attention_decode
 from kernels.gluon.attention import loads as attention_loads
 from kernels.triton import attention_decode as triton_decode
@@ -24,7 +24,7 @@ from tests.support.gluon_on_tensors import Barriers, Descriptor, Pointers, Share
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 HELPERS = (
-    "_piece_of_pair", "_following", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined",
+    "_piece_of_pair", "_following", "_skipped", "_next_pair", "_ask_tile", "_bring", "_masked", "_merged", "_joined",
     "_load_partial",
     "_store_partial", "_store_heads", "_arrive", "_attend", "ask_boxes", "blocks_of_boxes",
 )  # fmt: skip
@@ -220,6 +220,35 @@ def test_against_float64(case: tuple[int, int, int, int, dict[str, Any]], on_ten
         assert not plan.arrivals.any()
         assert not plan.group_arrivals.any()
     assert on_tensors == [(programs,)] * len(windows)
+
+
+@pytest.mark.parametrize(("group", "page", "programs"), [(4, 16, 1), (8, 32, 5), (3, 64, 16)])
+def test_sums_of_common_prefixes(
+    group: int, page: int, programs: int, on_tensors: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added to those of what follows, whatever programs have of it."""
+    monkeypatch.setattr("kernels.reference.step.MIN_SHARED", 64)
+    torch.manual_seed(0)
+    lens, long = [300, 0, 129, 1, 193, 30, 700], [0, 2, 4, 6]
+    paged, heads = Paged.make(lens, page, 64, BF16, "cpu", num_kv_heads=KV_HEADS), group * KV_HEADS
+    paged.share(long, 128 // page)
+    query = torch.randn(len(lens), heads, 64).bfloat16()
+    plan = plan_of(paged, heads, 64, programs)
+    prefix = SharedPrefix.allocate(plan.max_seqs, heads, KV_HEADS, 64, CPU, programs)
+    plan = dataclasses.replace(plan, prefix=prefix)
+    reference.plan_prefix(paged.context_lens, paged.rows, paged.block_tables, page, plan)
+    reference.plan_decode(paged.context_lens, paged.rows, plan)
+    assert prefix.starts[long].tolist() == [128] * 4
+    for i in long:
+        keys, values = (each[:, :128].repeat_interleave(group, 0) for each in paged.context(i))
+        scores = torch.einsum("hd,hkd->hk", query[i].double(), keys) * (0.1 / math.log(2))
+        prefix.stats[i, 0] = scores.amax(1)
+        weights = torch.exp2(scores - scores.amax(1, keepdim=True))
+        prefix.stats[i, 1], prefix.out[i] = weights.sum(1), torch.einsum("hk,hkd->hd", weights, values)
+    monkeypatch.setattr("kernels.triton.shared_prefix.attend_prefix", lambda *_: None)
+    got = decode(query, paged, plan, torch.full_like(query, math.nan))
+    want = exact(query, paged)
+    assert (got.double() - want).norm() < 6e-3 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
