@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,21 @@ def decode(data: bytes) -> Image.Image:
 
     Size and shape are checked before pixels are decoded. Raises `ImageError`.
     """
+    with _opened(data) as image:
+        image.load()
+        return to_rgb(_turned(image))
+
+
+def size_of_file(data: bytes) -> tuple[int, int]:
+    """Return the width and height of a file, whose pixels are not decoded. Raises `ImageError`."""
+    with _opened(data) as image:
+        width, height = image.size
+        return width, height
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """Open a file whose size and shape are taken. Errors in the block become `ImageError`."""
     from PIL import Image
 
     if len(data) > MAX_BYTES:
@@ -31,8 +48,7 @@ def decode(data: bytes) -> Image.Image:
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             check_size(*image.size)
-            image.load()
-            return to_rgb(_turned(image))
+            yield image
     except ImageError:
         raise
     except Image.UnidentifiedImageError:

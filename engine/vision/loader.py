@@ -149,7 +149,10 @@ class ImageLoader:
                 self.num_hits += 1
         if is_first:
             self._make(key, make, result)
-        return cast(T, result.result())
+        try:
+            return cast(T, result.result())
+        finally:
+            del result  # it holds an error, whose traceback holds this frame: memory of pixels until garbage collection
 
     def load_image(self, image: Image.Image) -> ProcessedImage:
         """Return an image that has been decoded elsewhere."""
@@ -228,6 +231,7 @@ class ImageLoader:
             with self._lock:
                 del self._loading[key]
             result.set_exception(error)
+            del result  # see `_once`
             return
         with self._lock:
             del self._loading[key]

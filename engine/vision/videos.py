@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.errors import ModelError
 from engine.models.spec import VisionSpec
 from engine.utils.folder_files import read_file
-from engine.vision.decode import FORMATS, MAX_BYTES, ImageError, check_size, decode, to_rgb
+from engine.vision.decode import FORMATS, MAX_BYTES, ImageError, check_size, decode, size_of_file, to_rgb
 from engine.vision.processors import (
     BICUBIC,
     MAX_FILE_BYTES,
@@ -31,6 +31,7 @@ from engine.vision.processors import (
 if TYPE_CHECKING:
     from PIL import Image
 
+T = TypeVar("T")
 FILE, IMAGE_FILE = "video_preprocessor_config.json", "preprocessor_config.json"
 PIXELS = 4096, 25_165_824  # of a video, where the checkpoint does not say
 OLDER_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # of each frame, as transformers takes them
@@ -199,14 +200,17 @@ def frames_of_files(files: Sequence[bytes], rate: float | None, processor: Video
         return _frames_of_file(files[0], processor)
     if len(files) > processor.max_frames:
         raise ImageError(f"it has {len(files)} frames; at most {processor.max_frames} are taken")
-    images: list[Image.Image] = []
-    for number, file in enumerate(files, 1):
-        try:
-            images.append(decode(file))
-        except ImageError as error:
-            raise ImageError(f"frame {number}: {error}") from None
-        _check_pixels(len(files), *images[0].size)
-    return frames_at(images, rate)
+    for file in files:
+        _check_pixels(len(files), *_of_frame(size_of_file, file, files))
+    return frames_at([_of_frame(decode, file, files) for file in files], rate)
+
+
+def _of_frame(read: Callable[[bytes], T], file: bytes, files: Sequence[bytes]) -> T:
+    """Call a function for a frame's file. An `ImageError` then says which frame it is."""
+    try:
+        return read(file)
+    except ImageError as error:
+        raise ImageError(f"frame {files.index(file) + 1}: {error}") from None
 
 
 def frames_at(images: Sequence[Image.Image], rate: float | None) -> Frames:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tests.attack import images
@@ -343,4 +344,13 @@ ATTACKS = (
     Attack("images: names that change", images.names_that_change, refused=True, images=True),
     Attack("images: 200 at once", images.many_at_once, images=True),
     Attack("images: 200 in a request", images.many_in_one, refused=True, images=True),
+    *(
+        Attack(f"videos: {name}", partial(images.ask_about_videos, files=files), refused, images=True)
+        for name, files, refused in (
+            ("10,000 frames", images.many_frames, True),
+            ("too many pixels", images.large_videos, True),
+            ("the largest one", images.largest_video, False),
+            ("damaged files", images.damaged_videos, True),
+        )
+    ),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from io import BytesIO
@@ -47,23 +48,34 @@ REDIRECTS = {
 def make_model(folder: Path) -> Path:
     """Save a random model of Qwen3-VL's kind that the server takes."""
     make_case("Qwen3VL", folder)
-    special = [f"<{i}>" for i in range(259, IMAGE)] + ["<|image_pad|>", "<291>", "<|vision_start|>", "<|vision_end|>"]
+    special = [f"<{i}>" for i in range(259, IMAGE)]
+    special += ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     make_tokenizer(TEMPLATE, special)._backend.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     limits = {"size": {"shortest_edge": 64, "longest_edge": 32_768}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(limits))
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).write_text(json.dumps(limits))
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     return folder
 
 
-def body(*urls: str) -> bytes:
-    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content = [*images, {"type": "text", "text": "?"}]
+def body(*urls: str, kind: str = "image_url") -> bytes:
+    shown = [{"type": kind, kind: {"url": url}} for url in urls]
+    content = [*shown, {"type": "text", "text": "?"}]
     return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 2}).encode()
 
 
 async def ask(target: Target, *urls: str) -> int:
     return (await target.post(CHAT, body(*urls))).status
+
+
+async def ask_about_videos(target: Target, files: Callable[[], list[str]]) -> Counter[int]:
+    """Ask about one after the other. Behind each file is another end, so that none is known."""
+    found = Counter[int]()
+    for url in await asyncio.to_thread(files):
+        end = base64.b64encode(os.urandom(9)).decode()
+        found[(await target.post(CHAT, body(url if url.endswith("=") else url + end, kind="video_url"))).status] += 1
+    return found
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:
@@ -129,6 +141,58 @@ def damaged() -> list[str]:
     broken = bytearray(png_file)
     broken[len(broken) // 2] ^= 255
     return [data_url(each) for each in (png_file[:-2000], jpeg[: len(jpeg) // 2], bytes(broken), jpeg[:30], b"")]
+
+
+def film(count: int, width: int, height: int, format: str = "GIF", **more: Any) -> bytes:
+    """Return an animated file of so many frames, each another one: a point of it moves."""
+
+    def frame(index: int) -> Image.Image:
+        found = Image.new("L", (width, height))
+        found.putpixel((index % width, index // width % height), 1 + index % 255)
+        return found
+
+    frames = (frame(index) for index in range(count))
+    file = BytesIO()
+    next(frames).save(file, format, save_all=True, append_images=frames, **more)
+    return file.getvalue() + bytes(-file.tell() % 3)  # so that its base64 can go on
+
+
+def _frames_url(*files: bytes) -> str:
+    return "data:video/jpeg;base64," + ",".join(base64.b64encode(each).decode() for each in files)
+
+
+@cache
+def many_frames() -> list[str]:
+    """10,000 frames and more: in one file, and as pictures."""
+    return [
+        data_url(film(10_000, 8, 8, duration=20)), data_url(film(10_001, 8, 8)),
+        _frames_url(*[noise(32, 32)] * 10_000),
+    ]  # fmt: skip
+
+
+@cache
+def large_videos() -> list[str]:
+    """More pixels than are taken: of a frame, and of all together."""
+    return [
+        data_url(film(2, 9000, 9000)), data_url(film(12, 5000, 5000)), _frames_url(*[png(8000, 6000)] * 5),
+    ]  # fmt: skip
+
+
+@cache
+def largest_video() -> list[str]:
+    """Nearly all the pixels and frames that are taken."""
+    return [data_url(film(700, 560, 500, duration=500))]
+
+
+@cache
+def damaged_videos() -> list[str]:
+    """Files that end too early or are none, and pictures of which one is damaged."""
+    files = [film(40, 200, 150, format) for format in ("GIF", "PNG")]
+    return [
+        *(data_url(each[: len(each) // 2]) for each in files), data_url(b"\0\0\0\x20ftypisom" + os.urandom(4000)),
+        _frames_url(noise(400, 300), noise(400, 300)[:3000]), _frames_url(noise(400, 300), noise(300, 400)),
+        "data:video/jpeg;fps=0;base64,AAAA", _frames_url(b"", b""),
+    ]  # fmt: skip
 
 
 async def in_turn(target: Target, urls: list[str]) -> Counter[int]:

@@ -46,7 +46,9 @@ def processing(module: str, name: str) -> Any:
 @pytest.fixture(autouse=True)
 def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers' processors be imported without torchvision, which they name and the tests do not use."""
-    if importlib.util.find_spec("torchvision") is None:
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():  # remembered from now on
         for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
             monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
         v2 = sys.modules["torchvision.transforms.v2"]

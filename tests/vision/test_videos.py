@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import importlib.util
 import sys
+import weakref
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +29,7 @@ from engine.vision.videos import (
     frames_of_files,
     read_video_processor,
 )
-from tests.support.images import picture, saved
+from tests.support.images import loader, picture, saved
 
 PROCESSOR = VideoProcessor(4, 2, min_pixels=64, max_pixels=4096, max_frames=9)
 
@@ -35,7 +38,9 @@ PROCESSOR = VideoProcessor(4, 2, min_pixels=64, max_pixels=4096, max_frames=9)
 def theirs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """transformers' modules of the video processor and of the processor, without torchvision."""
     pytest.importorskip("transformers")
-    if importlib.util.find_spec("torchvision") is None:
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():  # remembered from now on
         for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
             monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
     from transformers.models.qwen3_vl import processing_qwen3_vl
@@ -191,3 +196,35 @@ def test_the_file_of_videos(tmp_path: Path) -> None:
     without = VISION["Gemma3ForConditionalGeneration"]({"vision_config": {}}, {})
     assert without is not None
     assert read_video_processor(tmp_path, without) is None
+
+
+def test_an_error_keeps_no_pixels_alive() -> None:
+    """Its traceback holds the frames of functions: nothing may hold it, or hundreds of megabytes wait for the garbage
+    collector.
+    """
+    seen: list[weakref.ref[Any]] = []
+
+    def make() -> Any:
+        pixels = picture(24, 16)
+        seen.append(weakref.ref(pixels))
+        raise ImageError("damaged")
+
+    images = loader(1, "")
+    gc.disable()
+    try:
+        with contextlib.suppress(ImageError):
+            images._once(b"key", make)
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_sizes_are_checked_before_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(videos, "decode", decoded.append)
+    monkeypatch.setattr(videos, "MAX_PIXELS", 1000)
+    with pytest.raises(ImageError, match="2 frames of 24 x 40 pixels"):
+        frames_of_files([saved(picture(24, 16)), saved(picture(24, 40))], None, PROCESSOR)
+    with pytest.raises(ImageError, match="frame 2: it is no PNG"):
+        frames_of_files([saved(picture(24, 16)), b"-"], None, PROCESSOR)
+    assert decoded == []
