@@ -1,4 +1,4 @@
-"""Deterministic mode's whole promise: requests alone, among 1 to 256 others, in small and large chunks, after hits,
+"""Deterministic mode's whole promise: requests alone, among 1 to 1,000 others, in small and large chunks, after hits,
 preempted, with drafts, and beside adapters give the same texts and log-probabilities, bit for bit.
 
 Run all of it by `pytest -m slow tests/engine/test_determinism_matrix.py -s`, which prints the counts.
@@ -21,9 +21,10 @@ from tests.oracles.random_adapters import write_random_adapter
 SHARED = [11 * i % 250 + 1 for i in range(48)]
 COMMON: dict[str, Any] = {
     "device": "cpu", "skip_tokenizer_init": True, "deterministic": True, "max_model_len": 96, "block_size": 8,
-    "num_gpu_blocks_override": 3400, "max_num_batched_tokens": 8192,
+    "num_gpu_blocks_override": 12000, "max_num_batched_tokens": 8192, "max_num_seqs": 1024,
 }  # fmt: skip
-CROWDS = (1, 7, 44, 64, 256)
+CROWDS = (1, 7, 44, 64, 256, 1000)
+MOST_OTHERS = 256  # where steps are small
 SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 64}
 FEW = {"num_gpu_blocks_override": 16}
 DRAFTS = {"speculative_config": NGRAMS}
@@ -106,12 +107,13 @@ def counts(case: str, folder: Path, count: int, crowds: Sequence[int]) -> Iterat
         yield f"among {crowd}", requests.same(llm, crowd)
     yield "after hits", requests.same(llm, max(crowds))
     llm.close()
+    most = min(max(crowds), MOST_OTHERS)
     for name, more in (("chunks of 64", SMALL), ("preempted", FEW), ("drafts", DRAFTS)):
         own = settings | more
         groups = GROUPS.get(family, 1)
         own["num_gpu_blocks_override"] = own["num_gpu_blocks_override"] * groups + 8 * (groups - 1)
         llm = LLM(str(folder), **own)
-        yield name, requests.same(llm, max(crowds))
+        yield name, requests.same(llm, most)
         stats = llm._engine.stats()
         assert name != "preempted" or stats.num_preemptions > 0
         assert name != "drafts" or stats.num_draft_tokens > 0
