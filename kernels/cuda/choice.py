@@ -38,6 +38,7 @@ class Choice:
     fixed_tiles: bool = False
     fixed_decode_rows: int = 64  # of a tile of queries: 16 are multiplied by another instruction
     fixed_decode_stages: int = 3
+    fixed_flat: bool = False  # attention whose ranges are one loop
     fixed_norm_tokens: int = 0  # whose norms are computed in the GEMM's kernel
     fixed_few_tokens: int = 1 << 30  # Triton's GEMM with one order of sums; then Gluon's
     # Quantised weights.

@@ -203,7 +203,8 @@ def paged_attention_decode(
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        fixed_attention.decode(query, context, args, out, CHOICE.fixed_decode_rows, CHOICE.fixed_decode_stages)
+        tile = CHOICE.fixed_decode_rows, CHOICE.fixed_decode_stages
+        fixed_attention.decode(query, context, args, out, *tile, CHOICE.fixed_flat)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 
@@ -225,7 +226,7 @@ def paged_attention_prefill(
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
         tiles = attention.tiles_of(query_start, context.lens, step)
     if len(tiles) and CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
-        fixed_attention.prefill(query, query_start, context, args, tiles, out)
+        fixed_attention.prefill(query, query_start, context, args, tiles, out, CHOICE.fixed_flat)
     elif len(tiles):
         attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
     return out

@@ -192,10 +192,16 @@ def test_matrices_divided_among_programs() -> None:
     assert torch.equal(out, deterministic.norm_linear(x, norm, 1e-5, weight))
 
 
-@pytest.mark.parametrize("by_ranges", [False, True])
-@pytest.mark.parametrize("name", ["plain", "window", "capped", "sinks"])
-def test_attention(name: str, by_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_ranges=by_ranges))
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("plain", {"fixed_ranges": False}),
+        ("window", {"fixed_ranges": False}),
+        *((name, {"fixed_flat": flat}) for name in ("plain", "window", "capped", "sinks") for flat in (False, True)),
+    ],
+)
+def test_attention(name: str, forms: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, **forms))
     monkeypatch.setattr(fixed_attention, "RANGE", 64)
     args = {
         "plain": AttentionArgs(0.25),
