@@ -10,7 +10,8 @@
 struct Attention {
     const void *query, *keys, *values;  // [tokens, heads, head_dim]; [blocks, kv_heads, block_size, head_dim]
     void* out;                          // [tokens, heads, head_dim]
-    const int32_t *tables, *rows, *starts, *lens;  // starts: of each sequence and the end of the last; null: one token each
+    // starts: of each sequence and the end of the last; null: one token each
+    const int32_t *tables, *rows, *starts, *lens;
     const float *slopes, *sinks;        // [heads], or null
     const float* kv_scale;              // [2, kv_heads]: factors of keys and values; or null
     const float* distance_bias;         // [heads, 2 reach + 1]: added to scores by the distance from the query; or null
@@ -105,7 +106,8 @@ Sharing find_shared(const Attention& a, int most) {
     for (size_t i = 0; i + 1 < long_ones.size();) {
         const int first = (int32_t)long_ones[i];
         int count = 1, keys = 0;
-        for (; i + count < long_ones.size() && count < most && long_ones[i + count] >> 32 == long_ones[i] >> 32; ++count) {
+        for (; i + count < long_ones.size() && count < most && long_ones[i + count] >> 32 == long_ones[i] >> 32;
+            ++count) {
             const int with_it = common(first, (int32_t)long_ones[i + count]);
             if (with_it < SHARED || with_it < keys / 2) break;
             keys = count > 1 ? std::min(keys, with_it) : with_it;
@@ -141,7 +143,8 @@ template <class T, class C> struct Worker {
     Keys keys_of(const Tile& tile) const {
         if (tile.seqs) return {tile.seqs[0], tile.kv_head, 0, tile.shared};
         const int start = a.starts ? a.starts[tile.seq] : tile.seq, end = a.starts ? a.starts[tile.seq + 1] : start + 1;
-        const int length = a.lens[tile.seq], position = length - (end - start) + tile.first, last = position + tile.count;
+        const int length = a.lens[tile.seq], position = length - (end - start) + tile.first,
+                  last = position + tile.count;
         const int past = a.is_causal ? last : a.window && last - 1 < length - a.window ? last - 1 + a.window : length;
         return {tile.seq, tile.kv_head, a.window && position + 1 > a.window ? position + 1 - a.window : 0, past};
     }
@@ -172,7 +175,8 @@ template <class T, class C> struct Worker {
         read(keys_of(tile), tile.seqs ? nullptr : following, 0, rows, are_asked);
         if (tile.seqs)
             for (int n = 0; n < queries; ++n)
-                read({tile.seqs[n], tile.kv_head, tile.shared, positions[n] + 1}, nullptr, n * group, (n + 1) * group, false);
+                read({tile.seqs[n], tile.kv_head, tile.shared, positions[n] + 1}, nullptr, n * group, (n + 1) * group,
+                    false);
         for (int r = 0; r < rows; ++r) {
             T* to = (T*)a.out + tokens[query_of(r)] * a.out_stride + head_of(r) * d;
             const float scale = value_scale / total[r];
@@ -184,7 +188,8 @@ template <class T, class C> struct Worker {
     void locate(const Keys& some, int key, int64_t (&at)[KEYS]) const {
         const int32_t* table = a.tables + a.rows[some.seq] * a.table_stride;
         const int from = key < some.first ? some.first - key : 0, count = std::min(some.past - key, KEYS);
-        for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count; ++block, within = 0)
+        for (int j = from, block = (key + from) / a.block_size, within = (key + from) % a.block_size; j < count;
+            ++block, within = 0)
             for (; within < a.block_size && j < count; ++within, ++j)
                 at[j] = table[block] * a.block_stride + some.kv_head * a.head_stride + within * a.head_dim;
         std::fill(at, at + from, at[from]);
@@ -213,10 +218,12 @@ template <class T, class C> struct Worker {
                 std::copy(at, at + KEYS, next);
             }
             for (int j = from; j < count && !are_asked; ++j)  // their values come while the keys are multiplied
-                for (int i = 0; i < a.head_dim; i += 64 / int(sizeof(C))) __builtin_prefetch((const C*)a.values + at[j] + i);
+                for (int i = 0; i < a.head_dim; i += 64 / int(sizeof(C)))
+                    __builtin_prefetch((const C*)a.values + at[j] + i);
             are_asked = few && !a.sparse_block;
             read_keys(at, from, count, next);
-            for (const auto& [begin, end] : seeing) by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
+            for (const auto& [begin, end] : seeing)
+                by_rows<TALL>(begin, end, [&](auto m, int r) { score<m>(r, count); });
             const bool all_plain = count - from == KEYS && !a.slopes && !a.soft_cap && !a.window && !a.distance_bias;
             for (const auto& [begin, end] : seeing)
                 for (int r = begin; r < end; ++r) {
@@ -224,7 +231,8 @@ template <class T, class C> struct Worker {
                     if (all_plain && (own >= key + KEYS - 1 || !a.is_causal)) soften<true>(r, 0, own, key, count);
                     else soften<false>(r, head_of(r), own, key, count);
                 }
-            const int wide = bottom - top < TALL ? a.head_dim : WIDE * LANES;  // channels whose values many rows find in the first cache
+            // channels whose values many rows find in the first cache
+            const int wide = bottom - top < TALL ? a.head_dim : WIDE * LANES;
             for (int i = 0; i < a.head_dim; i += wide)
                 for (const auto& [begin, end] : seeing)
                     by_rows<TALL>(begin, end, [&](auto m, int r) {
@@ -266,8 +274,12 @@ template <class T, class C> struct Worker {
                 if (i * sizeof(C) % 64 == 0)
                     for (int n = 0; n < LANES; ++n) __builtin_prefetch((const C*)a.keys + next[j + n] + i, 0, 2);
                 Floats v[LANES];
-                if (j >= from && j + LANES <= count) each<LANES>([&](auto n) { v[n] = load_lanes((const C*)a.keys + at[j + n] + i); });
-                else each<LANES>([&](auto n) { v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{}; });
+                if (j >= from && j + LANES <= count)
+                    each<LANES>([&](auto n) { v[n] = load_lanes((const C*)a.keys + at[j + n] + i); });
+                else
+                    each<LANES>([&](auto n) {
+                        v[n] = j + n >= from && j + n < count ? load_lanes((const C*)a.keys + at[j + n] + i) : Floats{};
+                    });
                 transpose(v, &keys[i * KEYS + j], KEYS);
             }
         }
@@ -286,7 +298,9 @@ template <class T, class C> struct Worker {
                     each<N>([&](auto n) { acc[m][n] += v[n] * y; });
                 });
             }
-            each<M>([&](auto m) { each<N>([&](auto n) { store(&scores[(r + m) * KEYS + from + n * LANES], acc[m][n]); }); });
+            each<M>([&](auto m) {
+                each<N>([&](auto n) { store(&scores[(r + m) * KEYS + from + n * LANES], acc[m][n]); });
+            });
         }
     }
 
@@ -332,11 +346,13 @@ template <class T, class C> struct Worker {
         most[r] = highest;
         total[r] = total[r] * shrunk + sum(added);
         if (shrunk != 1)
-            for (int i = 0; i < a.head_dim; i += LANES) store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
+            for (int i = 0; i < a.head_dim; i += LANES)
+                store(&out[r * a.head_dim + i], load<Floats>(&out[r * a.head_dim + i]) * shrunk);
     }
 
     // ASKS: for the values at `next`.
-    template <int M, bool ASKS> void add_values(int r, int i, int end, const int64_t* at, int from, int count, const int64_t* next) {
+    template <int M, bool ASKS>
+    void add_values(int r, int i, int end, const int64_t* at, int from, int count, const int64_t* next) {
         constexpr int N = columns(M);
         for (; i + N * LANES <= end; i += N * LANES) add_channels<M, N, ASKS>(r, i, at, from, count, next);
         if constexpr (N > WIDE)
@@ -344,7 +360,8 @@ template <class T, class C> struct Worker {
         for (; i < end; i += LANES) add_channels<M, 1, ASKS>(r, i, at, from, count, next);
     }
 
-    template <int M, int N, bool ASKS> void add_channels(int r, int channel, const int64_t* at, int from, int count, const int64_t* next) {
+    template <int M, int N, bool ASKS>
+    void add_channels(int r, int channel, const int64_t* at, int from, int count, const int64_t* next) {
         Floats acc[M][N];
         float* to = &out[r * a.head_dim + channel];
         each<M>([&](auto m) { each<N>([&](auto n) { acc[m][n] = load<Floats>(to + m * a.head_dim + n * LANES); }); });
@@ -352,7 +369,8 @@ template <class T, class C> struct Worker {
             Floats v[N];
             each<N>([&](auto n) { v[n] = load_lanes((const C*)a.values + at[j] + channel + n * LANES); });
             if (ASKS)
-                for (int i = 0; i < N * LANES; i += 64 / int(sizeof(C))) __builtin_prefetch((const C*)a.values + next[j] + channel + i, 0, 2);
+                for (int i = 0; i < N * LANES; i += 64 / int(sizeof(C)))
+                    __builtin_prefetch((const C*)a.values + next[j] + channel + i, 0, 2);
             each<M>([&](auto m) {
                 Floats y = all(scores[(r + m) * KEYS + j]);
                 each<N>([&](auto n) { acc[m][n] += v[n] * y; });
@@ -370,13 +388,15 @@ template <class T, class C> void attend(const Attention& a) {
     for (const Sharing::Group& each : sharing.groups) {
         const int* seqs = &sharing.seqs[each.first];
         for (int n = 0; n < each.count; ++n) has_tile[seqs[n]] = 1;
-        for (int head = 0; head < a.kv_heads; ++head) tiles.push_back({seqs[0], 0, 1, head, each.count, each.keys, seqs});
+        for (int head = 0; head < a.kv_heads; ++head)
+            tiles.push_back({seqs[0], 0, 1, head, each.count, each.keys, seqs});
     }
     for (int seq = a.seqs - 1; seq >= 0; --seq) {  // the last queries, with the most keys, first
         const int start = a.starts ? a.starts[seq] : seq, count = a.starts ? a.starts[seq + 1] - start : 1;
         if (!has_tile.empty() && has_tile[seq]) continue;
         if (a.lens[seq] == 0) {
-            for (int t = start; t < start + count; ++t) std::memset((T*)a.out + t * a.out_stride, 0, a.heads * a.head_dim * sizeof(T));
+            for (int t = start; t < start + count; ++t)
+                std::memset((T*)a.out + t * a.out_stride, 0, a.heads * a.head_dim * sizeof(T));
             continue;
         }
         // Heads that see different blocks share no tile of keys: each has queries enough for tiles of its own.

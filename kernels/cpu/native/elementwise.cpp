@@ -1,4 +1,5 @@
-// What stands between the products of some families: the SiLU or GELU of a gated MLP, scaled sums, multiplied and capped values.
+// What stands between the products of some families: the SiLU or GELU of a gated MLP, scaled sums, multiplied and
+// capped values.
 #include "pool.h"
 #include "simd.h"
 
@@ -84,8 +85,12 @@ void to_floats(const Elementwise& a) {
 
 }  // namespace
 
-extern "C" void quire_silu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, silu>(*a) : gate_and_mul<float, silu>(*a); }
-extern "C" void quire_gelu_and_mul(const Elementwise* a) { a->is_bf16 ? gate_and_mul<bf16, gelu>(*a) : gate_and_mul<float, gelu>(*a); }
+extern "C" void quire_silu_and_mul(const Elementwise* a) {
+    a->is_bf16 ? gate_and_mul<bf16, silu>(*a) : gate_and_mul<float, silu>(*a);
+}
+extern "C" void quire_gelu_and_mul(const Elementwise* a) {
+    a->is_bf16 ? gate_and_mul<bf16, gelu>(*a) : gate_and_mul<float, gelu>(*a);
+}
 extern "C" void quire_add_scaled(const Elementwise* a) { a->is_bf16 ? add_scaled<bf16>(*a) : add_scaled<float>(*a); }
 extern "C" void quire_scale(const Elementwise* a) { a->is_bf16 ? scale<bf16>(*a) : scale<float>(*a); }
 extern "C" void quire_add_pieces(const Pieces* a) { a->is_bf16 ? add_pieces<bf16>(*a) : add_pieces<float>(*a); }

@@ -1,9 +1,11 @@
-// Gates and activations of layers with two projections: kernels.reference.{gated,gated_rms_norm,grouped_rms_norm,activation}.
+// Gates and activations of layers with two projections:
+// kernels.reference.{gated,gated_rms_norm,grouped_rms_norm,activation}.
 #include "pool.h"
 #include "simd.h"
 
 struct Gated {
-    const void *x, *gate, *weight;  // rows of groups · n numbers; weight [n] or [groups · n], null: no norm; gate null: x is it
+    // rows of groups · n numbers; weight [n] or [groups · n], null: no norm; gate null: x is it
+    const void *x, *gate, *weight;
     void* out;                      // contiguous; may be `x`
     int64_t rows, groups, n, x_stride, gate_stride, weight_stride;  // from a row, or group of `weight`, to the next
     float eps;
@@ -33,7 +35,8 @@ template <class T> inline Floats narrowed(Floats v) {
 }
 
 template <class T, class W> void one_group(const Gated& a, int64_t row, int64_t group) {
-    const T *x = (const T*)a.x + row * a.x_stride + group * a.n, *gate = (const T*)a.gate + row * a.gate_stride + group * a.n;
+    const T *x = (const T*)a.x + row * a.x_stride + group * a.n,
+            *gate = (const T*)a.gate + row * a.gate_stride + group * a.n;
     const W* weight = (const W*)a.weight + group * a.weight_stride;
     T* out = (T*)a.out + (row * a.groups + group) * a.n;
     Floats squares{};
@@ -66,7 +69,8 @@ template <class T, class W> void gated(const Gated& a) {
     constexpr int64_t PIECE = 8;
     const int64_t total = a.rows * a.groups;
     pool.run((total + PIECE - 1) / PIECE, [&](int64_t piece) {
-        for (int64_t i = piece * PIECE; i < total && i < (piece + 1) * PIECE; ++i) one_group<T, W>(a, i / a.groups, i % a.groups);
+        for (int64_t i = piece * PIECE; i < total && i < (piece + 1) * PIECE; ++i)
+            one_group<T, W>(a, i / a.groups, i % a.groups);
     });
 }
 

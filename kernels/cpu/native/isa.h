@@ -107,10 +107,10 @@ constexpr bool DOTS_BF16 = false;  // products take x in float32, and widen W in
 inline Floats dot(Floats acc, Words, uint32_t) { return acc; }
 #endif
 
-// Codes of W: `codes` makes of a vector of bytes what `dot` takes. acc[i] + the sum over j < 4 of w[4i + j] · x[4i + j], exact
-// in 32 bits; w of eight bits, with BYTE_OFFSET added when they are packed; x from -127 to 127: one group of four, for all lanes.
-// Codes of four bits, from 0 to 15, need no `codes`. Where QUIRE_PAIRS, products of two of them are summed up in 16 bits, in
-// which eight such sums have room.
+// Codes of W: `codes` makes of a vector of bytes what `dot` takes. acc[i] + the sum over j < 4 of w[4i + j] · x[4i +
+// j], exact in 32 bits; w of eight bits, with BYTE_OFFSET added when they are packed; x from -127 to 127: one group of
+// four, for all lanes. Codes of four bits, from 0 to 15, need no `codes`. Where QUIRE_PAIRS, products of two of them
+// are summed up in 16 bits, in which eight such sums have room.
 #if (defined(QUIRE_AVX512) && defined(__AVX512VNNI__)) || (defined(QUIRE_AVX2) && defined(__AVXVNNI__))
 constexpr int BYTE_OFFSET = 128;
 #define QUIRE_PAIRS 0
@@ -132,7 +132,9 @@ struct Codes {
     __mmask64 negative;
 };
 inline Codes codes(Bytes w) { return {(Bytes)_mm512_abs_epi8((__m512i)w), _mm512_movepi8_mask((__m512i)w)}; }
-inline Words with_signs(Words x, const Codes& w) { return (Words)_mm512_mask_sub_epi8((__m512i)x, w.negative, __m512i{}, (__m512i)x); }
+inline Words with_signs(Words x, const Codes& w) {
+    return (Words)_mm512_mask_sub_epi8((__m512i)x, w.negative, __m512i{}, (__m512i)x);
+}
 inline Shorts pairs(Bytes w, Words x) { return (Shorts)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
 inline Ints sums(Shorts v) { return (Ints)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
 #else
@@ -155,7 +157,8 @@ inline Ints dot(Ints acc, Bytes w, uint32_t x) {
     return (Ints)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)all(x));
 #elif defined(QUIRE_NEON)
     const int8x16_t codes = (int8x16_t)w, y = (int8x16_t)all(x);
-    return (Ints)vpadalq_s16((int32x4_t)acc, vpaddq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(y)), vmull_high_s8(codes, y)));
+    return (Ints)vpadalq_s16(
+        (int32x4_t)acc, vpaddq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(y)), vmull_high_s8(codes, y)));
 #else
     for (int j = 0; j < 4; ++j) acc += (((Ints)w << (24 - 8 * j)) >> 24) * int32_t(int8_t(x >> (8 * j)));
     return acc;

@@ -1,4 +1,5 @@
-// LoRA adapters of a step's tokens: kernels.reference.{adapter_slots,lora_add}. Few tokens: each reads its matrices for itself.
+// LoRA adapters of a step's tokens: kernels.reference.{adapter_slots,lora_add}. Few tokens: each reads its matrices for
+// itself.
 #include "pool.h"
 #include "simd.h"
 
@@ -44,7 +45,8 @@ template <class T> void shrink(const Lora& a, int64_t token, int64_t first) {
     }
     for (; k < a.in; k += LANES) {
         const int n = int(a.in - k < LANES ? a.in - k : LANES);
-        for (int64_t r = first; r < end; ++r) totals[r - first] += load_up_to(x + k, n) * load_up_to(down + r * a.in + k, n);
+        for (int64_t r = first; r < end; ++r)
+            totals[r - first] += load_up_to(x + k, n) * load_up_to(down + r * a.in + k, n);
     }
     for (int64_t r = first; r < end; ++r) a.inner[token * a.ranks + r] = sum(totals[r - first]);
 }
@@ -65,7 +67,8 @@ template <class T> void expand(const Lora& a, int64_t token, int64_t group, int6
             }
             sums[i] = sum(total);
         }
-        const Floats factor = load_up_to(a.factor + slot * a.floats_stride + row, n), shift = load_up_to(a.shift + slot * a.floats_stride + row, n);
+        const Floats factor = load_up_to(a.factor + slot * a.floats_stride + row, n),
+                     shift = load_up_to(a.shift + slot * a.floats_stride + row, n);
         store_up_to(y + row, load_up_to(y + row, n) * factor + (shift + load_lanes(sums)), n);
     }
 }

@@ -26,7 +26,8 @@ class Ticket {
     void draw() { value_.fetch_add(1); }
 
 #if defined(QUIRE_FUTEX)
-    void wait(uint32_t seen) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0); }  // may end too early
+    // may end too early
+    void wait(uint32_t seen) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0); }
     void wake(int threads) { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0); }
 #else  // macOS
     void wait(uint32_t seen) {
@@ -47,9 +48,9 @@ class Ticket {
     std::atomic<uint32_t> value_{0};
 };
 
-// The caller works, too, and waits only for helpers that are at work: a helper that the system keeps from running delays
-// nothing but the piece that it holds. So helpers offer their core to others now and then, between two pieces: else a busy
-// process beside them would get it in the middle of one. Without work they spin for a moment, then sleep.
+// The caller works, too, and waits only for helpers that are at work: a helper that the system keeps from running
+// delays nothing but the piece that it holds. So helpers offer their core to others now and then, between two pieces:
+// else a busy process beside them would get it in the middle of one. Without work they spin for a moment, then sleep.
 class Pool {
   public:
     std::atomic<int> threads{1};  // that may work together

@@ -3,7 +3,8 @@
 #include "simd.h"
 
 struct Convolution {
-    const void *x, *weight, *bias;  // x [tokens, stride]; weight [channels, length], the newest token last; bias may be null
+    // x [tokens, stride]; weight [channels, length], the newest token last; bias may be null
+    const void *x, *weight, *bias;
     void *inputs, *out;             // inputs [blocks, ring, channels]; out [tokens, channels]
     const int32_t *tables, *rows, *query_start, *context_lens;
     int64_t seqs, tokens, stride, channels, num_rows, max_blocks, block_size;

@@ -28,7 +28,8 @@ inline void rotate(float* x, const float* cos_sin, int rotary_dim, bool interlea
 }
 
 template <class T, class W> void rope_token(const Rope& a, int64_t token, float* wide) {
-    const int64_t position = a.wide_positions ? ((const int64_t*)a.positions)[token] : ((const int32_t*)a.positions)[token];
+    const int64_t position =
+        a.wide_positions ? ((const int64_t*)a.positions)[token] : ((const int32_t*)a.positions)[token];
     const int64_t slot = a.slots[token], d = a.head_dim;
     for (int head = 0; head < a.heads + 2 * a.kv_heads; ++head) {
         const bool is_query = head < a.heads, is_value = head >= a.heads + a.kv_heads;
@@ -37,7 +38,8 @@ template <class T, class W> void rope_token(const Rope& a, int64_t token, float*
         T* to = (T*)a.query + (token * a.heads + head) * d;
         if (!is_query) {
             const int kv_head = is_value ? head - a.heads - a.kv_heads : head - a.heads;
-            to = (T*)(is_value ? a.values : a.keys) + slot / a.block_size * a.block_stride + kv_head * a.head_stride + slot % a.block_size * d;
+            to = (T*)(is_value ? a.values : a.keys) + slot / a.block_size * a.block_stride + kv_head * a.head_stride +
+                 slot % a.block_size * d;
         }
         if (is_value) {
             std::memcpy(to, x, d * sizeof(T));
@@ -53,7 +55,8 @@ template <class T, class W> void rope(const Rope& a) {
     constexpr int PIECE = 4;
     pool.run((a.tokens + PIECE - 1) / PIECE, [&](int64_t piece) {
         std::vector<float> wide(a.head_dim);
-        for (int64_t t = piece * PIECE; t < a.tokens && t < (piece + 1) * PIECE; ++t) rope_token<T, W>(a, t, wide.data());
+        for (int64_t t = piece * PIECE; t < a.tokens && t < (piece + 1) * PIECE; ++t)
+            rope_token<T, W>(a, t, wide.data());
     });
 }
 
@@ -71,7 +74,8 @@ template <class T, class W> void norm_rows(const Norm& a) {
         std::vector<float> wide(a.n);
         for (int64_t r = piece * PIECE; r < a.rows && r < (piece + 1) * PIECE; ++r) {
             read_row((const T*)a.x + r * a.n, a.n, (const W*)a.weight, a.eps, wide.data());
-            for (int i = 0; i < a.n; i += LANES) store_up_to((T*)a.out + r * a.n + i, load_up_to(&wide[i], a.n - i), a.n - i);
+            for (int i = 0; i < a.n; i += LANES)
+                store_up_to((T*)a.out + r * a.n + i, load_up_to(&wide[i], a.n - i), a.n - i);
         }
     });
 }

@@ -1,5 +1,6 @@
-// Recurrent layers whose heads have a matrix as state, over states in blocks: kernels.reference.{delta_rule,mamba2,kda}.
-// A sum has the same order whatever the number of tokens in a step, so a token's bytes do not depend on it.
+// Recurrent layers whose heads have a matrix as state, over states in blocks:
+// kernels.reference.{delta_rule,mamba2,kda}. A sum has the same order whatever the number of tokens in a step, so a
+// token's bytes do not depend on it.
 #include "pool.h"
 #include "simd.h"
 
@@ -7,7 +8,8 @@
 #include <vector>
 
 struct Scan {
-    const void *x, *strength, *step;  // x [tokens, x_stride]: queries, keys and values; strength and step as `gates`, of each token
+    // x [tokens, x_stride]: queries, keys and values; strength and step as `gates`, of each token
+    const void *x, *strength, *step;
     const float *rate, *bias, *skip;
     void *before, *keys;  // [blocks, heads, key_dim, value_dim]; [blocks, block_size, key_heads, key_dim]
     float *updates, *decays;
@@ -40,10 +42,12 @@ inline float dot(const float* a, const float* b, int64_t n) {  // n: whole vecto
 }
 
 template <class T> void read(const T* from, int64_t n, float* to) {
-    for (int64_t i = 0; i < n; i += LANES) store_lanes(to + i, load_up_to(from + i, int(std::min<int64_t>(n - i, LANES))));
+    for (int64_t i = 0; i < n; i += LANES)
+        store_lanes(to + i, load_up_to(from + i, int(std::min<int64_t>(n - i, LANES))));
 }
 template <class T> void write(const float* from, int64_t n, T* to) {
-    for (int64_t i = 0; i < n; i += LANES) store_up_to(to + i, load_lanes(from + i), int(std::min<int64_t>(n - i, LANES)));
+    for (int64_t i = 0; i < n; i += LANES)
+        store_up_to(to + i, load_lanes(from + i), int(std::min<int64_t>(n - i, LANES)));
 }
 
 // to[r, :] = left[r, :] · right, after from[r, :] · scale[r] where `from` is not null. Columns: whole vectors.
@@ -56,7 +60,8 @@ struct Multiply {
         Floats acc[R][W] = {};
         if (from)
             for (int r = 0; r < R; ++r)
-                for (int w = 0; w < W; ++w) acc[r][w] = load_lanes(from + (row + r) * columns + column + w * LANES) * scale[row + r];
+                for (int w = 0; w < W; ++w)
+                    acc[r][w] = load_lanes(from + (row + r) * columns + column + w * LANES) * scale[row + r];
         for (int64_t i = 0; i < inner; ++i) {
             Floats b[W];
             each<W>([&](auto w) { b[w] = load_lanes(right + i * columns + column + w * LANES); });
@@ -90,13 +95,15 @@ template <Kind KIND, class T> class Head {
     Head(const Scan& a, int64_t seq, int64_t head)
         : a_(a), head_(head), key_head_(head / (a.heads / a.key_heads)), token_(a.query_start[seq]),
           end_(a.context_lens[seq]), begin_(end_ - (a.query_start[seq + 1] - token_)),
-          table_(a.tables + a.rows[seq] * a.max_blocks), keys_width_(whole(a.key_dim)), values_width_(whole(a.value_dim)) {
+          table_(a.tables + a.rows[seq] * a.max_blocks), keys_width_(whole(a.key_dim)),
+          values_width_(whole(a.value_dim)) {
         const int64_t size = whole(a.block_size), channels = KIND == CHANNELS ? keys_width_ : 1;
         thread_local std::vector<float> memory;
-        const int64_t sizes[] = {a.key_dim * values_width_, size * keys_width_, size * keys_width_, 2 * size * keys_width_,
-                                 2 * size * values_width_, size * values_width_, size * channels, a.key_dim * size,
-                                 2 * size, keys_width_};
-        float** parts[] = {&own_, &keys_, &queries_, &left_, &products_, &updates_, &decays_, &weights_, &pairs_, &scale_};
+        const int64_t sizes[] = {a.key_dim * values_width_, size * keys_width_, size * keys_width_,
+            2 * size * keys_width_, 2 * size * values_width_, size * values_width_, size * channels, a.key_dim * size,
+            2 * size, keys_width_};
+        float** parts[] = {
+            &own_, &keys_, &queries_, &left_, &products_, &updates_, &decays_, &weights_, &pairs_, &scale_};
         int64_t total = 0;
         for (int64_t each : sizes) total += each;
         if (int64_t(memory.size()) < total) memory.resize(total);
@@ -134,9 +141,11 @@ template <Kind KIND, class T> class Head {
         const int64_t width = a_.value_dim;
         state_ = own_;
         if (a_.rounds_states)
-            for (int64_t d = 0; d < a_.key_dim; ++d) read((const bf16*)a_.before + state_at(block) + d * width, width, own_ + d * values_width_);
+            for (int64_t d = 0; d < a_.key_dim; ++d)
+                read((const bf16*)a_.before + state_at(block) + d * width, width, own_ + d * values_width_);
         else if (width != values_width_)
-            for (int64_t d = 0; d < a_.key_dim; ++d) read((const float*)a_.before + state_at(block) + d * width, width, own_ + d * values_width_);
+            for (int64_t d = 0; d < a_.key_dim; ++d)
+                read((const float*)a_.before + state_at(block) + d * width, width, own_ + d * values_width_);
         else
             state_ = (const float*)a_.before + state_at(block);
     }
@@ -179,7 +188,8 @@ template <Kind KIND, class T> class Head {
                 const Floats since = KIND == CHANNELS ? load_lanes(decay(count - 1) + d) - load_lanes(decay(j) + d)
                                                       : all(*decay(count - 1) - *decay(j));
                 const Floats weight = load_lanes(keys_ + j * keys_width_ + d) * exp(since);
-                for (int64_t lane = 0; lane < LANES && d + lane < a_.key_dim; ++lane) weights_[(d + lane) * count + j] = weight[lane];
+                for (int64_t lane = 0; lane < LANES && d + lane < a_.key_dim; ++lane)
+                    weights_[(d + lane) * count + j] = weight[lane];
             }
         for (int64_t d = 0; d < a_.key_dim; d += LANES)
             store_lanes(scale_ + d, exp(KIND == CHANNELS ? load_lanes(decay(count - 1) + d) : all(*decay(count - 1))));
@@ -202,7 +212,8 @@ template <Kind KIND, class T> class Head {
                 for (int64_t d = 0; d < a_.key_dim; d += LANES) {
                     const int n = int(std::min<int64_t>(a_.key_dim - d, LANES));
                     const int64_t at = head_ * a_.key_dim + d;
-                    const Floats own = softplus(load_up_to(step + at, n) + load_up_to(a_.bias + at, n)) * -a_.rate[head_];
+                    const Floats own =
+                        softplus(load_up_to(step + at, n) + load_up_to(a_.bias + at, n)) * -a_.rate[head_];
                     store_lanes(to + d, old + i ? load_lanes(decay(old + i - 1) + d) + own : own);
                 }
                 if (block >= 0) write(to, a_.key_dim, a_.decays + slot_at(block, old + i) * a_.key_dim);
@@ -243,7 +254,8 @@ template <Kind KIND, class T> class Head {
             if (KIND == CHANNELS) {
                 Floats first{}, second{};
                 for (int64_t d = 0; d < keys_width_; d += LANES) {
-                    const Floats left = load_lanes(other + d) * exp(load_lanes(decay(slot) + d) - load_lanes(decay(j) + d));
+                    const Floats left =
+                        load_lanes(other + d) * exp(load_lanes(decay(slot) + d) - load_lanes(decay(j) + d));
                     first += load_lanes(key + d) * left, second += load_lanes(query + d) * left;
                 }
                 similar[j] = sum(first), seen[j] = sum(second);
@@ -270,7 +282,8 @@ template <Kind KIND, class T> class Head {
             const float strength = strength_of(token_ + i), skip = KIND == STATE_SPACE ? a_.skip[head_] : 0.0f;
             const T* values = (const T*)a_.x + (token_ + i) * a_.x_stride + a_.values_at + head_ * a_.value_dim;
             T* out = (T*)a_.out + ((token_ + i) * a_.heads + head_) * a_.value_dim;
-            const float *of_key = products_ + 2 * i * width, *of_query = KIND == STATE_SPACE ? products_ + i * width : of_key + width;
+            const float *of_key = products_ + 2 * i * width,
+                        *of_query = KIND == STATE_SPACE ? products_ + i * width : of_key + width;
             for (int64_t c = 0; c < width; c += LANES) {
                 const int n = int(std::min<int64_t>(a_.value_dim - c, LANES));
                 const Floats value = load_up_to(values + c, n);
@@ -287,7 +300,8 @@ template <Kind KIND, class T> class Head {
                 store_lanes(updates_ + slot * width + c, update);
                 store_up_to(out + c, result, n);
             }
-            if (block >= 0) write(updates_ + slot * width, a_.value_dim, a_.updates + slot_at(block, slot) * a_.value_dim);
+            if (block >= 0)
+                write(updates_ + slot * width, a_.value_dim, a_.updates + slot_at(block, slot) * a_.value_dim);
         }
     }
 
@@ -312,7 +326,8 @@ template <Kind KIND, class T> class Head {
 template <Kind KIND, class T> void scan(const Scan& a) {
     const int64_t row_size = a.heads * a.value_dim * int64_t(sizeof(T));
     pool.run(a.seqs * a.heads, [&](int64_t i) {
-        const int64_t seq = i / a.heads, head = i % a.heads, start = a.query_start[seq], count = a.query_start[seq + 1] - start;
+        const int64_t seq = i / a.heads, head = i % a.heads, start = a.query_start[seq],
+                      count = a.query_start[seq + 1] - start;
         if (count <= 0) return;
         if (a.rows[seq] != a.num_rows - 1) return Head<KIND, T>(a, seq, head).run();
         if (!head) std::memset((char*)a.out + start * row_size, 0, count * row_size);

@@ -58,7 +58,9 @@ template <class T> inline void store_some(T* p, Floats v, int n) {
     std::memcpy(p, padded, n * sizeof(T));
 }
 template <class T> inline Floats load_up_to(const T* p, int n) { return n >= LANES ? load_lanes(p) : load_some(p, n); }
-template <class T> inline void store_up_to(T* p, Floats v, int n) { n >= LANES ? store_lanes(p, v) : store_some(p, v, n); }
+template <class T> inline void store_up_to(T* p, Floats v, int n) {
+    n >= LANES ? store_lanes(p, v) : store_some(p, v, n);
+}
 
 // Lanes of `a`, and from LANES on of `b`.
 __attribute__((always_inline)) inline Floats pick(Floats a, Floats b, const Ints& from) {
@@ -91,7 +93,8 @@ __attribute__((always_inline)) inline Floats exp(Floats x) {
     Floats whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
     Floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     Floats p = all(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * f + c;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = p * f + c;
     p = p * f * f + f + 1.0f;
     Floats power = (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
     Floats result = x < -87.0f ? all(0.0f) : p * power;

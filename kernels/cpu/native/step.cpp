@@ -1,4 +1,5 @@
-// What surrounds the layers of a step: its packed buffer, the embedding, the likeliest tokens. And whole steps, recorded.
+// What surrounds the layers of a step: its packed buffer, the embedding, the likeliest tokens. And whole steps,
+// recorded.
 #include "pool.h"
 #include "simd.h"
 
@@ -21,12 +22,14 @@ constexpr int SHIFT_BITS = 32;
 inline float as_float(int64_t column) { return load<float>(&column); }
 
 void prepare(const Step& s) {
-    const int32_t *rows = s.packed, *starts = rows + s.segment, *ids = s.packed + (2 + 2 * s.groups) * s.segment, *updates = ids + s.tokens;
+    const int32_t *rows = s.packed, *starts = rows + s.segment, *ids = s.packed + (2 + 2 * s.groups) * s.segment,
+                  *updates = ids + s.tokens;
     for (int64_t i = 0; i < s.seqs; ++i) {
         const int64_t row = rows[i], first = starts[i], count = starts[i + 1] - first;
         const bool real = row < s.num_rows - 1;
         int64_t* record = s.records + row * COLUMNS;
-        const int64_t computed = real ? record[NUM_COMPUTED] : 0, newest = record[LAST_TOKEN] > 0 ? record[LAST_TOKEN] : 0;
+        const int64_t computed = real ? record[NUM_COMPUTED] : 0,
+                      newest = record[LAST_TOKEN] > 0 ? record[LAST_TOKEN] : 0;
         const int64_t shift = real ? record[TOP_K] >> SHIFT_BITS : 0;
         for (int64_t t = first; t < first + count; ++t) {
             s.input_ids[t] = ids[t] >= 0 ? ids[t] : newest;
@@ -38,7 +41,8 @@ void prepare(const Step& s) {
             for (int32_t u = start[i]; u < start[i + 1]; ++u) table[u - start[i] + at[i]] = updates[u];
             for (int64_t t = first; t < first + count; ++t) {
                 const int64_t position = computed + t - first;
-                s.slot_mapping[g * s.slot_stride + t] = real ? int64_t(table[position / s.block_size]) * s.block_size + position % s.block_size : -1;
+                s.slot_mapping[g * s.slot_stride + t] =
+                    real ? int64_t(table[position / s.block_size]) * s.block_size + position % s.block_size : -1;
             }
         }
         if (real) record[NUM_COMPUTED] = computed + count;
@@ -111,7 +115,8 @@ template <class T> int64_t greedy_sample(const GreedySample& a, const T* row) {
 
 extern "C" void quire_greedy_sample(const GreedySample* a) {
     pool.run(a->rows, [&](int64_t r) {
-        a->out[r] = a->is_bf16 ? greedy_sample(*a, (const bf16*)a->logits + r * a->stride) : greedy_sample(*a, (const float*)a->logits + r * a->stride);
+        a->out[r] = a->is_bf16 ? greedy_sample(*a, (const bf16*)a->logits + r * a->stride)
+                               : greedy_sample(*a, (const float*)a->logits + r * a->stride);
     });
 }
 

@@ -37,10 +37,12 @@ template <class Code> std::vector<uint8_t> packed(Kind kind, int channels, const
 int check(Kind kind, int tokens, int channels) {
     const bool low_bit = kind >= INT8;
     const auto code = [&](int row, int k) {
-        const int limit = kind == INT4 ? 8 : kind == INT6 ? 32 : 128, mixed = (row * 31 + k * 17 + row * k) % (2 * limit) - limit;
+        const int limit = kind == INT4 ? 8 : kind == INT6 ? 32 : 128;
+        const int mixed = (row * 31 + k * 17 + row * k) % (2 * limit) - limit;
         return low_bit ? double(mixed) : mixed / 64.0;
     };
-    const auto input = [&](int t, int k) { return k % GROUP ? double((t * 13 + k * 7) % 255 - 127) : 127.0; };  // its own codes
+    // input: its own codes
+    const auto input = [&](int t, int k) { return k % GROUP ? double((t * 13 + k * 7) % 255 - 127) : 127.0; };
     const std::vector<uint8_t> data = packed(kind, channels, code);
     std::vector<float> x(tokens * channels), out(tokens * ROWS), scale(TILES * TILE_ROWS * (channels / GROUP));
     std::vector<int8_t> steps(scale.size());  // of INT6: each group is a span of its own
@@ -60,13 +62,16 @@ int check(Kind kind, int tokens, int channels) {
             double want = 0, size = 0;
             for (int k = 0; k < channels; ++k) {
                 const int group = (row / TILE_ROWS * (channels / GROUP) + k / GROUP) * TILE_ROWS + row % TILE_ROWS;
-                const double term = code(row, k) * input(t, k) * (low_bit ? scale[group] : 1) * (kind == INT6 ? steps[group] : 1);
+                const double term =
+                    code(row, k) * input(t, k) * (low_bit ? scale[group] : 1) * (kind == INT6 ? steps[group] : 1);
                 want += term, size += std::abs(term);
             }
             const double error = std::abs(out[t * ROWS + row] - want);
             faults += !(error <= 1e-5 * size);
         }
-    if (faults) std::printf("kind %d, %d tokens, %d channels: %d of %d are wrong\n", kind, tokens, channels, faults, tokens * ROWS);
+    if (faults)
+        std::printf(
+            "kind %d, %d tokens, %d channels: %d of %d are wrong\n", kind, tokens, channels, faults, tokens * ROWS);
     return faults;
 }
 
@@ -79,7 +84,11 @@ int main() {
             for (int channels : {128, kind < INT8 ? 70 : 64}) faults += check(kind, tokens, channels);
     Floats v;
     for (int i = 0; i < LANES; ++i) v[i] = float(i) - 2;
-    faults += std::abs(sum(exp(v)) - [&] { double e = 0; for (int i = 0; i < LANES; ++i) e += std::exp(i - 2.0); return e; }()) > 1e-3 * sum(exp(v));
+    faults += std::abs(sum(exp(v)) - [&] {
+        double e = 0;
+        for (int i = 0; i < LANES; ++i) e += std::exp(i - 2.0);
+        return e;
+    }()) > 1e-3 * sum(exp(v));
     faults += largest(v) != LANES - 3;
     return faults != 0;
 }
