@@ -410,6 +410,8 @@ def _form(value: Any) -> object:
     """Describe a weight or a part of one: its tensors' shapes and dtypes, all else as it is."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
+    if isinstance(value, tuple):
+        return tuple(map(_form, value))
     return tuple(_form(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else value
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels
 from engine.models.checkpoints import GGUFCheckpoint, SafetensorsFolder, open_checkpoint
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
@@ -122,6 +123,37 @@ def test_types_that_are_multiplied_at_once(kinds: tuple[str, str]) -> None:
         [TYPES[kind].decode(blocks.flatten(1)) for kind, blocks in zip(names.values(), stored, strict=True)]
     )
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("kinds", "in_order"), [(("Q4_K", "Q6_K"), True), (("Q3_K", "Q5_K"), False)])
+def test_blocks_that_gpus_read_as_they_are(
+    kinds: tuple[str, str], in_order: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole of a mixture, and a rank's rows and channels; where one type is not read so, none is."""
+    block_linear = pytest.importorskip("kernels.cuda.block_linear")
+    weight_only = pytest.importorskip("kernels.triton.weight_only")
+    monkeypatch.setattr(
+        kernels, "pack_blocks", lambda first, others, kinds, _: block_linear.packed([first, *others], kinds)
+    )
+    names = {"m.q": kinds[0], "m.k": kinds[0], "m.v": kinds[1]}
+    types = {kind: [name for name, its in names.items() if its == kind] for kind in kinds}
+    formats = weight_formats(read_quantization({"quant_method": "gguf", "types": types}))
+    rows, columns = (Span.whole(6), Span.whole(512)) if whole else (Span(6, 3, 6), Span(512, 256, 512))
+    scope = Scope(torch.bfloat16, torch.device("cpu"), formats)
+    matrix = Matrix(scope, [Part(name=name, rows=rows) for name in names], columns)
+    stored = [blocks_of(kind, 6, 512, seed) for seed, kind in enumerate(names.values())]
+    for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
+        tensor.fill(blocks)
+    matrix.format.pack(matrix)
+    assert isinstance(matrix.weight, kernels.BlockWeight) is in_order
+    assert not matrix.stored
+    if in_order:
+        assert matrix.weight.nbytes == sum(blocks.nbytes for blocks in stored) // (1 if whole else 4)
+        got = weight_only.dequantize(matrix.uncompressed.codes, matrix.uncompressed, torch.float32)
+        want = [TYPES[kind].decode(blocks.flatten(1)) for kind, blocks in zip(names.values(), stored, strict=True)]
+        want = [each[rows.start : rows.stop, columns.start : columns.stop] for each in want]
+        torch.testing.assert_close(got, torch.cat(want), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "none"), [("Q4_K", 8), ("Q4_1", 8), ("Q5_K", 0), ("Q5_1", 0)])
