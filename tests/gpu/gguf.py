@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,11 +24,13 @@ from engine.models.shard import Span
 from kernels import Weight, reference
 from kernels.cuda import block_linear
 from kernels.cuda.choice import CHOICE
+from kernels.gluon.linear import block_small_batch
 from tests.gpu.checks import BF16, Checks, captured, relative_error
 from tests.oracles.random_weights import random_weight
 from tests.support.unwritten import unwritten_is_unknown
 
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+WARPS = 16, 8, 4  # of a program of the kernel for few tokens
 Parts = tuple[tuple[int, str], ...]  # rows and types
 LAYERS: dict[str, tuple[str, Parts, int]] = {  # operation, parts, channels
     "qkv, v Q6_K": ("norm", ((4096, "Q4_K"), (1024, "Q4_K"), (1024, "Q6_K")), 4096),
@@ -67,6 +70,11 @@ def check_block_layers(
                 for weight in weights.values():
                     for _, call in _calls(checks, operation, weight, counts):
                         call()
+                for count in WARPS:
+                    with _with_warps(count):
+                        for x, call in _calls(checks, operation, weights["new"], counts):
+                            if len(x) <= 16:
+                                call()
         calls = [_calls(checks, operation, weight, counts) for weight in weights.values()]
         for count, of_count in zip(counts, zip(*calls, strict=True), strict=True):
             x = of_count[0][0]
@@ -147,7 +155,12 @@ def _check(
         speed = file_bytes / us["new"] / 1e6
         others = ", ".join(f"{layout} {us[layout]:.1f}" for layout in ("old", "AWQ"))
         said.append(f"new {us['new']:.1f} us ({speed:.2f} TB/s of the file's bytes), {others}")
-        if 16 < len(x) <= 512:
+        if len(x) <= 16:
+            said.append(
+                "new with 16, 8 and 4 warps "
+                + ", ".join(f"{_with_warps(calls['new'], count):.1f}" for count in (16, 8, 4))
+            )
+        elif len(x) <= 512:
             tiles, whole = (_microseconds(calls["new"], block_gemm_tokens=most) for most in (1 << 20, 0))
             said.append(f"new by tiles {tiles:.1f}, whole {whole:.1f}")
     checks.saw(name, errors["new"] <= 1.2e-2, ", ".join(said))
@@ -157,3 +170,13 @@ def _microseconds(call: Callable[[], Tensor], **choices: Any) -> float:
     """Return the time of a call in a CUDA graph, with other choices."""
     with unwritten_is_unknown(), mock.patch.object(block_linear, "CHOICE", dataclasses.replace(CHOICE, **choices)):
         return 1e3 * do_bench(captured(call), return_mode="median")
+
+
+def _with_warps(warps: int) -> AbstractContextManager[object]:
+    """Let the kernel for few tokens have so many warps."""
+
+    def choose(units: int, num_tokens: int) -> block_small_batch.Config:
+        kept = 2 if num_tokens == 1 else 1 if num_tokens <= 8 else 0
+        return block_small_batch.Config(warps, -(-units // warps) <= kept)
+
+    return mock.patch.object(block_small_batch, "_choose", choose)

@@ -117,19 +117,18 @@ def _load_unit(
     FEW: gl.constexpr = _own_words(WARPS, 2)
     NUM: gl.constexpr = 2 if KIND == "q8_0" else 4
     SCALES: gl.constexpr = _shared_words(WARPS, NUM)
-    rows = gl.minimum(middle(WORDS, ROWS), last_row - row)
     unit = gl.minimum(at + warps(WORDS, WARPS), U - 1)
-    begin = row.to(gl.int64) * U
-    words = low + begin * 32 + (rows * U + unit) * 32 + last(WORDS, 16)
+    index = gl.minimum(row + middle(WORDS, ROWS), last_row).to(gl.int64) * U + unit
+    words = low + index * 32 + last(WORDS, 16)
     first = gl.load(words, eviction_policy="evict_first")
     second = gl.load(words + 16, eviction_policy="evict_first")
     above = first
     if KIND == "q6_k":
-        above = gl.load(high + begin * 16 + (rows * U + unit) * 16 + last(WORDS, 16), eviction_policy="evict_first")
+        above = gl.load(high + index * 16 + last(WORDS, 16), eviction_policy="evict_first")
     if KIND == "q5_k":
-        few_rows = gl.minimum(middle(FEW, ROWS), last_row - row)
-        few_unit = gl.minimum(at + warps(FEW, WARPS), U - 1)
-        above = gl.load(high + begin * 8 + (few_rows * U + few_unit) * 8 + last(FEW, 8), eviction_policy="evict_first")
+        unit = gl.minimum(at + warps(FEW, WARPS), U - 1)
+        index = gl.minimum(row + middle(FEW, ROWS), last_row).to(gl.int64) * U + unit
+        above = gl.load(high + index * 8 + last(FEW, 8), eviction_policy="evict_first")
     rows = gl.minimum(row + middle(SCALES, ROWS), last_row)
     unit = gl.minimum(at + warps(SCALES, WARPS), U - 1)
     scales = gl.load(scale + (unit * N + rows) * NUM + last(SCALES, NUM))
@@ -309,6 +308,40 @@ def _sums_of_own(own, SHAPE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, K
 
 
 @gluon.jit
+def _load_x(
+    x, norm_weight, token, stride_x, step,
+    SHAPE: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, CHANNELS: gl.constexpr, ALONE: gl.constexpr,
+    NORM: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """The x of a step's units, one for each warp: `_load_own` and its sums if ALONE, else `_load_piece` of each."""
+    WARPS: gl.constexpr = SHAPE[0]
+    at = step * WARPS * CHANNELS
+    if ALONE:
+        own = _load_own(x, norm_weight, at, WARPS, K, KIND, CHANNELS, NORM, X)
+        return own, _sums_of_own(own, SHAPE, MMA, W, KIND)
+    else:
+        pieces = ()
+        for i in gl.static_range(CHANNELS // 16):
+            pieces = pieces + (
+                _load_piece(x, norm_weight, token, stride_x, at + i * 16, WARPS, SHAPE[2], K, CHANNELS, NORM, X),
+            )
+        return pieces, pieces
+
+
+@gluon.jit
+def _multiply(
+    total, unit, x,
+    SHAPE: gl.constexpr, ALONE: gl.constexpr, MMA: gl.constexpr, W: gl.constexpr, X: gl.constexpr, S: gl.constexpr,
+    KIND: gl.constexpr,
+):  # fmt: skip
+    """total + the products of a step's units and x."""
+    if ALONE:
+        return _add_unit_of_one(total, unit, x[0], x[1], SHAPE, MMA, W, X, S, KIND)
+    else:
+        return _add_unit(total, unit, x[0], SHAPE, MMA, W, S, KIND)
+
+
+@gluon.jit
 def _inverse_rms(
     x, eps, num_tokens, stride_x, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr
 ):
@@ -341,7 +374,6 @@ def _few_blocks_kernel(
     K: gl.constexpr = U * CHANNELS
     HALVES: gl.constexpr = 2 if SWIGLU else 1
     STEPS: gl.constexpr = (U + WARPS - 1) // WARPS
-    PIECES: gl.constexpr = CHANNELS // 16
     TILES: gl.constexpr = (N + 15) // 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -364,13 +396,11 @@ def _few_blocks_kernel(
     if PDL:
         wait_for_inputs()
     kept = ()
-    sums_of_x = ()
-    if KEEP_X and ALONE:
-        kept = _load_own(x, norm_weight, 0, WARPS, K, KIND, CHANNELS, NORM, X)
-        sums_of_x = _sums_of_own(kept, SHAPE, MMA, W, KIND)
-    elif KEEP_X:
-        for i in gl.static_range(PIECES):
-            kept = kept + (_load_piece(x, norm_weight, token, stride_x, i * 16, WARPS, M, K, CHANNELS, NORM, X),)
+    if KEEP_X:
+        for step in gl.static_range(STEPS):
+            kept = kept + (
+                _load_x(x, norm_weight, token, stride_x, step, SHAPE, K, KIND, CHANNELS, ALONE, NORM, MMA, W, X),
+            )
     if NORM:
         norm = _inverse_rms(x, eps, num_tokens, stride_x, K, M, WARPS, TOKENS)[None, :]
     total_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED)
@@ -393,29 +423,32 @@ def _few_blocks_kernel(
             after = following * 16 if half == HALVES - 1 else tile * 16 + N
             last_after = N * (1 if half == HALVES - 1 else 2) - 1
             total = gl.zeros(SHAPE, gl.float32, MMA)
-            for step in range(STEPS):
-                unit = ahead
-                more = step + 1 < STEPS
-                ahead = _load_unit(
-                    low, high, scale, factor, gl.where(more, here, after),
-                    gl.where(more, (half + 1) * N - 1, last_after), gl.where(more, (step + 1) * WARPS, 0),
-                    N * HALVES, U, KIND, WARPS, S,
-                )  # fmt: skip
-                pieces = kept
-                sums = sums_of_x
-                if ALONE:
-                    if not KEEP_X:
-                        pieces = _load_own(x, norm_weight, step * WARPS * CHANNELS, WARPS, K, KIND, CHANNELS, NORM, X)
-                        sums = _sums_of_own(pieces, SHAPE, MMA, W, KIND)
-                    total = _add_unit_of_one(total, unit, pieces, sums, SHAPE, MMA, W, X, S, KIND)
-                else:
-                    if not KEEP_X:
-                        for i in gl.static_range(PIECES):
-                            at = step * WARPS * CHANNELS + i * 16
-                            pieces = pieces + (
-                                _load_piece(x, norm_weight, token, stride_x, at, WARPS, M, K, CHANNELS, NORM, X),
-                            )
-                    total = _add_unit(total, unit, pieces, SHAPE, MMA, W, S, KIND)
+            if KEEP_X:
+                for step in gl.static_range(STEPS):
+                    unit = ahead
+                    if step + 1 < STEPS:
+                        ahead = _load_unit(
+                            low, high, scale, factor, here, (half + 1) * N - 1, (step + 1) * WARPS,
+                            N * HALVES, U, KIND, WARPS, S,
+                        )  # fmt: skip
+                    else:
+                        ahead = _load_unit(
+                            low, high, scale, factor, after, last_after, 0, N * HALVES, U, KIND, WARPS, S
+                        )
+                    total = _multiply(total, unit, kept[step], SHAPE, ALONE, MMA, W, X, S, KIND)
+            else:
+                for step in range(STEPS):
+                    unit = ahead
+                    more = step + 1 < STEPS
+                    ahead = _load_unit(
+                        low, high, scale, factor, gl.where(more, here, after),
+                        gl.where(more, (half + 1) * N - 1, last_after), gl.where(more, (step + 1) * WARPS, 0),
+                        N * HALVES, U, KIND, WARPS, S,
+                    )  # fmt: skip
+                    loaded = _load_x(
+                        x, norm_weight, token, stride_x, step, SHAPE, K, KIND, CHANNELS, ALONE, NORM, MMA, W, X
+                    )
+                    total = _multiply(total, unit, loaded, SHAPE, ALONE, MMA, W, X, S, KIND)
             if half == 1:
                 up_smem.store(total)
             else:
@@ -450,16 +483,19 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def _choose(units: int, m: int) -> Config:
-    """Return the warps of which fewest idle, rather many."""
-    warps = min((16, 8, 4), key=lambda count: cdiv(units, count) * count)
-    return Config(warps, units <= warps and m == 8)
+def _choose(units: int, num_tokens: int) -> Config:
+    """Return the warps of which fewest idle; with one token, whose x needs few registers, rather eight: then two
+    programs share a multiprocessor, and one multiplies while the other adds up its tile.
+    """
+    counts, kept = ((8, 16, 4), 2) if num_tokens == 1 else ((16, 8, 4), 1 if num_tokens <= 8 else 0)
+    warps = min(counts, key=lambda count: cdiv(units, count) * count)
+    return Config(warps, cdiv(units, warps) <= kept)
 
 
 def config(x: Tensor, rows: BlockRows) -> Config | None:
     """Return how to compute x [M, K], M <= 16, times the rows; None where `launch` cannot."""
     if x.dtype == torch.bfloat16 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0 and has_tensor_cores(x.device):
-        return _choose(rows.low.shape[1], max(next_power_of_2(len(x)), 8))
+        return _choose(rows.low.shape[1], len(x))
     return None
 
 

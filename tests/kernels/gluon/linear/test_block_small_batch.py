@@ -30,7 +30,8 @@ if not GLUON:
 
 HELPERS = (
     "warps", "middle", "last", "_split_in_four", "_words_above", "_weights", "_load_unit", "_load_piece",
-    "_scale_words", "_add_unit", "_add_unit_of_one", "_load_own", "_sums_of_own", "_inverse_rms",
+    "_scale_words", "_add_unit", "_add_unit_of_one", "_load_own", "_sums_of_own", "_load_x", "_multiply",
+    "_inverse_rms",
 )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def check(kind: BlockKind, num_tokens: int, n: int, k: int, device: str) -> None
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-@pytest.mark.parametrize(("num_tokens", "n", "units"), [(1, 40, 3), (1, 16, 19), (5, 40, 3), (11, 24, 5)])
+@pytest.mark.parametrize(("num_tokens", "n", "units"), [(1, 40, 3), (1, 16, 31), (1, 16, 35), (5, 40, 3), (11, 24, 5)])
 def test_every_type(kind: BlockKind, num_tokens: int, n: int, units: int, without_layouts: Any) -> None:
     check(kind, num_tokens, n, units * unit_channels(kind), "cpu")
 
