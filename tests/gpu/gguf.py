@@ -156,10 +156,9 @@ def _check(
         others = ", ".join(f"{layout} {us[layout]:.1f}" for layout in ("old", "AWQ"))
         said.append(f"new {us['new']:.1f} us ({speed:.2f} TB/s of the file's bytes), {others}")
         if len(x) <= 16:
-            said.append(
-                "new with 16, 8 and 4 warps "
-                + ", ".join(f"{_with_warps(calls['new'], count):.1f}" for count in (16, 8, 4))
-            )
+            for count in WARPS:
+                with _with_warps(count):
+                    said.append(f"{count} warps {_microseconds(calls['new']):.1f}")
         elif len(x) <= 512:
             tiles, whole = (_microseconds(calls["new"], block_gemm_tokens=most) for most in (1 << 20, 0))
             said.append(f"new by tiles {tiles:.1f}, whole {whole:.1f}")
