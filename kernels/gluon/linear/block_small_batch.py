@@ -97,7 +97,7 @@ def _words_above(words, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _weights(unit, above, j: gl.constexpr, KIND: gl.constexpr, W: gl.constexpr):
     """The two pieces of word j of a unit, as the tensor core takes them; of q8_0 there is one."""
-    WORD: gl.constexpr = _own_words(W.parent.warps_per_cta[0], 1)
+    WORD: gl.constexpr = _own_words(unit[0].shape[0], 1)
     words = gl.convert_layout(_split_in_four(unit[j // 4])[j % 4], WORD)
     bits = words
     if KIND == "q6_k":

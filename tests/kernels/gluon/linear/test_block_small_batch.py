@@ -6,7 +6,6 @@ import os
 import re
 import struct
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,8 +99,6 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(few, each.__name__, each)
     monkeypatch.setattr(few, "offset", bits.offset.fn)
     monkeypatch.setattr(few, "ROWS", 16)
-    layout = SimpleNamespace(parent=SimpleNamespace(warps_per_cta=[0]))
-    monkeypatch.setattr(vars(few)["gl"], "DotOperandLayout", lambda *_: layout)
     monkeypatch.setattr(few, "num_multiprocessors", lambda device: 2)
 
 
