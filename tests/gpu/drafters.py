@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import random
 import tempfile
 import time
@@ -15,16 +14,20 @@ from unittest import mock
 
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
+from engine.setup import drafter
 from engine.worker.proposers import model_proposer
 from tests.gpu.checks import Checks
+from tests.oracles.block_drafters import make_block_drafter
 from tests.oracles.drafters import make_eagle3, make_mtp_checkpoint
 from tests.oracles.families import VOCAB, make_checkpoint
 from tests.support.drafters import Drafted
 
-NUM = 3  # tokens that a drafter proposes
+NUM, NUM_OF_BLOCKS = 3, 7  # tokens that a drafter proposes
 MTP_FAMILIES = ("glm4_moe", "glm4_moe_lite", "qwen3_5")
+KINDS_OF_BLOCKS = ("dflash", "windows", "dflash2", "dspark")
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "filters": {"temperature": 0.9, "top_p": 0.9}}
-SHAPE, DRAFT_SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", "qwen3-0.6b", (1, 8), 100
+SHAPE, STREAMS, NUM_TOKENS = "qwen3-8b", (1, 8), 100
+DRAFTER_SHAPES = {"draft_model": "qwen3-0.6b", "eagle3": "qwen3-8b-eagle3", "dflash": "qwen3-8b-dflash"}
 NUM_PROMPTS = 16
 LEAST_ALIKE = 0.95  # of guesses on a GPU and on a CPU; rounding decides between two that are almost equally likely
 
@@ -46,6 +49,13 @@ def check_drafter_texts(checks: Checks) -> None:
             make_eagle3(root / "head", target, vocab=90, norm_before_fc=True)
             return root / "qwen3", root / "head"
 
+        def block(kind: str) -> Callable[[], tuple[Path, Path | None]]:
+            def make() -> tuple[Path, Path | None]:
+                make_block_drafter(kind, root / kind, make_checkpoint("qwen3", root / "qwen3"))
+                return root / "qwen3", root / kind
+
+            return make
+
         def layer(name: str) -> Callable[[], tuple[Path, Path | None]]:
             def make() -> tuple[Path, Path | None]:
                 make_mtp_checkpoint(name, root / name)
@@ -57,12 +67,14 @@ def check_drafter_texts(checks: Checks) -> None:
             "draft_model, itself": ("draft_model", itself),
             "eagle3": ("eagle3", head),
             **{f"mtp of {name}": ("mtp", layer(name)) for name in MTP_FAMILIES},
+            **{f"block, {kind}": ("dflash", block(kind)) for kind in KINDS_OF_BLOCKS},
         }
         for case, (method, make) in cases.items():
             for kind in ("eager", "graphs", "captured guesses"):
                 name = f"drafter {case}, {kind}"
                 if checks.wants(name):
-                    with mock.patch.object(model_proposer, "CAPTURES", kind == "captured guesses"):
+                    captures = mock.patch.object(model_proposer, "CAPTURES", kind == "captured guesses")
+                    with captures, mock.patch.object(drafter, "BLOCKS_ON_GPUS", True):
                         _check_texts(checks, name, method, *make(), eager=kind == "eager")
 
 
@@ -106,19 +118,21 @@ def check_drafter_speed(checks: Checks) -> None:
     if checks.device == "cpu":
         print("left out: time of drafters (there is no GPU)")
         return
-    for method, captures in itertools.product(("draft_model", "eagle3"), (True, False)):
+    for method, captures in itertools.product(DRAFTER_SHAPES, (True, False)):
         name = f"drafter's time, {method}, {'captured' if captures else 'not captured'}"
         if not checks.wants(name):
             continue
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(model_proposer, "CAPTURES", captures):
-            target = model_folder(SHAPE, Path(folder))
-            draft = model_folder(DRAFT_SHAPE, Path(folder)) if method == "draft_model" else _head(target, Path(folder))
+        on_gpus = mock.patch.object(drafter, "BLOCKS_ON_GPUS", True)
+        captured = mock.patch.object(model_proposer, "CAPTURES", captures)
+        with tempfile.TemporaryDirectory() as folder, captured, on_gpus:
+            target, draft = (model_folder(each, Path(folder)) for each in (SHAPE, DRAFTER_SHAPES[method]))
             _check_time(checks, name, method, target, draft)
 
 
 def _check_time(checks: Checks, name: str, method: str, target: Path, draft: Path) -> None:
+    number = NUM_OF_BLOCKS if method == "dflash" else NUM
     drafted = Drafted(
-        target, method, draft, NUM, device=checks.device, dtype="bfloat16", load_format="dummy", max_model_len=1024,
+        target, method, draft, number, device=checks.device, dtype="bfloat16", load_format="dummy", max_model_len=1024,
         max_num_seqs=8, enforce_eager=False, debug_checks=False, max_num_batched_tokens=8192,
     )  # fmt: skip
     rng = random.Random(7)
@@ -135,18 +149,9 @@ def _check_time(checks: Checks, name: str, method: str, target: Path, draft: Pat
         tried, accepted = (after - each for after, each in zip(drafted.counts, before, strict=True))
         plain, with_drafts = (1e3 * seconds[each] / steps[each] for each in (False, True))
         what = f"{with_drafts:.2f} ms a step, plain {plain:.2f}; {accepted} of {tried} accepted"
-        checks.saw(f"{name}, {num} streams, {NUM} tokens", with_drafts > 0, what)
+        checks.saw(f"{name}, {num} streams, {number} tokens", with_drafts > 0, what)
     drafted.llm.close()
 
 
 def _num_steps(llm: LLM) -> int:
     return llm._engine.scheduler._step
-
-
-def _head(target: Path, folder: Path) -> Path:
-    """Write the config.json of an EAGLE-3 head for a model's shape."""
-    config = json.loads((target / "config.json").read_text())
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32_000}
-    (folder / "head").mkdir()
-    (folder / "head" / "config.json").write_text(json.dumps({**config, **own, "tie_word_embeddings": False}))
-    return folder / "head"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from engine.models.drafters.dflash import BlockDrafter
 from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
+from engine.worker.options import MAX_DRAFTED_SEQS
+from engine.worker.proposers import model_proposer
+from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
 from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer, of_all_tokens
 from engine.worker.proposers.proposer import SampledStep
 
@@ -25,29 +28,48 @@ class DFlashProposer(ModelProposer):
         super().__init__(setup)
         self._drafter, self._block = drafter, drafter.spec
         self.layers: Sequence[int] | None = list(dict.fromkeys(drafter.spec.target_layers))
+        options, device = setup.options, setup.options.device.torch_device
+        has_windows = any(0 < mixer.window < options.max_model_len for mixer in setup.spec.mixers)
+        # Tokens of blocks, up to which each is a sequence of its own: with windows, these would begin too late.
+        self._most_split = options.max_decodes if options.device.is_accelerator and not has_windows else 0
+        self._each = torch.arange(options.max_num_seqs * self._block.length + 1, dtype=torch.int32).to(device)
+        self._no_states = torch.zeros(0, 0, dtype=options.dtype, device=device)
+        self._graphs: DraftGraphs | None = None
 
+    @torch.inference_mode()
     def capture(self) -> None:
-        """Capture nothing: it runs on CPUs only."""
+        """Capture the blocks of few requests and the guesses from them, where each token is a sequence of its own."""
+        most = self._most_split // self._block.length
+        if not model_proposer.CAPTURES or not most:
+            return
+        padding_row = len(self._state.records) - 1
+        sizes = sorted({min(size, most, MAX_DRAFTED_SEQS) for size in SIZES})
+        self._graphs = DraftGraphs(
+            self.device, self._guess_sampled, [0, padding_row, -1, 0], 0, sizes, self._options.dtype
+        )
+
+    def release(self) -> None:
+        super().release()
+        self._graphs = None
 
     def propose(self, step: SampledStep) -> Tensor:
         """See `DeviceProposer.propose`."""
         self._store(step)
         n = len(step.packed.members.rows)
-        found = torch.full((n, step.num_proposals), -1, dtype=torch.int64, device=self.device.torch_device)
         if not step.num_proposals:
-            return found
+            return torch.full((n, 0), -1, dtype=torch.int64, device=self.device.torch_device)
         rows, newest_ids = self.rows_of(step), self._newest(step)
-        ends = rows.newest + self._block.length
-        fits = (rows.newest >= 0) & (ends <= rows.num_slots) & (ends <= self._max_len)
-        at = fits.nonzero().squeeze(1)
-        if not len(at):
-            return found
-        chosen = DraftRows(rows.rows[at], rows.newest[at], rows.num_slots[at], rows.greedy)
-        hidden = self._run(chosen, newest_ids[at])
-        found[at] = guessed = self._guess(hidden, chosen, newest_ids[at])
-        requests = step.packed.members.rows
-        self.keep_probabilities([requests[i] for i in at.tolist()], chosen.newest, guessed)
+        if self._graphs is not None and self._graphs.fits(n):
+            integers = torch.stack((newest_ids, rows.rows, rows.newest, rows.num_slots))
+            return self._graphs.run(integers, self._no_states)
+        found, newest = self._guess(newest_ids, rows)
+        self.keep_probabilities(step.packed.members.rows, newest, found)
         return found
+
+    def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
+        """Return the guesses of requests that may sample, see `DraftGraphs`."""
+        newest_ids, rows, newest, num_slots = integers
+        return self._guess(newest_ids, DraftRows(rows, newest, num_slots, greedy=False))[0]
 
     def _store(self, step: SampledStep) -> None:
         """Store keys and values of the step's tokens, rejected drafts among them."""
@@ -64,35 +86,14 @@ class DFlashProposer(ModelProposer):
         first = self.upload(np.array([samples.of_request(i).start for i in range(samples.num_requests)]))
         return step.tokens[(first + step.counts - 1).clamp(min=0)].clamp(min=0)
 
-    def _run(self, rows: DraftRows, newest_ids: Tensor) -> Tensor:
-        """Run the blocks of n requests. Returns hidden states after the last norm: [n · length, hidden]."""
-        n, length = len(newest_ids), self._block.length
-        ids = torch.full((n, length), self._block.mask_token_id, dtype=torch.int64, device=newest_ids.device)
-        ids[:, 0] = newest_ids
-        positions = (rows.newest.unsqueeze(1) + torch.arange(length, device=ids.device)).flatten()
-        lens = (rows.newest + length).tolist()
-        starts = self.upload(np.array([0, *accumulate([length] * n)], dtype=np.int32))
-        slots = self.slots(rows.rows.repeat_interleave(length), positions, torch.ones_like(positions, dtype=torch.bool))
-        attention = AttentionStep(
-            num_decodes=0,
-            rows=rows.rows.int(),
-            query_start=starts,
-            context_lens=(rows.newest + length).int(),
-            decode_lens=None,
-            block_tables=self.block_tables,
-            slot_mapping=slots.unsqueeze(0),
-        )
-        metadata = self.metadata(attention, Prefills([length] * n, lens, self.device.upload))
-        own = self._drafter.embed_tokens
-        x = (self._target.embed if own is None else own)(ids.flatten())
-        for layer, kv, of_layer in zip(self._drafter.layers, self.kv_cache, metadata, strict=True):
-            x = layer(x, positions.int(), kv, of_layer)
-        normed: Tensor = self._drafter.norm(x)
-        return normed
-
-    def _guess(self, hidden: Tensor, rows: DraftRows, newest_ids: Tensor) -> Tensor:
-        """Return the guesses of n requests, [n, num_tokens] int64, given the hidden states of their blocks."""
+    def _guess(self, newest_ids: Tensor, rows: DraftRows) -> tuple[Tensor, Tensor]:
+        """Return the guesses of n requests, [n, num_tokens] int64, and the positions before them, [n] int64: below 0
+        where a block does not fit, so that there are none. newest_ids [n] int64.
+        """
         block, n = self._block, len(newest_ids)
+        ends = rows.newest + block.length
+        fits = (rows.newest >= 0) & (ends <= rows.num_slots) & (ends <= self._max_len)
+        hidden = self._run(replace(rows, newest=rows.newest.where(fits, 0)), fits, newest_ids)
         hidden = hidden.view(n, block.length, -1)[:, block.length - block.num_tokens :]
         logits = self._logits(hidden.flatten(0, 1)).view(n, block.num_tokens, -1)
         guessed, before = list[Tensor](), newest_ids
@@ -101,7 +102,40 @@ class DFlashProposer(ModelProposer):
             guessed.append(self.sample(of_token, rows, i + 1))
             before = guessed[-1].clamp(min=0)
         found = torch.stack(guessed, 1)
-        return torch.where((found < 0).cumsum(1) > 0, -1, found)
+        none = ((found < 0).cumsum(1) > 0) | ~fits.unsqueeze(1)
+        return found.masked_fill(none, -1), rows.newest.where(fits, -1)
+
+    def _run(self, rows: DraftRows, is_kept: Tensor, newest_ids: Tensor) -> Tensor:
+        """Run the blocks of n requests. is_kept [n]: their keys and values are stored. Returns hidden states after the
+        last norm: [n · length, hidden].
+        """
+        n, length = len(newest_ids), self._block.length
+        ids = torch.full((n, length), self._block.mask_token_id, dtype=torch.int64, device=newest_ids.device)
+        ids[:, 0] = newest_ids
+        positions = (rows.newest.unsqueeze(1) + torch.arange(length, device=ids.device)).flatten()
+        of_tokens = rows.rows.repeat_interleave(length, output_size=n * length)
+        slots = self.slots(of_tokens, positions, is_kept.repeat_interleave(length, output_size=n * length))
+        ends = (rows.newest + length).int()
+        splits = n * length <= self._most_split
+        query_start = self._each[: n * length + 1] if splits else self._each[: n + 1] * length
+        attention = AttentionStep(
+            num_decodes=n * length if splits else 0,
+            rows=(of_tokens if splits else rows.rows).int(),
+            query_start=query_start,
+            # Keys and values are stored before the layer attends, so each token sees the whole block.
+            context_lens=ends.repeat_interleave(length, output_size=n * length) if splits else ends,
+            decode_lens=None,
+            block_tables=self.block_tables,
+            slot_mapping=slots.unsqueeze(0),
+        )
+        prefills = None if splits else Prefills([length] * n, ends.tolist(), self.device.upload)
+        metadata = self.metadata(attention, prefills)
+        own = self._drafter.embed_tokens
+        x = (self._target.embed if own is None else own)(ids.flatten())
+        for layer, kv, of_layer in zip(self._drafter.layers, self.kv_cache, metadata, strict=True):
+            x = layer(x, positions.int(), kv, of_layer)
+        normed: Tensor = self._drafter.norm(x)
+        return normed
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits of all tokens given normalised hidden states: [T, hidden] → [T, V]."""

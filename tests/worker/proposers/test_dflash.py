@@ -43,6 +43,22 @@ def test_guesses_are_those_of_the_reference_and_texts_stay(kind: str, target: tu
     drafted.llm.close()
 
 
+def test_tokens_of_blocks_as_sequences_of_their_own(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """Each token of a block attends by the kernels of decode steps, which is how GPUs run it."""
+    reference = make_block_drafter("dflash", tmp_path, target[1])
+    drafted = Drafted(target[0], "dflash", tmp_path, num=4)
+    runner: Any = drafted.llm._engine.runner
+    runner.proposer._most_split = 15  # blocks of three requests, of five tokens each
+    expected = drafted.answers(GREEDY, drafts=False)
+    drafted.llm.reset_prefix_cache()
+    assert drafted.answers(GREEDY) == expected
+    compared = [(known, proposed) for known, proposed in drafted.proposed[::3] if proposed]
+    assert len(compared) > 8
+    for known, proposed in compared:
+        assert proposed == reference.propose(known, 4)
+    drafted.llm.close()
+
+
 def test_preempted_requests_and_few_blocks(target: tuple[Path, Any], tmp_path: Path) -> None:
     many, params = [[7 * i + j for j in range(20)] for i in range(4)], GREEDY.clone(max_tokens=40)
     reference = make_block_drafter("dflash", tmp_path, target[1])
