@@ -96,7 +96,7 @@ def create_app(
         registry = siblings.registries[names[0]] = CollectorRegistry()
     sizes = {"max_model_len": engine.model.max_model_len, "block_size": engine.block_size}
     metrics = Metrics(registry, names[0], engine.replicas, **sizes, cache_dtype=kv_cache_dtype)
-    workers = Workers()
+    workers = _workers(engine, settings)
     server = ServerState(Model(engine, settings, names, workers), settings, metrics, readiness, siblings)
     server.exposed = server_metrics.registry if siblings is None else _merged(server_metrics, siblings)
     traces = _traces(settings)
@@ -176,6 +176,13 @@ def _browser_limits(settings: ServerConfig) -> dict[str, Sequence[str]]:
 
 def _merged(server_metrics: ServerMetrics, siblings: Siblings) -> MergedRegistry:
     return MergedRegistry(lambda: [server_metrics.registry, *siblings.registries.values()])
+
+
+def _workers(engine: EngineClient, settings: ServerConfig) -> Workers:
+    """Return the threads of this process. API processes divide those for images, and the memory for these."""
+    if engine.model.images is not None:
+        engine.model.images.share(settings.api_server_count)
+    return Workers(settings.api_server_count)
 
 
 def _traces(settings: ServerConfig) -> Traces | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Picture: TypeAlias = ProcessedImage | ProcessedVideo
 T = TypeVar("T", ProcessedImage, ProcessedVideo)
 MAX_CACHED_BYTES = 256 << 20  # patches of images that are kept for other requests
+MAX_HELD_BYTES = 2 << 30  # of the images of all unfinished requests; see `HeldBytes` for each caller's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,18 @@ class ImageLoader:
         self.processor, self.text, self.max_images = processor, text, max_images
         self.video_processor = video_processor
         self.num_hits = self.num_loads = 0  # of the files that requests brought
+        self.max_cached_bytes, self.max_held_bytes = MAX_CACHED_BYTES, MAX_HELD_BYTES
         self.held = HeldBytes()  # patches of requests that are being read, and of prompts that are not forgotten yet
         self._media, self._layout = media, layout or ImageLayout(token_id)
         self._lock = Lock()
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # by the file's hash, the oldest use first
         self._num_bytes = 0
         self._loading: dict[bytes, Future[Picture]] = {}
+
+    def share(self, num_processes: int) -> None:
+        """Take this process's part of the memory for images: so many processes have loaders of the same model."""
+        self.max_cached_bytes = MAX_CACHED_BYTES // num_processes
+        self.max_held_bytes = MAX_HELD_BYTES // num_processes
 
     def load(self, source: ImageSource) -> Picture:
         """Return an image or a video, ready for the engine. May take a second, or several for a remote file.
@@ -237,7 +244,7 @@ class ImageLoader:
             del self._loading[key]
             self._kept[key] = picture
             self._num_bytes += picture.num_bytes
-            while self._num_bytes > MAX_CACHED_BYTES:
+            while self._num_bytes > self.max_cached_bytes:
                 self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
         result.set_result(picture)
 

@@ -11,7 +11,6 @@ from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.request import Conversation
 from server.generation.workers import Workers
 
-MAX_HELD_BYTES = 2 << 30  # of the images of all requests; see `HeldBytes` for each caller's part
 RETRY_SECONDS = 5
 
 
@@ -45,7 +44,7 @@ async def _load_all(
     assert model.images is not None
     num_tokens = 0
     for number, source in enumerate(sources, 1):
-        if not model.images.held.may_take(group_of(tenant), MAX_HELD_BYTES):
+        if not model.images.held.may_take(group_of(tenant), model.images.max_held_bytes):
             reason = "the images of unfinished requests fill the memory for them, or your part of it: try again"
             raise BusyError(reason, RETRY_SECONDS)
         try:

@@ -25,11 +25,13 @@ NUM_DOWNLOADS = 8  # at a time; they wait, and compute little
 class Workers:
     """A few threads. Queued work is dropped when the task that waits for it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int = 1) -> None:
+        """`num_processes`: that serve the same model, and divide the threads for images."""
+        num_image_threads = max(1, NUM_IMAGE_THREADS // num_processes)
         self._threads = FairExecutor(ThreadPoolExecutor(NUM_THREADS + NUM_SPARE, "worker"), NUM_THREADS, NUM_SPARE)
         self._images, self._downloads = (
             FairExecutor(ThreadPoolExecutor(count, name), count)
-            for name, count in (("images", NUM_IMAGE_THREADS), ("download", NUM_DOWNLOADS))
+            for name, count in (("images", num_image_threads), ("download", NUM_DOWNLOADS))
         )
         self._trim: asyncio.TimerHandle | None = None
 

@@ -174,7 +174,9 @@ async def run(attacks: list[Attack], console: Console) -> list[Result]:
 
 
 async def used(target: Target, length: int) -> None:
-    """Takes what is the server's for good, once: all of the KV cache, and what the first grammar needs."""
+    """Takes what is the server's for good, once: all of the KV cache, what the first grammar needs, and, of a model
+    that reads images, what their decoder, their encoder and both caches keep.
+    """
     asked: list[dict[str, Any]] = [
         {"prompt": [10 + (number * 37 + i) % 240 for i in range(length)], "max_tokens": 1} for number in range(14)
     ]
@@ -182,6 +184,8 @@ async def used(target: Target, length: int) -> None:
     async with httpx.AsyncClient(base_url=target.url, headers=target.headers("bystander"), timeout=60) as client:
         for each in asked:
             (await client.post("/v1/completions", json=each)).raise_for_status()
+        if "image" in (await client.get("/v1/models")).json()["data"][0].get("input_modalities", ()):
+            await images.many_at_once(target)
 
 
 async def _alone(target: Target) -> Waits:

@@ -14,7 +14,8 @@ from engine.core.engine_request import EngineRequest
 from engine.vision import loader as loading
 from engine.vision.decode import decode
 from engine.vision.loader import ImageLayout
-from server.generation import images as serving
+from server.app import create_app
+from server.settings import ServerConfig
 from tests.support.fake_engine import FakeEngine, make_tokenizer
 from tests.support.images import TEMPLATE, data_url, in_base64, loader, picture, saved
 from tests.support.live_server import Live, run_server, wait_until
@@ -245,13 +246,22 @@ def test_memory_of_images_is_bounded(live: Live, monkeypatch: pytest.MonkeyPatch
     assert live.post(path, **body).status_code == 200
     held = sum(len(image.patches) for image in asked(live).images)
     assert images.held.total == held > 0, "the fake engine remembers the request"
-    monkeypatch.setattr(serving, "MAX_HELD_BYTES", 2 * held)
+    monkeypatch.setattr(images, "max_held_bytes", 2 * held)
     refused = live.post(path, **body)
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
     assert live.chat("Hi").status_code == 200, "texts go on"
     live.engine.with_images.clear()
     wait_until(lambda: images.held.total == 0)
     assert live.post(path, **body).status_code == 200
+
+
+def test_api_processes_divide_the_memory() -> None:
+    engine: Any = FakeEngine()
+    engine.images = loader(PAD, "")
+    for count in (1, 4):
+        create_app(engine, ServerConfig(api_server_count=count), log_stats=False)
+        assert engine.images.max_held_bytes * count == loading.MAX_HELD_BYTES
+        assert engine.images.max_cached_bytes * count == loading.MAX_CACHED_BYTES
 
 
 def test_many_at_once_are_answered_in_bounds(live: Live) -> None:
@@ -265,7 +275,7 @@ def test_many_at_once_are_answered_in_bounds(live: Live) -> None:
     assert statuses == [200 if number % 4 else 400 for number in range(200)]
     live.wait_idle()
     images: Any = live.engine.images
-    assert images._num_bytes == sum(len(each.patches) for each in images._kept.values()) <= loading.MAX_CACHED_BYTES
+    assert images._num_bytes == sum(len(each.patches) for each in images._kept.values()) <= images.max_cached_bytes
     live.engine.with_images.clear()
     wait_until(lambda: images.held.total == 0)
     assert not images._loading
@@ -309,7 +319,7 @@ def test_each_file_is_decoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(decoded) == 1
     assert len({id(each) for each in found}) == 1
     assert (own.num_loads, own.num_hits) == (5, 4)
-    monkeypatch.setattr(loading, "MAX_CACHED_BYTES", len(found[0].patches))
+    monkeypatch.setattr(own, "max_cached_bytes", len(found[0].patches))
     own.load_file(FILES[1])
     own.load_file(FILES[0])
     assert decoded == [FILES[0], FILES[1], FILES[0]], "the cache is bounded"
