@@ -27,6 +27,17 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+# Parts of configurations.
+NONE = {"bos_token_id": None, "eos_token_id": None}
+ALTERNATING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.05,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,7 +73,7 @@ GEMMA4 = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
-MPT = {"max_seq_len": 256, "eos_token_id": None, "bos_token_id": None}
+MPT = {"max_seq_len": 256, **NONE}
 # name → (transformers' model class without "ForCausalLM", what its configuration adds to SHAPE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -81,16 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
-    "qwen3-window": (
-        "Qwen3",
-        {
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "qwen3-window": ("Qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, **ALTERNATING}),
     "ministral": (
         "Ministral",
         {
@@ -101,16 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "seed_oss": ("SeedOss", {"head_dim": 48, "attention_out_bias": True, "pad_token_id": 0}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.05,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {"pad_token_id": 0, "partial_rotary_factor": 0.75, "sliding_window": 24}),
     "phi3-long": ("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 1, "rope_parameters": LONGROPE}),
     "phi3-short": ("Phi3", {"pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": LONGROPE}),
@@ -123,8 +116,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 64,
             "query_pre_attn_scalar": 40,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **ALTERNATING,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -176,43 +168,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 16,
             "final_logit_softcapping": 30.0,
             "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            **NONE,
         },
     ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}),
-    "olmo3": (
-        "Olmo3",
-        {
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "pad_token_id": 0,
-            "eos_token_id": None,
-        },
-    ),
+    "olmo3": ("Olmo3", {**ALTERNATING, "pad_token_id": 0, "eos_token_id": None}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "exaone4-window": (
-        "Exaone4",
-        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
+    "exaone4-window": ("Exaone4", ALTERNATING),
     "glm": ("Glm", {"head_dim": 32, "pad_token_id": 0, "eos_token_id": None}),
     "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0, "eos_token_id": None}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "eos_token_id": None}),
-    "cohere2": (
-        "Cohere2",
-        {
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "eos_token_id": None,
-        },
-    ),
-    "starcoder2": ("Starcoder2", {"bos_token_id": None, "eos_token_id": None}),
+    "cohere2": ("Cohere2", {**ALTERNATING, "eos_token_id": None}),
+    "starcoder2": ("Starcoder2", NONE),
     "nemotron": ("Nemotron", {"mlp_bias": True}),
     "mpt": ("Mpt", MPT),
-    "mpt-six-heads": (
-        "Mpt",
-        {**MPT, "hidden_size": 96, "num_attention_heads": 6},
-    ),
+    "mpt-six-heads": ("Mpt", {**MPT, "hidden_size": 96, "num_attention_heads": 6}),
     "mixtral": ("Mixtral", {"sliding_window": 24, "num_local_experts": 4}),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -235,25 +205,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": None}),
-    "granitemoe": (
-        "GraniteMoe",
-        {
-            "num_local_experts": 4,
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.05,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-        },
-    ),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, **GRANITE}),
     "granitemoeshared": ("GraniteMoeShared", {"num_local_experts": 4, "shared_intermediate_size": 80}),
     "glm4_moe": (
         "Glm4Moe",
         {
             "head_dim": 32,
             "use_qk_norm": True,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
+            **ROUTED,
             "n_shared_experts": 2,
             "n_group": 4,
             "topk_group": 2,
@@ -262,13 +221,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
-        {
-            **LATENT,
-            "q_lora_rank": 48,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-        },
+        {**LATENT, "q_lora_rank": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
     "deepseek_v2": (
         "DeepseekV2",
@@ -276,10 +229,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT,
             "q_lora_rank": None,
             "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
+            **ROUTED,
             "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
             "topk_method": "group_limited_greedy",
             "n_group": 4,
             "topk_group": 2,
@@ -294,33 +245,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 48,
             "attention_bias": True,
             "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
+            **ROUTED,
             "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
             "n_group": 4,
             "topk_group": 2,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        {
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-    ),
+    "minimax_m2": ("MiniMaxM2", {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, **NONE}),
     "gpt_oss": (
         "GptOss",
         {
             "head_dim": 32,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **ALTERNATING,
             "rope_parameters": {**YARN, "truncate": False},
             "eos_token_id": None,
         },
@@ -354,13 +293,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
         {
-            "text_config": {
-                "head_dim": 32,
-                "num_experts": 8,
-                "num_experts_per_tok": 3,
-                "moe_intermediate_size": 48,
-                "rope_parameters": SECTIONS | {"mrope_interleaved": True},
-            },
+            "text_config": {"head_dim": 32, **EXPERTS, "rope_parameters": SECTIONS | {"mrope_interleaved": True}},
             "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         },
     ),
@@ -404,9 +337,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
                 "attention_bias": True,
                 "pad_token_id": 0,
                 "eos_token_id": None,
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 3,
-                "moe_intermediate_size": 48,
+                **ROUTED,
                 "n_shared_experts": 2,
                 "rope_parameters": {
                     "rope_type": "default",
@@ -430,10 +361,8 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
                 **LATENT,
                 "q_lora_rank": 48,
                 "first_k_dense_replace": 1,
-                "n_routed_experts": 8,
+                **ROUTED,
                 "n_shared_experts": 1,
-                "num_experts_per_tok": 3,
-                "moe_intermediate_size": 48,
                 "n_group": 1,
                 "topk_group": 1,
             },
@@ -485,15 +414,9 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
                 "final_logit_softcapping": 20.0,
                 "output_multiplier": 0.2,
                 "pad_token_id": 0,
-                "bos_token_id": None,
-                "eos_token_id": None,
+                **NONE,
             },
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
+            "vision_config": TOWER,
             "out_hidden_size": 128,
             "projector_hidden_size": 32,
         },
@@ -535,11 +458,7 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4_5": (
         "Exaone4_5_ForConditionalGeneration",
         {
-            "text_config": {
-                "model_type": "exaone4",
-                "sliding_window": 24,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
+            "text_config": {"model_type": "exaone4", **ALTERNATING},
             "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [0]},
         },
     ),
@@ -589,13 +508,7 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "paddleocr_vl": (
         "PaddleOCRVLForConditionalGeneration",
         {
-            "text_config": {
-                "head_dim": 32,
-                "pad_token_id": 0,
-                "rope_parameters": SECTIONS,
-                "eos_token_id": None,
-                "bos_token_id": None,
-            },
+            "text_config": {"head_dim": 32, "pad_token_id": 0, "rope_parameters": SECTIONS, **NONE},
             "vision_config": SMALL_TOWER,
         },
     ),
@@ -627,15 +540,7 @@ MISNAMED = {
     "voxtral": (".model.model.", ".model."),
 }
 CASES |= {
-    "lfm2": (
-        "Lfm2",
-        {
-            "layer_types": ["conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, **NONE}),
     "lfm2-bias": (
         "Lfm2",
         {
@@ -649,20 +554,10 @@ CASES |= {
     ),
     "lfm2_moe": (
         "Lfm2Moe",
-        {
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "eos_token_id": None,
-        },
+        {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, **EXPERTS, "eos_token_id": None},
     ),
 }
-NONE = {"bos_token_id": None, "eos_token_id": None}
 GPT = {"n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": 192, **NONE}
-ALTERNATING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SCALED_YARN = YARN | {"llama_4_scaling_beta": 0.3}
 CASES |= {
     "gpt2": ("GPT2LMHeadModel", GPT),
@@ -739,10 +634,7 @@ CASES |= {
             "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
         },
     ),
-    "hunyuan_v1_moe": (
-        "HunYuanMoEV1",
-        {"head_dim": 32, "pad_token_id": 0, "num_experts": 8, "moe_topk": [3, 3, 3]},
-    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"head_dim": 32, "pad_token_id": 0, "num_experts": 8, "moe_topk": [3, 3, 3]}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {
@@ -765,8 +657,7 @@ CASES |= {
         {
             **EXPERTS,
             "head_dim": 32,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **ALTERNATING,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
             "rope_parameters": {
                 "full_attention": YARN,
@@ -774,17 +665,7 @@ CASES |= {
             },
         },
     ),
-    "solar_open": (
-        "SolarOpen",
-        {
-            "head_dim": 32,
-            "attention_bias": True,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
+    "solar_open": ("SolarOpen", {"head_dim": 32, "attention_bias": True, **ROUTED, "routed_scaling_factor": 2.5}),
     "laguna": (
         "Laguna",
         {
@@ -802,18 +683,7 @@ CASES |= {
         {**EXPERTS, "head_dim": 32, "gating": "per-element", "shared_expert_intermediate_size": 80, **NONE},
     ),
     "afmoe": ("Afmoe", {**EXPERTS, **ALTERNATING, "head_dim": 32, "route_scale": 2.5, "mup_enabled": True}),
-    "granite_swa": (
-        "GraniteSWA",
-        {
-            **ALTERNATING,
-            "layer_rope_theta": [10000.0, 0, 10000.0],
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.05,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            **NONE,
-        },
-    ),
+    "granite_swa": ("GraniteSWA", {**ALTERNATING, "layer_rope_theta": [10000.0, 0, 10000.0], **GRANITE, **NONE}),
     "hyperclovax": (
         "HyperCLOVAX",
         {
@@ -830,29 +700,17 @@ CASES |= {
     "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 32, "num_shared_experts": 2}),
     "exaone_moe": (
         "ExaoneMoe",
-        {
-            **EXPERTS,
-            "head_dim": 32,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "first_k_dense_replace": 1,
-            "eos_token_id": None,
-        },
+        {**EXPERTS, "head_dim": 32, **ALTERNATING, "first_k_dense_replace": 1, "eos_token_id": None},
     ),
     "phimoe": (
         "Phimoe",
         {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, **NONE},
     ),
-    "minicpm3": (
-        "MiniCPM3",
-        LATENT | {"q_lora_rank": 48, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64},
-    ),
+    "minicpm3": ("MiniCPM3", LATENT | {"q_lora_rank": 48, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64}),
     "dots1": (
         "Dots1",
         {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
+            **ROUTED,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "sliding_window": 24,
@@ -869,12 +727,7 @@ DELTA_NET = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
 }
-DELTA_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 80,
-}
+DELTA_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 80}
 CASES |= {
     "qwen3_next": ("Qwen3Next", {**DELTA_NET, **DELTA_EXPERTS}),
     "qwen3_5": ("Qwen3_5", {**DELTA_NET, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}),
@@ -901,14 +754,7 @@ MAMBA = {
     **NONE,
 }
 MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-GRANITE_HYBRID = MAMBA | {
-    "layer_types": MIXED,
-    "shared_intermediate_size": 80,
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.05,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
+GRANITE_HYBRID = MAMBA | {"layer_types": MIXED, "shared_intermediate_size": 80, **GRANITE}
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
     "mamba_num_heads": 8,
@@ -927,9 +773,7 @@ CASES |= {
         NEMOTRON
         | {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
+            **ROUTED,
             "moe_shared_expert_intermediate_size": 80,
             "n_group": 2,
             "topk_group": 1,
@@ -941,9 +785,7 @@ CASES |= {
         NEMOTRON
         | {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
+            **ROUTED,
             "moe_shared_expert_intermediate_size": 80,
             "moe_latent_size": 32,
         },
@@ -1001,7 +843,7 @@ CASES |= {
             "topk_group": 1,
             **NONE,
         },
-    ),
+    )
 }
 ATTENTION = "eager"  # the one that has soft caps
 PROMPT_LENGTHS = (1, 13, 70, 33)  # one beyond the window; within 80, where the dynamic case begins to stretch
