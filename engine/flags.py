@@ -23,7 +23,7 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -379,3 +379,11 @@ def command_line() -> str:
         else:
             words.append("HIDDEN" if hidden else word)
     return f"{program} {shlex.join(words)}".strip()
+
+
+def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+    """End this process with the exit code of `main` for its command line, or with the line of a `ConfigError`."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

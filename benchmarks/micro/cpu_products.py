@@ -22,7 +22,7 @@ import torch
 import kernels
 from benchmarks.result_files import save
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 from kernels.data.quantized_weight import QuantizedWeight
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -147,7 +147,4 @@ def table(flags: Flags, found: dict[tuple[str, str, int], dict[str, Any]]) -> st
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

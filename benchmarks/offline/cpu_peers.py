@@ -28,7 +28,7 @@ from benchmarks.processes import describe_machine, last_line, process_group
 from benchmarks.result_files import to_text
 from benchmarks.workloads import MAX_TOKEN_ID
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 
 FORMATS: dict[str, tuple[dict[str, Any], str]] = {  # settings of Quire → llama.cpp's type
     "float32": ({"dtype": "float32"}, "f32"),
@@ -290,7 +290,4 @@ def table(comparison: Comparison) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -30,7 +30,7 @@ from benchmarks.random_weights import write_random_weights
 from benchmarks.result_files import to_text
 from benchmarks.workloads import Workload
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load, nearest
+from engine.flags import Parser, add_flags, check, flag, load, nearest, run_command
 
 OTHER_TREE = "quire@"
 MODULES = {"quire": "engine", "vllm": "vllm", "transformers": "transformers", "transformers-batching": "transformers"}
@@ -519,7 +519,4 @@ def _times(row: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

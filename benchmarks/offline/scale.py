@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from benchmarks import workloads
 from benchmarks.offline.engines import EnginesFlags, Job, Results, measure_all, plan, summary
 from benchmarks.processes import nvidia_smi
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 
 PARALLEL = {  # how → (the program of one_engine.py that runs it, its setting)
     "tensor": ("quire", "tensor_parallel_size"),
@@ -164,7 +163,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

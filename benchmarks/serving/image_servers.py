@@ -34,8 +34,7 @@ from benchmarks.processes import (
 )
 from benchmarks.result_files import to_text
 from benchmarks.serving.servers import MODULES, as_options, server_command
-from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 
 ASCII = 128  # token ids below it are characters, so that texts have as many tokens in every engine
 LOADS = "text", "unique", "repeated"
@@ -284,7 +283,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

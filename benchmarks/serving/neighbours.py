@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.model_shapes import SHAPES, add_tokenizer, model_folder
 from benchmarks.processes import ROOT, free_port, last_line, process_group, wait_until_ready
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 
 NEIGHBOUR = [sys.executable, "-c", "while True: pass"]
 CONTEXT, PROMPT = 1024, 32
@@ -247,7 +247,4 @@ def compare(way: str, job: Job) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

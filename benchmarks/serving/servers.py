@@ -35,7 +35,7 @@ from benchmarks.processes import (
 from benchmarks.result_files import to_text
 from benchmarks.workloads import MAX_TOKEN_ID, named
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load, nearest
+from engine.flags import Parser, add_flags, check, flag, load, nearest, run_command
 
 MODULES = {"quire": "quire", "vllm": "vllm"}
 EPILOG = """examples:
@@ -373,7 +373,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

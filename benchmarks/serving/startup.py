@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.processes import free_port, last_line, process_group
 from benchmarks.result_files import save
 from engine.errors import ConfigError
-from engine.flags import Parser, add_flags, check, flag, load
+from engine.flags import Parser, add_flags, check, flag, load, run_command
 
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "stream": True})
 COLUMNS = {"answers": "port answers, s", "ready": "ready, s", "first_token": "first token, s"}
@@ -135,7 +135,4 @@ def _cell(seconds: list[Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)
