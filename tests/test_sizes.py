@@ -1,4 +1,4 @@
-"""The sizes that CONTRIBUTING.md sets: of functions, classes, argument lists and the engine's top folder."""
+"""The sizes that CONTRIBUTING.md sets: of functions, classes, argument lists, lines and the engine's top folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ MAX_LINES_OF_CLASS = 300  # a parent that no other class has counts with it
 MAX_PARAMETERS = 8  # without self; a host function that launches a kernel may unpack a record, so a few have more
 MAX_LONG_SIGNATURES = 12
 MAX_TOP_MODULES = 12
+MAX_COLUMNS = 120  # of C++; the linter counts those of Python
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -76,3 +77,15 @@ def test_classes_are_small() -> None:
 
 def test_the_top_of_the_engine_has_few_modules() -> None:
     assert len(list((ROOT / "engine").glob("*.py"))) <= MAX_TOP_MODULES
+
+
+def test_lines_of_cpp_are_short() -> None:
+    files = [path for folder in ("kernels/cpu/native", "tests/kernels/cpu") for path in (ROOT / folder).iterdir()]
+    long = [
+        f"{path.name}:{number}"
+        for path in files
+        if path.suffix in (".cpp", ".h")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    assert long == []

@@ -1,7 +1,7 @@
-// Products by AMX. A tile register holds up to 16 rows of 64 bytes; one instruction multiplies 16 tokens and 16 rows of W, 32
-// channels of bfloat16 or 64 of eight bits at once: a step. W lies in memory as for AVX-512: a tile register takes the same
-// vector of 16 lines, one below the other. Tokens lie as tile registers take them, 16 by 16, a step's rows behind each other:
-// rows as far apart as a token's channels would be in few sets of the first cache.
+// Products by AMX. A tile register holds up to 16 rows of 64 bytes; one instruction multiplies 16 tokens and 16 rows of
+// W, 32 channels of bfloat16 or 64 of eight bits at once: a step. W lies in memory as for AVX-512: a tile register
+// takes the same vector of 16 lines, one below the other. Tokens lie as tile registers take them, 16 by 16, a step's
+// rows behind each other: rows as far apart as a token's channels would be in few sets of the first cache.
 #pragma once
 
 #include <sys/syscall.h>
@@ -13,7 +13,8 @@ namespace amx {
 
 constexpr int ROWS = 16;    // of a tile register
 constexpr int TOKENS = 32;  // that are multiplied at once, by two tile registers
-constexpr int STEPS = 8;    // that are multiplied with all tokens before the next ones: as much of W as the first cache holds
+// that are multiplied with all tokens before the next ones: as much of W as the first cache holds
+constexpr int STEPS = 8;
 constexpr int MANY = 64;    // tokens of which products by tile registers are the faster for every kind of weights
 
 // Linux lets a process use tile registers once it has asked for them.
@@ -55,9 +56,11 @@ class Tiles {
         _tile_loadconfig(&config);
     }
 
-    // Products of `steps` steps of tokens and rows of W, in lines: to lines of four vectors, one for each token, of floats if
-    // BF16 and else of integers; added to these if `more`. `second`: bytes from a token to the one 16 further on.
-    template <bool BF16> void multiply(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, void* to) const {
+    // Products of `steps` steps of tokens and rows of W, in lines: to lines of four vectors, one for each token, of
+    // floats if BF16 and else of integers; added to these if `more`. `second`: bytes from a token to the one 16 further
+    // on.
+    template <bool BF16>
+    void multiply(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, void* to) const {
         __asm__ volatile("" ::: "memory");  // what was written before is read here
         if (tokens_ <= ROWS) one<BF16>(x, w, steps, more, fetch, (char*)to);
         else
@@ -102,7 +105,8 @@ class Tiles {
     }
 
     // Half of each line.
-    template <bool BF16> void two(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, char* to) const {
+    template <bool BF16>
+    void two(const char* x, int64_t second, const char* w, int steps, bool more, Fetch fetch, char* to) const {
         const int64_t row = words_ * 4;
         if (!more) zero();
         else {

@@ -58,11 +58,13 @@ constexpr int tall(Kind kind) {
     if (REGISTERS == 32 || kind <= BFLOAT16 || (kind == INT8 && !QUIRE_PAIRS)) return TALL;
     return kind == INT4 && QUIRE_PAIRS ? 5 : 4;
 }
-constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;  // side by side: few registers have no room for both, widened
+// side by side: few registers have no room for both, widened
+constexpr int BF16_CHANNELS = DOTS_BF16 || REGISTERS == 32 ? 2 : 1;
 constexpr int AHEAD = 4096;         // bytes by which memory is asked for before it is read
 constexpr int MANY = 3;             // tokens of a register tile that leave time to ask for what comes much later, too
 constexpr int PIECE_BYTES = 65536;  // of W that a thread takes at once, at least
-constexpr int X_BYTES = 262144;     // about as much of x is multiplied with one tile after the other, so that the second cache holds it
+// about as much of x is multiplied with one tile after the other, so that the second cache holds it
+constexpr int X_BYTES = 262144;
 constexpr int LEAST = 11 * TALL;    // tokens of x for which W is read again
 constexpr int X_BYTES_AMX = 1048576;  // in its place for AMX, which would wait for W more often
 constexpr int ASKING = 3 * TALL;    // tokens that are multiplied until the next tile is there
@@ -74,7 +76,8 @@ template <class V> __attribute__((always_inline)) inline void load_line(const ch
     each<WIDE>([&](auto n) { v[n] = load<V>(at + n * VECTOR); });
     each<(LINE + 63) / 64>([&](auto n) { __builtin_prefetch(at + n * 64 + AHEAD); });
 }
-template <int M> __attribute__((always_inline)) inline void ask_for(const char* at, int bytes) {  // the second cache shall have it
+// the second cache shall have it
+template <int M> __attribute__((always_inline)) inline void ask_for(const char* at, int bytes) {
     if constexpr (M >= MANY)
         for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
@@ -101,7 +104,8 @@ inline void dot_floats(const Weight& w, const char* at, int64_t next, const char
     }
 }
 
-template <int M> inline void dot_pairs(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
+template <int M>
+inline void dot_pairs(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
     for (int64_t k = 0; k < w.channels / 2; ++k, at += LINE) {
         Words v[WIDE];
         load_line(at, v);
@@ -133,16 +137,19 @@ __attribute__((always_inline)) inline void load_nibbles(const char* at, Bytes (&
 }
 
 // Codes of 6 bits of eight channels: those of a unit of three lines that line HALF has the nibbles of.
-template <int HALF> __attribute__((always_inline)) inline void load_sixes(const char* at, Bytes (&low)[WIDE], Bytes (&high)[WIDE]) {
+template <int HALF>
+__attribute__((always_inline)) inline void load_sixes(const char* at, Bytes (&low)[WIDE], Bytes (&high)[WIDE]) {
     each<WIDE>([&](auto n) {
-        const Words nibbles = load<Words>(at + HALF * LINE + n * VECTOR), upper = load<Words>(at + 2 * LINE + n * VECTOR);
+        const Words nibbles = load<Words>(at + HALF * LINE + n * VECTOR);
+        const Words upper = load<Words>(at + 2 * LINE + n * VECTOR);
         low[n] = (Bytes)((nibbles & 0x0f0f0f0f) | ((HALF ? upper : upper << 4) & 0x30303030));
         high[n] = (Bytes)((nibbles >> 4 & 0x0f0f0f0f) | ((HALF ? upper >> 2 : upper << 2) & 0x30303030));
     });
 }
 
 template <int M, int HALF>
-__attribute__((always_inline)) inline void dot_sixes(const char* at, const char* const* x, int64_t channel, Ints (&part)[M][WIDE]) {
+__attribute__((always_inline)) inline void dot_sixes(
+    const char* at, const char* const* x, int64_t channel, Ints (&part)[M][WIDE]) {
     Bytes low[WIDE], high[WIDE];
     load_sixes<HALF>(at, low, high);
     each<M>([&](auto m) {
@@ -175,7 +182,8 @@ __attribute__((noinline)) void dot_nibbles(const char*& at, const char* const* x
 }
 #else
 template <int M>
-__attribute__((always_inline)) inline void dot_nibbles(const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
+__attribute__((always_inline)) inline void dot_nibbles(
+    const char*& at, const char* const* x, int64_t& k, Ints (&part)[M][WIDE]) {
     Bytes low[WIDE], high[WIDE];
     load_nibbles(at, low, high);
     each<M>([&](auto m) {
@@ -188,7 +196,8 @@ __attribute__((always_inline)) inline void dot_nibbles(const char*& at, const ch
 #endif
 
 #ifdef QUIRE_BFMM
-template <int M> inline void dot_matrices(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
+template <int M>
+inline void dot_matrices(const Weight& w, const char* at, int64_t next, const char* const* x, Sums<M>& acc) {
     constexpr int PAIRS = (M + 1) / 2;  // of tokens; one without another counts twice
     Floats sum[PAIRS][WIDE][2] = {};
     const int64_t lines = w.channels / 2;
@@ -205,10 +214,14 @@ template <int M> inline void dot_matrices(const Weight& w, const char* at, int64
         });
         each<WIDE>([&](auto n) {
             const Words first = arm::first_rows(low[n], high[n]), last = arm::last_rows(low[n], high[n]);
-            each<PAIRS>([&](auto p) { sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last); });
+            each<PAIRS>([&](auto p) {
+                sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last);
+            });
         });
     }
-    each<M>([&](auto m) { each<WIDE>([&](auto n) { acc[m][n] = arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); }); });
+    each<M>([&](auto m) {
+        each<WIDE>([&](auto n) { acc[m][n] = arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); });
+    });
 }
 #endif
 
@@ -222,13 +235,19 @@ inline void dot_code_matrices(const char*& at, const char* const* x, int64_t& k,
         Bytes low[WIDE], high[WIDE], y[PAIRS];
         if constexpr (KIND == INT4) load_nibbles(at, low, high);
         else load_line(at, low), load_line(at + LINE, high);
-        each<PAIRS>([&](auto p) { y[p] = arm::two_tokens(x[2 * p] + k * 8 / LINES, x[2 * p + 1 < M ? 2 * p + 1 : 2 * p] + k * 8 / LINES); });
+        each<PAIRS>([&](auto p) {
+            y[p] = arm::two_tokens(x[2 * p] + k * 8 / LINES, x[2 * p + 1 < M ? 2 * p + 1 : 2 * p] + k * 8 / LINES);
+        });
         each<WIDE>([&](auto n) {
             const Bytes first = arm::first_rows(low[n], high[n]), last = arm::last_rows(low[n], high[n]);
-            each<PAIRS>([&](auto p) { sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last); });
+            each<PAIRS>([&](auto p) {
+                sum[p][n][0] = arm::dot(sum[p][n][0], y[p], first), sum[p][n][1] = arm::dot(sum[p][n][1], y[p], last);
+            });
         });
     }
-    each<M>([&](auto m) { each<WIDE>([&](auto n) { part[m][n] += arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); }); });
+    each<M>([&](auto m) {
+        each<WIDE>([&](auto n) { part[m][n] += arm::of_token<m % 2>(sum[m / 2][n][0], sum[m / 2][n][1]); });
+    });
 }
 #endif
 
@@ -237,19 +256,22 @@ struct Steps {};  // scales that are whole multiples of their span's
 inline Floats in_steps(const Weight& w, const void* of_spans, const int8_t* steps, int tile, int64_t group, int n) {
     const int64_t groups = w.channels / w.group, spans = groups >> w.span;
     const Ints step = widened(load<SignedQuarters>(steps + (tile * groups + group) * TILE_ROWS + n * LANES));
-    return __builtin_convertvector(step, Floats) * load_lanes((const float*)of_spans + (tile * spans + (group >> w.span)) * TILE_ROWS + n * LANES);
+    return __builtin_convertvector(step, Floats) *
+           load_lanes((const float*)of_spans + (tile * spans + (group >> w.span)) * TILE_ROWS + n * LANES);
 }
 
 // Adds the sums of a group's codes, scaled. SCALES: of groups of W, of type bf16 or float, or Steps; void: those of
 // rows come later.
 template <class SCALES, int M>
-__attribute__((always_inline)) inline void add_group(const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
+__attribute__((always_inline)) inline void add_group(
+    const Weight& w, const float* x_scale, int tile, int64_t group, Ints (&part)[M][WIDE], Sums<M>& acc) {
     const int64_t groups = w.channels / w.group;
     const void* scale = std::is_same_v<SCALES, bf16> ? (const void*)w.short_scale : w.scale;
     Floats by[WIDE];
     each<WIDE>([&](auto n) {
         if constexpr (std::is_same_v<SCALES, Steps>) by[n] = in_steps(w, scale, w.scale_steps, tile, group, n);
-        else if constexpr (!std::is_void_v<SCALES>) by[n] = load_lanes((const SCALES*)scale + (tile * groups + group) * TILE_ROWS + n * LANES);
+        else if constexpr (!std::is_void_v<SCALES>)
+            by[n] = load_lanes((const SCALES*)scale + (tile * groups + group) * TILE_ROWS + n * LANES);
     });
     each<M>([&](auto m) {
         const float y = x_scale[m * groups + group];
@@ -279,7 +301,8 @@ template <int M> inline void subtract_zeros(const Weight& w, const Rows& rows, i
 }
 
 template <Kind KIND, class SCALES, int M>
-inline void dot_codes(const Weight& w, const char* at, const char* const* x, const Rows& rows, int tile, int token, Sums<M>& acc) {
+inline void dot_codes(
+    const Weight& w, const char* at, const char* const* x, const Rows& rows, int tile, int token, Sums<M>& acc) {
     constexpr int PER_LINE = KIND == INT6 ? 16 : KIND == INT4 ? 8 : 4;  // of INT6: per unit of three
     const int64_t groups = w.channels / w.group, lines = w.group / PER_LINE;
     const float* x_scale = rows.scale + token * groups;
@@ -335,15 +358,18 @@ void multiply(const Weight& w, const Rows& rows, int tile, int token, int64_t ne
     else dot_codes<KIND, SCALES, M>(w, at, x, rows, tile, token, acc);
     each<WIDE>([&](auto n) {
         Floats scale = all(1.0f);
-        if (KIND == INT8 && std::is_void_v<SCALES>) scale = load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
+        if (KIND == INT8 && std::is_void_v<SCALES>)
+            scale = load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
         each<M>([&](auto m) { to[m * WIDE + n] = acc[m][n] * scale; });
     });
 }
 
 using Multiply = void (*)(const Weight&, const Rows&, int tile, int token, int64_t next, Floats* to);
 template <Kind KIND, class SCALES> Multiply multiply_codes(int tokens) {
-    return tokens == 1 ? multiply<KIND, SCALES, 1> : tokens == 2 ? multiply<KIND, SCALES, 2> : tokens == 4 ? multiply<KIND, SCALES, 4>
-         : multiply<KIND, SCALES, tall(KIND)>;
+    return tokens == 1   ? multiply<KIND, SCALES, 1>
+           : tokens == 2 ? multiply<KIND, SCALES, 2>
+           : tokens == 4 ? multiply<KIND, SCALES, 4>
+                         : multiply<KIND, SCALES, tall(KIND)>;
 }
 template <Kind KIND> Multiply multiply_floats(int tokens) {
     constexpr Multiply OF[] = {multiply<KIND, void, 1>, multiply<KIND, void, 2>, multiply<KIND, void, 3>,
@@ -387,48 +413,60 @@ inline const char* tile_of_bytes(const Weight& w, int tile, std::vector<char>& m
         if (w.kind == INT4) load_nibbles(at, low[0], high[0]), at += LINE;
         else load_sixes<0>(at, low[0], high[0]), load_sixes<1>(at, low[1], high[1]), at += 3 * LINE;
         for (int half = 0; half < (w.kind == INT4 ? 1 : 2); ++half, to += 2 * LINE)
-            each<WIDE>([&](auto n) { store(to + n * VECTOR, low[half][n]), store(to + LINE + n * VECTOR, high[half][n]); });
+            each<WIDE>(
+                [&](auto n) { store(to + n * VECTOR, low[half][n]), store(to + LINE + n * VECTOR, high[half][n]); });
     }
     return bytes;
 }
 
 // The scaled sums of a group's codes, which are added to those of the groups before.
 template <class SCALES>
-void add_part(const Weight& w, const Rows& rows, int tile, int token, int tokens, int64_t group, Ints* part, Floats* to) {
+void add_part(
+    const Weight& w, const Rows& rows, int tile, int token, int tokens, int64_t group, Ints* part, Floats* to) {
     const int64_t groups = w.channels / w.group;
     const auto add = [&](auto count, int m) {
         constexpr int M = count;
         for (int i = 0; i < M; ++i)
-            each<WIDE>([&](auto n) { part[(m + i) * WIDE + n] -= w.offset * rows.sum[(token + m + i) * groups + group]; });
-        add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, group, *(Ints(*)[M][WIDE])(part + m * WIDE), *(Sums<M>*)(to + m * WIDE));
+            each<WIDE>(
+                [&](auto n) { part[(m + i) * WIDE + n] -= w.offset * rows.sum[(token + m + i) * groups + group]; });
+        add_group<SCALES, M>(w, rows.scale + (token + m) * groups, tile, group, *(Ints(*)[M][WIDE])(part + m * WIDE),
+            *(Sums<M>*)(to + m * WIDE));
     };
     int m = 0;
     for (; m + 4 <= tokens; m += 4) add(std::integral_constant<int, 4>{}, m);
     for (; m < tokens; ++m) add(std::integral_constant<int, 1>{}, m);
 }
 
-// `multiply` above for the tokens from `first`, a multiple of 16, to `end`; `at`: by `tile_of_bytes`. `next`: bytes from this
-// tile to the one that is probably multiplied after it, or 0. after(token, tokens): when
-// all of some tokens is added up.
+// `multiply` above for the tokens from `first`, a multiple of 16, to `end`; `at`: by `tile_of_bytes`. `next`: bytes
+// from this tile to the one that is probably multiplied after it, or 0. after(token, tokens): when all of some tokens
+// is added up.
 template <class SCALES, class After>
-void multiply_tiles(amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int first, int end, int64_t next, Floats* to, const After& after) {
+void multiply_tiles(amx::Tiles& tiles, const Weight& w, const Rows& rows, const char* at, int tile, int first, int end,
+    int64_t next, Floats* to, const After& after) {
     const bool is_bf16 = w.kind == BFLOAT16;
     const int words = tile_words(w, amx::MANY), steps = int(rows.row_bytes / (4 * words));
     const int group = is_bf16 ? steps : w.group / 4 / words;  // steps of it
-    const bool is_whole = group == steps;                     // sums stay in tile registers from the first channel to the last
-    const int some = end - first <= amx::TOKENS ? steps : is_whole ? amx::STEPS : (amx::STEPS < group ? 1 : amx::STEPS / group) * group;
+    // sums stay in tile registers from the first channel to the last
+    const bool is_whole = group == steps;
+    const int some = end - first <= amx::TOKENS ? steps
+                     : is_whole                 ? amx::STEPS
+                                                : (amx::STEPS < group ? 1 : amx::STEPS / group) * group;
     const int64_t second = amx::ROWS * rows.row_bytes;
     for (int s = 0; s < steps; s += some) {
         const int until = s + some < steps ? s + some : steps;
         for (int token = first, m; token < end; token += m) {
             m = end - token < amx::TOKENS ? end - token : amx::TOKENS;
             tiles.configure(m, words);
-            const amx::Fetch fetch = token == first ? amx::Fetch{AHEAD, true} : amx::Fetch{token == first + amx::TOKENS ? next : 0, false};
+            const amx::Fetch fetch =
+                token == first ? amx::Fetch{AHEAD, true} : amx::Fetch{token == first + amx::TOKENS ? next : 0, false};
             Floats* sums = to + (token - first) * WIDE;
             const auto product = [&](int from, int past, bool more, void* into) {
-                const char *x = rows.data + token * rows.row_bytes + from * amx::ROWS * words * 4, *w_at = at + int64_t(from) * words * LINE;
-                if (is_bf16) tiles.multiply<true>(x, second, w_at, past - from, more, fetch, into);
-                else tiles.multiply<false>(x, second, w_at, past - from, more, fetch, into);
+                const char *x = rows.data + token * rows.row_bytes + from * amx::ROWS * words * 4,
+                           *w_at = at + int64_t(from) * words * LINE;
+                if (is_bf16)
+                    tiles.multiply<true>(x, second, w_at, past - from, more, fetch, into);
+                else
+                    tiles.multiply<false>(x, second, w_at, past - from, more, fetch, into);
             };
             if (is_whole) product(s, until, s > 0, sums);
             else if (s == 0) std::memset(sums, 0, m * WIDE * sizeof(Floats));
@@ -436,14 +474,17 @@ void multiply_tiles(amx::Tiles& tiles, const Weight& w, const Rows& rows, const 
                 Ints part[amx::TOKENS * WIDE];
                 if (!is_whole) product(from, from + group, false, part);
                 else if (until < steps) break;
-                else std::memcpy(part, sums, m * WIDE * sizeof(Floats)), std::memset(sums, 0, m * WIDE * sizeof(Floats));
+                else
+                    std::memcpy(part, sums, m * WIDE * sizeof(Floats)), std::memset(sums, 0, m * WIDE * sizeof(Floats));
                 add_part<SCALES>(w, rows, tile, token, m, from / group, part, sums);
             }
             if (until < steps) continue;
             for (int i = 0; i < m && !is_bf16; ++i) {
                 subtract_zeros<1>(w, rows, tile, token + i, *(Sums<1>*)(sums + i * WIDE));
                 if (std::is_void_v<SCALES>)
-                    each<WIDE>([&](auto n) { sums[i * WIDE + n] *= load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES); });
+                    each<WIDE>([&](auto n) {
+                        sums[i * WIDE + n] *= load_lanes((const float*)w.scale + tile * TILE_ROWS + n * LANES);
+                    });
             }
             after(token, m);
         }
@@ -454,7 +495,8 @@ void multiply_tiles(amx::Tiles& tiles, const Weight& w, const Rows& rows, const 
 // How many of the tokens left are multiplied at once.
 inline int tokens_at_once(Kind kind, int left) {
     const int most = tall(kind);
-    if (kind <= BFLOAT16) return left <= most ? left : left < most + 3 ? (left + 1) / 2 : most;  // none alone at the end
+    // none alone at the end
+    if (kind <= BFLOAT16) return left <= most ? left : left < most + 3 ? (left + 1) / 2 : most;
     return left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
@@ -469,7 +511,8 @@ inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
 // Writes the products of some tokens and a tile; `up`: what their SiLU is multiplied by.
 template <class T>
-void finish(const Weight& w, const Output<T>& out, int tile, int token, int tokens, const Floats* acc, const Floats* up) {
+void finish(
+    const Weight& w, const Output<T>& out, int tile, int token, int tokens, const Floats* acc, const Floats* up) {
     const int half = w.rows / 2, width = out.then == SWIGLU ? half : w.rows;
     if (!out.bias && (tile + 1) * TILE_ROWS <= width) {  // the usual case, and nothing more to ask for
         for (int m = 0; m < tokens; ++m) {
@@ -509,7 +552,8 @@ template <class T> void ask_for_outputs(const Output<T>& out, int tile, int toke
 
 // Tokens from `first` to `end` of a tile, which stays in the core's cache meanwhile. The first tokens wait for the
 // memory; then it brings `next`, the tile that this thread will probably read after this one.
-template <class T> void some_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
+template <class T>
+void some_tokens(const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
     Floats acc[TALL * WIDE], up[TALL * WIDE];
     for (int token = first, m; token < end; token += m) {
         m = tokens_at_once(w.kind, end - token);
@@ -525,19 +569,26 @@ template <class T> void some_tokens(const Weight& w, const Rows& rows, const Out
 #ifdef QUIRE_AMX
 // `some_tokens` where `tile_words` says so.
 template <class SCALES, class T>
-void some_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next, int first, int end) {
+void some_tokens_by_amx(amx::Tiles& tiles, const Weight& w, const Rows& rows, const Output<T>& out, int tile, int next,
+    int first, int end) {
     thread_local std::vector<char> bytes, sums;
     const int64_t ahead = w.kind < INT4 ? (next - tile) * tile_bytes(w) : 0;
     Floats *acc = lines<Floats>(sums, (end - first) * 2 * WIDE), *up = acc + (end - first) * WIDE;
     if (out.then == SWIGLU) {
         const int other = tile + w.rows / 2 / TILE_ROWS;
-        multiply_tiles<SCALES>(tiles, w, rows, tile_of_bytes(w, other, bytes), other, first, end, ahead, up, [](int, int) {});
+        multiply_tiles<SCALES>(
+            tiles, w, rows, tile_of_bytes(w, other, bytes), other, first, end, ahead, up, [](int, int) {});
     }
-    const auto after = [&](int token, int tokens) { finish(w, out, tile, token, tokens, acc + (token - first) * WIDE, up + (token - first) * WIDE); };
+    const auto after = [&](int token, int tokens) {
+        finish(w, out, tile, token, tokens, acc + (token - first) * WIDE, up + (token - first) * WIDE);
+    };
     multiply_tiles<SCALES>(tiles, w, rows, tile_of_bytes(w, tile, bytes), tile, first, end, ahead, acc, after);
 }
 template <class T> auto some_tokens_by_amx_for(const Weight& w) {
-    return w.scale_steps ? some_tokens_by_amx<Steps, T> : w.short_scale ? some_tokens_by_amx<bf16, T> : w.grouped ? some_tokens_by_amx<float, T> : some_tokens_by_amx<void, T>;
+    return w.scale_steps   ? some_tokens_by_amx<Steps, T>
+           : w.short_scale ? some_tokens_by_amx<bf16, T>
+           : w.grouped     ? some_tokens_by_amx<float, T>
+                           : some_tokens_by_amx<void, T>;
 }
 #endif
 
@@ -593,7 +644,8 @@ template <class T, class W> Rows prepare(const Product& p, int words, Scratch& s
     const Weight& w = *p.weight;
     if (w.kind == FLOAT32 && !p.norm && sizeof(T) == 4) return {(const char*)p.x, p.x_stride * 4, nullptr, nullptr};
     const bool widened = w.kind == BFLOAT16 && !DOTS_BF16;
-    const int64_t size = w.kind == FLOAT32 || widened ? 4 : w.kind == BFLOAT16 ? 2 : 1, groups = w.kind >= INT8 ? w.channels / w.group : 0;
+    const int64_t size = w.kind == FLOAT32 || widened ? 4 : w.kind == BFLOAT16 ? 2 : 1;
+    const int64_t groups = w.kind >= INT8 ? w.channels / w.group : 0;
     const int64_t tokens = p.tokens;  // so that sizes are counted in 64 bits
     scratch.data.resize((tokens + 15) * w.channels * size + 128);
     scratch.scale.resize(tokens * groups);
@@ -610,9 +662,11 @@ template <class T, class W> Rows prepare(const Product& p, int words, Scratch& s
             char* to = words ? row.data() : data + t * w.channels * size;
             if (w.kind == FLOAT32) std::memcpy(to, wide.data(), w.channels * 4);
             else if (widened)
-                for (int i = 0; i < w.channels; i += LANES) store_up_to((float*)to + i, to_bf16_and_back(load_lanes(&wide[i])), w.channels - i);
+                for (int i = 0; i < w.channels; i += LANES)
+                    store_up_to((float*)to + i, to_bf16_and_back(load_lanes(&wide[i])), w.channels - i);
             else if (w.kind == BFLOAT16)
-                for (int i = 0; i < w.channels; i += LANES) store_up_to((bf16*)to + i, load_lanes(&wide[i]), w.channels - i);
+                for (int i = 0; i < w.channels; i += LANES)
+                    store_up_to((bf16*)to + i, load_lanes(&wide[i]), w.channels - i);
             else
                 for (int64_t g = 0, i = t * groups; g < groups; ++g, ++i)
                     quantize(&wide[g * w.group], w.group, (int8_t*)to + g * w.group, scale + i, sums + i);
@@ -637,8 +691,10 @@ template <class T, class W> void product(const Product& p) {
     const Rows rows = prepare<T, W>(p, words, scratch);
     const Output<T> out{(T*)p.out, p.out_stride, (const T*)p.bias, p.then};
     const int tiles = ((p.then == SWIGLU ? w.rows / 2 : w.rows) + TILE_ROWS - 1) / TILE_ROWS;
-    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1, pieces = (tiles + piece - 1) / piece;
-    const int block = words ? tokens_of_block(p.tokens, rows.row_bytes, X_BYTES_AMX, 32, 64) : tokens_of_block(p.tokens, rows.row_bytes, X_BYTES, TALL, LEAST);
+    const int piece = tile_bytes(w) < PIECE_BYTES ? PIECE_BYTES / tile_bytes(w) : 1,
+              pieces = (tiles + piece - 1) / piece;
+    const int block = words ? tokens_of_block(p.tokens, rows.row_bytes, X_BYTES_AMX, 32, 64)
+                            : tokens_of_block(p.tokens, rows.row_bytes, X_BYTES, TALL, LEAST);
     pool.run(int64_t(pieces) * ((p.tokens + block - 1) / block), [&](int64_t i) {
         const int begin = int(i % pieces) * piece, end = begin + piece < tiles ? begin + piece : tiles;
         const int first = int(i / pieces) * block, last = first + block < p.tokens ? first + block : p.tokens;

@@ -35,7 +35,8 @@ inline void check(int t) {
 inline void zero(int t) { check(t), std::memset(&tiles[t], 0, sizeof tiles[t]); }
 inline void load(int t, const void* from, int64_t stride) {
     zero(t);
-    for (int i = 0; i < config.rows[t]; ++i) std::memcpy(tiles[t].row[i], (const char*)from + i * stride, config.bytes[t]);
+    for (int i = 0; i < config.rows[t]; ++i)
+        std::memcpy(tiles[t].row[i], (const char*)from + i * stride, config.bytes[t]);
 }
 inline void store(int t, void* to, int64_t stride) {
     check(t);
@@ -45,7 +46,9 @@ inline void store(int t, void* to, int64_t stride) {
 // to[m][n] += the sum over k of a[m][k] · b[k][n], each of several elements.
 template <class Sum, class A, class B> void dot(int to, int a, int b) {
     check(to), check(a), check(b);
-    if (config.bytes[a] != 4 * config.rows[b] || config.rows[to] != config.rows[a] || config.bytes[to] != config.bytes[b]) std::abort();
+    if (config.bytes[a] != 4 * config.rows[b] || config.rows[to] != config.rows[a] ||
+        config.bytes[to] != config.bytes[b])
+        std::abort();
     constexpr int EACH = 4 / sizeof(A);
     const auto wide = [](auto x) {
         if constexpr (sizeof x == 1) return int32_t(x);
@@ -60,7 +63,9 @@ template <class Sum, class A, class B> void dot(int to, int a, int b) {
         for (int n = 0; n < config.bytes[to] / 4; ++n) {
             Sum part[EACH] = {}, total;
             for (int k = 0; k < config.rows[b]; ++k)
-                for (int i = 0; i < EACH; ++i) part[i] += wide(((const A*)tiles[a].row[m])[k * EACH + i]) * wide(((const B*)tiles[b].row[k])[n * EACH + i]);
+                for (int i = 0; i < EACH; ++i)
+                    part[i] += wide(((const A*)tiles[a].row[m])[k * EACH + i]) *
+                               wide(((const B*)tiles[b].row[k])[n * EACH + i]);
             std::memcpy(&total, &tiles[to].row[m][n * 4], 4);
             for (Sum p : part) total += p;
             std::memcpy(&tiles[to].row[m][n * 4], &total, 4);
