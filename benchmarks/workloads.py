@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Workload:
     prefix_caching: bool = False  # the engine is to have its prefix cache on
     greedy: bool = False  # answers are the likeliest tokens, else they are sampled
     counts: bool = False  # for weights whose text counts, see `benchmarks.counting`
+    adapters: int = 0  # LoRA adapters that the requests use alternately; 0: none
 
     @property
     def longest(self) -> int:
@@ -107,8 +108,12 @@ NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
 
 
 def named(name: str, vocab_size: int) -> Workload:
-    """A workload of the table above, or 'COUNTxINPUTxOUTPUT' such as 16x128x64. `ConfigError` when it is neither."""
+    """A workload of the table above, or 'COUNTxINPUTxOUTPUT' such as 16x128x64; with '+N' behind it, with N LoRA
+    adapters. `ConfigError` when it is neither.
+    """
     top = min(MAX_TOKEN_ID, vocab_size - 1)
+    if match := re.fullmatch(r"(.+)\+([1-9]\d{0,2})", name):
+        return replace(named(match[1], vocab_size), name=name, adapters=int(match[2]))
     if name in NAMED:
         counts = name.startswith("edit")
         return Workload(name, NAMED[name][1](top), name == "prefix", counts or name.startswith("copy"), counts)
@@ -123,10 +128,12 @@ def named(name: str, vocab_size: int) -> Workload:
 
 def describe(name: str) -> str:
     """Short description of the workload."""
+    name, _, adapters = name.partition("+")
+    more = f", {adapters} LoRA adapters" if adapters else ""
     if name in NAMED:
-        return NAMED[name][0]
+        return NAMED[name][0] + more
     count, input_len, output_len = name.split("x")
-    return f"{count} requests, {input_len} in, {output_len} out"
+    return f"{count} requests, {input_len} in, {output_len} out{more}"
 
 
 def num_tokens(requests: Iterable[Request]) -> tuple[int, int]:

@@ -39,17 +39,20 @@ EPILOG = """examples:
   quire bench engines --models qwen3-0.6b --work latency1,nano
   quire bench engines --engines quire,vllm --models qwen3-0.6b,llama-3.1-8b --time-limit 580 --output-json engines.json
   quire bench engines --engines quire,transformers --models llama-100m --work 1x32x64,16x32x64
+  quire bench engines --engines quire,vllm --models qwen3-8b --work nano,nano+1,nano+32
   quire bench engines --engines quire@../before,quire --baseline quire@../before    a change, and what was before it
 
 Weights are random. All engines get the same token ids, temperature 0.6 (0 for copy), ignore_eos, no detokenisation, and
 the same settings: bfloat16 (float32 where there is no GPU), 85 % of the GPU's memory, a context of 4096 tokens (32768
-for longctx), prefix cache off but for prefix. Before the clock: a few short requests. What counts is the median.
+for longctx), prefix cache off but for prefix. WORK+N: its requests use N random LoRA adapters of rank 16 alternately.
+Before the clock: a few short requests. What counts is the median.
 
 With --write-weights, Quire's and vLLM's first greedy tokens of a few prompts are compared: engines that disagree about
 most do not compute the same model, which is reported as a failure.
 """
 COMPARED = "16x32x1"  # prompts whose first greedy tokens are compared
 FORM = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype", "quantization", "language_model_only")  # of what is moved
+RANK = 16  # of LoRA adapters
 LEAST_EQUAL = 0.5  # the fraction that must be equal; with random weights, rounding decides some near-ties differently
 
 
@@ -142,6 +145,7 @@ class Job:
     settings: dict[str, Any]
     works: tuple[Workload, ...]
     program: str = ""  # of one_engine.py, where it has another name than the engine
+    adapters: tuple[str, ...] = ()  # folders of the LoRA adapters that works use
     compared: tuple[str | list[Any], ...] = ()  # prompts whose first greedy tokens should be those of the other engines
 
     @property
@@ -257,7 +261,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     for model in flags.models:
         config = json.loads((model_folder(model, Path(flags.models_dir)) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
-        for (context, prefix_caching, _, counts), works in _groups(flags, model, config).items():
+        for (context, prefix_caching, _, counts, _), works in _groups(flags, model, config).items():
             folder = _with_weights(flags, model, counts)
             settings = {
                 "load_format": "auto" if flags.write_weights else "dummy",
@@ -269,6 +273,9 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
                 "disable_log_stats": True,
                 "seed": 0,
             }
+            adapters = _adapters(flags, folder, works)
+            if adapters:
+                settings |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK}
             most = min(max(len(work.requests) for work in works), llama_cpp.MOST_SEQS)
             server = {"llama_server": flags.llama_server, "gguf": flags.gguf, "context": context, "max_num_seqs": most}
             compared = tuple(request.prompt for request in workloads.named(COMPARED, config["vocab_size"]).requests)
@@ -276,18 +283,17 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             for engine in flags.engines:
                 own = server if engine == llama_cpp.NAME else settings | more.get(engine, {})
                 agrees = own.get("load_format") == "auto" and not counts  # text that counts agrees whatever is wrong
-                pair.append(
-                    Job(engine, Path(model).name, folder, own, tuple(works), compared=compared if agrees else ())
-                )
+                shown = compared if agrees else ()
+                pair.append(Job(engine, Path(model).name, folder, own, tuple(works), "", adapters, shown))
             pairs.append(pair)
     return pairs
 
 
 def _groups(
     flags: EnginesFlags, model: str, config: dict[str, Any]
-) -> dict[tuple[int, bool, bool, bool], list[Workload]]:
-    """The work by what one start must have: context, prefix cache, greedy sampling, weights whose text counts."""
-    groups: dict[tuple[int, bool, bool, bool], list[Workload]] = {}
+) -> dict[tuple[int, bool, bool, bool, bool], list[Workload]]:
+    """The work by what one start must have: context, prefix cache, greedy sampling, weights whose text counts, LoRA."""
+    groups: dict[tuple[int, bool, bool, bool, bool], list[Workload]] = {}
     for name in flags.work:
         work = workloads.named(name, config["vocab_size"])
         context = flags.max_model_len or (4096 if work.longest <= 4096 else 32768)
@@ -296,7 +302,8 @@ def _groups(
             raise ConfigError(f"work {name} needs {work.longest:,} tokens of context, {model} runs with {context:,}")
         if work.counts and not flags.write_weights:
             raise ConfigError(f"work {name} is for weights whose text counts: give --write-weights")
-        groups.setdefault((context, work.prefix_caching, work.greedy, work.counts), []).append(work)
+        key = context, work.prefix_caching, work.greedy, work.counts, work.adapters > 0
+        groups.setdefault(key, []).append(work)
     return groups
 
 
@@ -307,6 +314,17 @@ def _with_weights(flags: EnginesFlags, model: str, counts: bool) -> Path:
     if flags.write_weights and (counts or folder.parent == root.resolve()):  # a shape: no folder of the user's own
         write_random_weights(folder, counts=counts)
     return folder
+
+
+def _adapters(flags: EnginesFlags, model: Path, works: Iterable[Workload]) -> tuple[str, ...]:
+    """The folders of the adapters that these works use, which are written if they are missing."""
+    if not (count := max(work.adapters for work in works)):
+        return ()
+    if others := [name for name in flags.engines if name.partition("@")[0] not in ("quire", "vllm")]:
+        raise ConfigError(f"work with LoRA adapters is for quire and vllm alone, not {', '.join(others)}")
+    from benchmarks.random_adapters import adapters_of  # needs PyTorch
+
+    return tuple(map(str, adapters_of(model, RANK, count)))
 
 
 def schedule(pairs: list[list[Job]], rounds: int) -> Iterator[tuple[int, list[Job]]]:
@@ -331,6 +349,7 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
             "output_lens": [request.output_len for request in work.requests],
             "repeat": flags.repeat or (7 if len(work.requests) <= 16 else 3),
             "reset": work.prefix_caching,
+            "adapters": work.adapters,
         }
         for work in job.works
     ]
@@ -340,6 +359,7 @@ def run_job(job: Job, number: int, flags: EnginesFlags, deadline: float, scratch
         "settings": job.settings,
         "works": works,
         "compared": job.compared,
+        "adapters": job.adapters,
     }
     if job.works[0].greedy:
         wanted["temperature"] = 0.0

@@ -21,18 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from benchmarks.model_shapes import model_folder
+from benchmarks.random_adapters import write_adapter
 from benchmarks.result_files import save
 from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
-from engine.models.adapters import AdapterLayout
-from engine.models.families import read_spec
-from engine.models.lora import CONFIG, PREFIX, WEIGHTS
-from engine.models.weights import decoder_of_shapes
+from engine.models.lora import CONFIG, WEIGHTS
 from engine.offline.llm import LLM
 from engine.processing.adapters import LoRARequest, find_adapter
 from engine.setup.machine import environment
@@ -42,22 +36,8 @@ PROMPT, ANSWER = 128, 128
 ROWS = {"no adapter in use": 0, "one adapter": 1, "8 adapters": 8, "32 adapters": 32, "64 adapters": 64}
 
 
-def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRARequest:
-    """Write random adapters of all linear layers, small enough to leave the model's numbers finite."""
-    spec = read_spec(model)
-    layout = AdapterLayout(decoder_of_shapes(spec, torch.bfloat16, model), spec, rank, torch.bfloat16)
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    pool = (torch.randn(1 << 22, generator=generator) * 0.01).bfloat16()  # drawing each number takes seconds
-    for module, (target, *_) in layout.targets.items():
-        channels, rows = layout.layers[target.layer].linear.columns.total, target.part.rows.total
-        shapes = {"A": (rank, channels), "B": (rows, rank)}
-        for half, shape in shapes.items():
-            first = int(torch.randint(len(pool) - shape[0] * shape[1] + 1, (1,), generator=generator))
-            values: Tensor = pool[first : first + shape[0] * shape[1]].view(shape)
-            tensors[f"{PREFIX}{module}.lora_{half}.weight"] = values.clone()
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
-    save_file(tensors, folder / WEIGHTS)
+def new_adapter(folder: Path, model: Path, rank: int, seed: int) -> LoRARequest:
+    write_adapter(folder, model, rank, seed)
     return LoRARequest(folder.name, seed + 1, str(folder))
 
 
@@ -98,7 +78,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     num_adapters = max(map(ROWS.__getitem__, args.rows))
     with tempfile.TemporaryDirectory() as temporary:
-        requests = [write_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(num_adapters)]
+        requests = [new_adapter(Path(temporary) / f"a{i}", model, args.rank, i) for i in range(num_adapters)]
         served = {"enable_lora": True, "max_loras": args.max_loras or max(num_adapters, 32), "max_lora_rank": args.rank}
         with_lora: dict[str, Any] = {name: requests[: ROWS[name]] or [None] for name in args.rows}
         parts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"without LoRA": [None]}), (served, with_lora)]
@@ -113,7 +93,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{name:18} {shown}  ({', '.join(f'{ratio:.3f}' for ratio in ratios)})", flush=True)
             llm.close()
         if args.late_rank:
-            late = write_adapter(Path(temporary) / "late", model, args.late_rank, num_adapters)
+            late = new_adapter(Path(temporary) / "late", model, args.late_rank, num_adapters)
             llm = LLM(str(model), **settings, enable_lora=True, max_loras=2, max_lora_rank=args.late_rank)
             found["loading"] = loading(llm, requests[:1], late)
             print(found["loading"])

@@ -5,10 +5,11 @@
 Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
 with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM;
 else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun),
-`works`: [{name, prompts, output_lens, repeat, reset}], and perhaps `compared`: prompts of which Quire and vLLM report
-the first greedy tokens. A work of theirs may have `next`, token ids: what is timed then is the first token of the
-second turn, whose prompt is the first one with its answer and these. Each line of EVENTS is a dictionary with `event`:
-ready, greedy, begin, run or done.
+`works`: [{name, prompts, output_lens, repeat, reset, adapters}], and perhaps `adapters`: folders of LoRA adapters, the
+first so many of which a work's requests use alternately, and `compared`: prompts of which Quire and vLLM report the
+first greedy tokens. A work of theirs may have `next`, token ids: what is timed then is the first token of the second
+turn, whose prompt is the first one with its answer and these. Each line of EVENTS is a dictionary with `event`: ready,
+greedy, begin, run or done.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,8 +41,21 @@ def load_llm(name: str, model: str, settings: dict[str, Any]) -> tuple[Callable[
     return lambda: cls(model=model, **settings), module.SamplingParams, module.__version__
 
 
+def lora_requests(name: str, folders: list[str]) -> list[Any]:
+    """The adapters in these folders, as quire and vLLM name them."""
+    if not folders:
+        return []
+    if name == "vllm":
+        from vllm.lora.request import LoRARequest
+    else:
+        from engine import LoRARequest
+    return [LoRARequest(os.path.basename(folder), index + 1, folder) for index, folder in enumerate(folders)]
+
+
 class LLMEngine:
     """quire or vllm."""
+
+    adapters: Sequence[Any] = ()  # that requests use alternately
 
     def __init__(self, name: str, model: str, settings: dict[str, Any], temperature: float) -> None:
         self._construct, self._params, self.version = load_llm(name, model, settings)
@@ -62,7 +76,10 @@ class LLMEngine:
             self._params(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        results = self._llm.generate(inputs, params, use_tqdm=False)
+        options: dict[str, Any] = {}
+        if self.adapters:
+            options["lora_request"] = [self.adapters[index % len(self.adapters)] for index in range(len(prompts))]
+        results = self._llm.generate(inputs, params, use_tqdm=False, **options)
         return [list(result.outputs[0].token_ids) for result in results]
 
     def next_turn(self, prompts: list[list[int]], output_lens: list[int], more: list[int]) -> list[list[int]]:
@@ -231,7 +248,8 @@ def measure(engine: Any, work: dict[str, Any], deadline: float, say: Callable[..
     """A small warm-up, then timed repetitions; at least one, more while there is time."""
     prompts, output_lens = work["prompts"], work["output_lens"]
     say("begin", work=work["name"])
-    engine.generate(prompts[:4], [min(8, length) for length in output_lens[:4]])
+    few = max(4, work.get("adapters", 0))  # all adapters are loaded then
+    engine.generate(prompts[:few], [min(8, length) for length in output_lens[:few]])
     for _ in range(work["repeat"]):
         if work["reset"]:
             engine.reset()
@@ -269,8 +287,11 @@ def main(job_path: str, events_path: str) -> None:
         gc.freeze()
         if job.get("compared") and isinstance(engine, LLMEngine):
             say("greedy", tokens=engine.greedy(job["compared"]))
+        adapters = lora_requests(job["engine"], job.get("adapters", []))
         for work in job["works"]:
             if time.time() < job["deadline"]:
+                if adapters:
+                    engine.adapters = adapters[: work["adapters"]]
                 measure(engine, work, job["deadline"], say)
         say("done")
         if isinstance(engine, Replicas):

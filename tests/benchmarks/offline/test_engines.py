@@ -279,3 +279,52 @@ def test_latency(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "99% percentile latency: " in shown
     with pytest.raises(ConfigError, match="are more than the context holds, 4096"):
         latency.main([*words, "--input-len", "4094"])
+
+
+VLLM = """
+import json, os
+from types import SimpleNamespace
+
+__version__ = "made up"
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, **settings):
+        self.settings = settings
+    def generate(self, prompts, params, use_tqdm, lora_request=None):
+        used = [(each.lora_name, each.lora_int_id, each.lora_path) for each in lora_request or ()]
+        with open(os.environ["SEEN"], "a") as file:
+            file.write(json.dumps([self.settings.get("max_loras"), used]) + chr(10))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * p.max_tokens)]) for p in params]
+"""
+
+
+def test_the_same_adapters_on_quire_and_vllm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm" / "lora").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
+    request = "import collections\nLoRARequest = collections.namedtuple('L', 'lora_name lora_int_id lora_path')\n"
+    (tmp_path / "vllm" / "lora" / "request.py").write_text(request)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    path, small = tmp_path / "result.json", {"num_gpu_blocks_override": 256, "device": "cpu"}
+    words = ["--engines", "quire,vllm", "--models", str(model), "--work", "3x5x2,3x5x2+2", "--rounds", "1"]
+    words += ["--repeat", "1", "--engine-args", json.dumps({"quire": small}), "--output-json", str(path)]
+    assert engines.main(words) == 0
+    rows = json.loads(path.read_text())["runs"]
+    assert {(row["engine"], row["work"]) for row in rows} == {
+        (engine, work) for engine in ("quire", "vllm") for work in ("3x5x2", "3x5x2+2")
+    }
+    assert {row["what"] for row in rows if "+" in row["work"]} == {"3 requests, 5 in, 2 out, 2 LoRA adapters"}
+    folders = [str(model / "adapters" / f"rank-16-{index}") for index in range(2)]
+    used = [[Path(folders[index]).name, index + 1, folders[index]] for index in (0, 1, 0)]
+    assert [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()] == [
+        [None, []], [None, []], [2, used], [2, used],
+    ]  # fmt: skip
+    config = json.loads((Path(folders[0]) / "adapter_config.json").read_text())
+    assert {"q_proj", "down_proj"} <= set(config["target_modules"])
+
+
+def test_other_engines_have_no_adapters(model: Path) -> None:
+    with pytest.raises(ConfigError, match="for quire and vllm alone, not transformers"):
+        engines.plan(flags(models=(str(model),), work=("1x2x3+1",)), has_gpu=False)
