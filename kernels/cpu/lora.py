@@ -1,5 +1,5 @@
-"""LoRA on a CPU: of few tokens by a kernel of our own, so that decode steps can be captured; of more by PyTorch, one
-adapter after the other.
+"""LoRA on a CPU: of few tokens by a kernel of our own, so that decode steps can be captured. In larger steps adapters
+with many tokens are computed by PyTorch, one after the other, and those of all other tokens by that kernel.
 """
 
 from __future__ import annotations
@@ -55,37 +55,44 @@ def adapter_slots(packed: Tensor, segment: int, num_seqs: int, num_tokens: int, 
     return out
 
 
-def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> bool:
-    """Compute `lora_add` in C++; False: there is no kernel for these tensors."""
-    native, w = library(), weights
-    if (
-        native is None
-        or len(y) > FEW_TOKENS
+def _is_native(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> bool:
+    """Return whether there is a C++ kernel for these tensors."""
+    w = weights
+    return not (
+        library() is None
         or tokens.numbers is not None
         or y.dtype not in FLOATS
         or any(each.dtype != y.dtype for each in (x, w.down, w.up))
         or x.stride(1) != 1
         or not y.is_contiguous()
-    ):
-        return False
+    )
+
+
+def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> None:
+    """Compute `lora_add` in C++, each token by itself."""
+    native, w = library(), weights
+    assert native is not None
     ranks = w.down.shape[1]
     inner = torch.empty(len(y), ranks, dtype=torch.float32)
-    tensors = y, x, w.down, w.up, w.factor, w.shift, tokens.slots, w.blocks, inner
+    tensors = y, x, w.down, w.up, w.factor, w.shift, slots, w.blocks, inner
     struct = _Lora(
         *(each.data_ptr() for each in tensors),
         len(y), x.shape[1], y.shape[1], ranks, w.rank, len(w.blocks),
         x.stride(0), w.down.stride(0), w.up.stride(0), w.factor.stride(0), y.dtype == torch.bfloat16,
     )  # fmt: skip
     native.call("quire_lora_add", struct, tensors)
-    return True
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
     """See `kernels.reference.lora_add`."""
-    if _native_add(y, x, weights, tokens):
+    is_native, rank = _is_native(y, x, weights, tokens), weights.rank
+    if is_native and len(y) <= FEW_TOKENS:
+        _native_add(y, x, weights, tokens.slots)
         return y
-    rank = weights.rank
-    for slot, some in tokens.by_slot:
+    few, many = tokens.by_size if is_native else (None, tokens.by_slot)
+    if few is not None:
+        _native_add(y, x, weights, few)
+    for slot, some in many:
         own = x if some is None else x[some]
         inner = own @ weights.down[slot].T
         change = torch.cat(

@@ -58,18 +58,20 @@ template <class T> void expand(const Lora& a, int64_t token, int64_t group, int6
     T* y = (T*)a.y + token * a.out;
     for (int64_t row = first; row < end; row += LANES) {
         const int n = int(end - row < LANES ? end - row : LANES);
-        float sums[LANES] = {};
-        for (int i = 0; i < n; ++i) {
-            Floats total{};
-            for (int64_t r = 0; r < a.rank; r += LANES) {
-                const int some = int(a.rank - r < LANES ? a.rank - r : LANES);
-                total += load_up_to(inner + r, some) * load_up_to(up + (row + i) * a.rank + r, some);
+        Floats totals[LANES] = {};
+        for (int64_t r = 0; r < a.rank; r += LANES) {
+            const int some = int(a.rank - r < LANES ? a.rank - r : LANES);
+            const Floats own = load_up_to(inner + r, some);
+            const T* at = up + row * a.rank + r;
+            if (n == LANES && some == LANES) {
+                each<LANES>([&](auto i) { totals[i] += own * load_lanes(at + i * a.rank); });
+            } else {
+                for (int i = 0; i < n; ++i) totals[i] += own * load_up_to(at + i * a.rank, some);
             }
-            sums[i] = sum(total);
         }
         const Floats factor = load_up_to(a.factor + slot * a.floats_stride + row, n),
                      shift = load_up_to(a.shift + slot * a.floats_stride + row, n);
-        store_up_to(y + row, load_up_to(y + row, n) * factor + (shift + load_lanes(sums)), n);
+        store_up_to(y + row, load_up_to(y + row, n) * factor + (shift + sums(totals)), n);
     }
 }
 

@@ -88,6 +88,23 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline float largest(Floats v) { return across(v, larger); }
 inline float sum(Floats v) { return across(v, [](Floats a, Floats b) { return a + b; }); }
 
+// The sum of each of LANES vectors, in the order of `sum`: halves of two vectors are added at once. Changes the vectors.
+__attribute__((always_inline)) inline Floats sums(Floats (&v)[LANES]) {
+    each<log2(LANES)>([&](auto step) {
+        constexpr int bit = 1 << step;
+        Ints own, other;
+        for (int i = 0; i < LANES; ++i) {
+            const int from = i & bit ? LANES : 0;
+            own[i] = from + i, other[i] = from + (i ^ bit);
+        }
+        each<LANES / 2 / bit>([&](auto pair) {
+            constexpr int first = pair * 2 * bit;
+            v[first] = pick(v[first], v[first + bit], own) + pick(v[first], v[first + bit], other);
+        });
+    });
+    return v[0];
+}
+
 // e to the power of x: relative error below 2e-7; 0 below -87; NaN stays NaN.
 __attribute__((always_inline)) inline Floats exp(Floats x) {
     Floats whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer

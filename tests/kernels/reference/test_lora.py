@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels import AdapterTokens, reference
 from kernels.cpu import lora as cpu
 from kernels.data.layout import ADAPTER, RowState
+from kernels.data.lora import FEW_OF_ADAPTER
 from tests.oracles.random_adapters import merged, random_slots
 
 SLOTS = [2, -1, 0, 2, 2, -1, 3, 0, 2]
@@ -43,6 +44,24 @@ def test_the_kernel_of_a_cpu_in_each_instruction_set(backend: str, dtype: torch.
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
     if backend != "no compiler":
         assert torch.equal(cpu.lora_add(own, x[2:3], weights, AdapterTokens(slots[2:3], 4)), got[2:3])
+
+
+@pytest.mark.parametrize("group_rows", [(40,), (24, 8, 8)])
+def test_adapters_with_few_and_with_many_tokens_of_a_large_step(backend: str, group_rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    given = [0] * 60 + [1] * 3 + [-1] * 5 + [2] * FEW_OF_ADAPTER + [3] * (FEW_OF_ADAPTER + 1) + [1]
+    slots = torch.tensor(given, dtype=torch.int32)[torch.randperm(len(given))]
+    weights, x, y = random_slots(4, 16, 48, group_rows), torch.randn(len(given), 48), torch.randn(len(given), 40)
+    tokens = AdapterTokens(slots, 4)
+    few, many = tokens.by_size
+    assert {slot for slot, _ in many} == {0, 3}
+    assert torch.equal(few, torch.where((slots == 1) | (slots == 2), slots, -1).int())
+    want = merged(y, x, weights, slots)
+    torch.testing.assert_close(cpu.lora_add(y, x, weights, tokens).double(), want, atol=1e-5, rtol=1e-5)
+    alone = AdapterTokens(torch.zeros(70, dtype=torch.int32), 4)
+    x, y = torch.randn(70, 48), torch.randn(70, 40)
+    want = merged(y, x, weights, alone.slots)
+    torch.testing.assert_close(cpu.lora_add(y, x, weights, alone).double(), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 9])
