@@ -88,7 +88,7 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline float largest(Floats v) { return across(v, larger); }
 inline float sum(Floats v) { return across(v, [](Floats a, Floats b) { return a + b; }); }
 
-// The sum of each of LANES vectors, in the order of `sum`: halves of two vectors are added at once. Changes the vectors.
+// The sum of each of LANES vectors, in the order of `sum`: halves of two vectors are added at once. Changes them.
 __attribute__((always_inline)) inline Floats sums(Floats (&v)[LANES]) {
     each<log2(LANES)>([&](auto step) {
         constexpr int bit = 1 << step;
