@@ -172,12 +172,13 @@ class ImageLoader:
 
     def written(self, text: str, pictures: Sequence[Picture]) -> str:
         """Return a prompt's text as the model's processor completes it before it is tokenised: with margins around each
-        image, and the times and pairs of each video's frames. In it, each of `pictures` has the image's text.
+        image, its crops, and the times and pairs of each video's frames. In it, each of `pictures` has the image's
+        text.
 
         Raises `ImageError` if there are more or fewer.
         """
         layout = self._layout
-        if any(isinstance(each, ProcessedVideo) for each in pictures):
+        if any(isinstance(each, ProcessedVideo) or each.crops for each in pictures):
             parts = text.split(self.text)
             if len(parts) != len(pictures) + 1:
                 raise ImageError(f"the prompt has {len(parts) - 1} placeholders for {len(pictures)} images and videos")
@@ -189,7 +190,10 @@ class ImageLoader:
 
     def _text_of(self, picture: Picture) -> str:
         if isinstance(picture, ProcessedImage):
-            return self.text
+            if not picture.crops:
+                return self.text
+            crops = " ".join([self.text] * len(picture.crops))
+            return f"Here is the original image {self.text} and here are some crops to help you see better {crops}"
         before, pad, behind = self._layout.video_texts
         if not picture.seconds:
             return before + pad * len(picture.pairs) + behind
@@ -250,8 +254,12 @@ class ImageLoader:
 
 
 def images_in(pictures: Sequence[Picture]) -> list[ProcessedImage]:
-    """Return the images, and the pairs of frames of videos, in order."""
-    return [image for each in pictures for image in (each.pairs if isinstance(each, ProcessedVideo) else (each,))]
+    """Return the images, with crops, and the pairs of frames of videos, in order."""
+    return [
+        image
+        for each in pictures
+        for image in (each.pairs if isinstance(each, ProcessedVideo) else (each, *each.crops))
+    ]
 
 
 def token_names(image: ProcessedImage) -> list[int]:

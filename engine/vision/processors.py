@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,11 +35,12 @@ class ProcessedImage:
     digest: str  # hexadecimal SHA-256 of the grid and the patches
     num_frames: int = 1  # 2: of a video
     moment: int | None = None  # see `ImageInput`
+    crops: tuple[ProcessedImage, ...] = ()  # parts of it that are shown behind it, with texts between
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the patches."""
-        return len(self.patches)
+        """Bytes of the patches, with those of crops."""
+        return len(self.patches) + sum(crop.num_bytes for crop in self.crops)
 
 
 class Processor(Protocol):
@@ -158,6 +159,43 @@ class SquareProcessor:
         image = resized(image, (self.edge, self.edge), self.resampling)
         grid, patches = cut(image, self.patch_size, self.merge_size)
         return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
+
+
+@dataclass(frozen=True, slots=True)
+class CropProcessor:
+    """Makes patches of images, and of parts of those that are far from square (Gemma 3's "pan and scan")."""
+
+    square: SquareProcessor  # of the whole image and of each part
+    least_edge: int  # pixels of a side of a part
+    max_crops: int
+    least_ratio: float  # of the longer side to the shorter one
+
+    @property
+    def merge_size(self) -> int:
+        return self.square.merge_size
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        whole = self.square(image)
+        width, height = image.size
+        columns, rows = self.crops_of(width, height)
+        if columns * rows == 1:
+            return whole
+        wide, high = -(-width // columns), -(-height // rows)
+        boxes = [(x * wide, y * high) for y in range(rows) for x in range(columns)]
+        crops = [image.crop((x, y, min(x + wide, width), min(y + high, height))) for x, y in boxes]
+        return replace(whole, crops=tuple(map(self.square, crops)))
+
+    def crops_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows of parts, one of which is 1; both: the image has no parts."""
+        longer, shorter = max(width, height), min(width, height)
+        if longer / shorter < self.least_ratio:
+            return 1, 1
+        count = min(longer // self.least_edge, math.floor(longer / shorter + 0.5))
+        count = min(max(count, 2), self.max_crops)
+        if min(-(-longer // count), shorter) < self.least_edge:
+            return 1, 1
+        return (count, 1) if width >= height else (1, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +335,22 @@ def _square(file: ProcessorFile) -> SquareProcessor:
         sizes = {"height": sizes}
     if any(sizes.get(side, edge) != edge for side in ("height", "width")):
         raise file.wrong("size", f"{edge} x {edge} pixels, as in config.json")
-    if file.config.get("do_pan_and_scan"):
-        raise file.wrong("do_pan_and_scan", "false: parts of an image are not read apart")
     return SquareProcessor(vision.patch_size, vision.merge_size, edge, file.resampling(BILINEAR))
+
+
+def _square_and_crops(file: ProcessorFile) -> SquareProcessor | CropProcessor:
+    square, config = _square(file), file.config
+    if not config.get("do_pan_and_scan"):
+        return square
+    edge, most = config.get("pan_and_scan_min_crop_size") or 256, config.get("pan_and_scan_max_num_crops") or 4
+    ratio = config.get("pan_and_scan_min_ratio_to_activate") or 1.2
+    if type(edge) is not int or edge < 1:
+        raise file.wrong("pan_and_scan_min_crop_size", "a number of pixels")
+    if type(most) is not int or not 2 <= most <= MAX_TILES:
+        raise file.wrong("pan_and_scan_max_num_crops", f"a number from 2 to {MAX_TILES}")
+    if not isinstance(ratio, int | float) or ratio < 1:
+        raise file.wrong("pan_and_scan_min_ratio_to_activate", "a number of at least 1")
+    return CropProcessor(square, edge, most, float(ratio))
 
 
 def _budget(file: ProcessorFile) -> BudgetProcessor:
@@ -325,7 +376,7 @@ def _tiles(file: ProcessorFile) -> TileProcessor:
 PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {
     "qwen": _qwen,
     "pixtral": _pixtral,
-    "siglip": _square,
+    "siglip": _square_and_crops,
     "intern": _tiles,
     "intern_chat": _tiles,
     "glm": _qwen,

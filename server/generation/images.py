@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine import ModelInfo
 from engine.core.fairness.tenants import group_of
 from engine.vision.decode import ImageError
-from engine.vision.loader import Picture
+from engine.vision.loader import Picture, images_in
 from engine.vision.sources import ImageSource
 from server.generation.errors import BusyError, InvalidRequestError
 from server.generation.request import Conversation
@@ -54,7 +54,7 @@ async def _load_all(
             raise InvalidRequestError(f"{kind} {number}: {error}", "messages") from None
         found.append(image)
         model.images.held.add(group_of(tenant), image.num_bytes)
-        num_tokens += image.num_tokens
+        num_tokens += sum(each.num_tokens for each in images_in([image]))
         if num_tokens >= model.max_model_len:
             reason = (
                 f"This model's maximum context length is {model.max_model_len} tokens. However, the first "

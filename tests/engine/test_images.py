@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +233,16 @@ def test_llm_writes_what_stands_around_images(case: Case) -> None:
     text = f"<|im_start|>user\nA{image}B<|im_end|>\n<|im_start|>assistant\n"
     assert answer.prompt_token_ids == tokenizer.encode(text)
     llm.close()
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
+    (case.folder / "preprocessor_config.json").write_text(json.dumps(crops))
+    llm = LLM(str(case.folder), dtype="float32", device="cpu", max_model_len=256, num_gpu_blocks_override=128)
+    content[1] = {"type": "image", "image": picture(25, 10)}
+    [answer] = llm.chat([{"role": "user", "content": content}], sampling, use_tqdm=False)
+    shown = f"Here is the original image {image} and here are some crops to help you see better {image} {image} {image}"
+    text = f"<|im_start|>user\nA{shown}B<|im_end|>\n<|im_start|>assistant\n"
+    assert answer.prompt_token_ids == tokenizer.encode(text), "as transformers' processor writes it"
+    llm.close()
+    (case.folder / "preprocessor_config.json").write_text("{}")
 
 
 def test_internvl_as_opengvlab_publishes_it(case: Case, tmp_path: Path) -> None:

@@ -132,12 +132,40 @@ def test_gemma3(edge: int, tokens: int, tmp_path: Path) -> None:
         found = pixels_of(own.patches, own.grid, vision.patch_size, vision.merge_size)
         assert np.abs(found - wanted).max() <= 1 / 255, image.size
         assert placed(vision, processor, own) == [7, 255999, *[262144] * tokens, 256000, 8]
-    for wrong in ({"size": {"height": 7}}, {"do_pan_and_scan": True}):
+    for wrong in (
+        {"size": {"height": 7}},
+        {"pan_and_scan_max_num_crops": 1, "do_pan_and_scan": True},
+        {"pan_and_scan_min_crop_size": 0.5, "do_pan_and_scan": True},
+        {"pan_and_scan_min_ratio_to_activate": 0.5, "do_pan_and_scan": True},
+    ):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(wrong))
         with pytest.raises(ModelError, match=next(iter(wrong))):
             read_processor(tmp_path, vision)
     with pytest.raises(ModelError, match="must divide"):
         spec_of("Gemma3ForConditionalGeneration", {"mm_tokens_per_image": 25})
+
+
+@pytest.mark.parametrize("fields", [{}, {"pan_and_scan_min_crop_size": 30, "pan_and_scan_max_num_crops": 3}])
+def test_crops_of_gemma3(fields: dict[str, Any], tmp_path: Path) -> None:
+    vision = spec_of("Gemma3ForConditionalGeneration", {"mm_tokens_per_image": 4}, image_size=112)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_pan_and_scan": True} | fields))
+    processor = read_processor(tmp_path, vision)
+    defaults = {"pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4}
+    oracle = processing("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil")(
+        size={"height": 112, "width": 112}, do_pan_and_scan=True, pan_and_scan_min_ratio_to_activate=1.2,
+        **defaults | fields,
+    )  # fmt: skip
+    counts = set()
+    for size in (*SIZES, (640, 200), (200, 640), (1100, 260), (260, 1800), (520, 512), (641, 513)):
+        image = picture(*size)
+        own, theirs = processor(image), oracle(image)
+        counts.add(int(theirs["num_crops"][0]))
+        parts = own, *own.crops
+        assert len(parts) == len(theirs["pixel_values"]) == theirs["num_crops"][0] + 1, size
+        for part, pixels in zip(parts, theirs["pixel_values"], strict=True):
+            found = pixels_of(part.patches, part.grid, vision.patch_size, vision.merge_size)
+            assert np.abs(found - (np.asarray(pixels) * 0.5 + 0.5)).max() <= 1 / 255, size
+    assert counts >= {0, 2, fields.get("pan_and_scan_max_num_crops", 4)}
 
 
 def test_texts_around_images_of_gemma3(tmp_path: Path) -> None:
