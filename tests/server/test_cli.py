@@ -1,6 +1,7 @@
 """The command line, each command as a user runs it: a process, its output, its exit code."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -349,10 +350,25 @@ def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_signal_ends_streams_and_exits_with_0(model: Path) -> None:
-    with serving(model, "--shutdown-timeout", "0") as server:
+def test_signal_ends_streams_and_clients_that_do_nothing_and_exits_with_0(model: Path) -> None:
+    """Uploads that do not go on, answers that are not read, connections without a request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
+    with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
         finished: list[str] = []
         threads = [stream(server.url, finished) for _ in range(3)]
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for data in (
+            b"",
+            b"POST",
+            head + b"Content-Length: 100\r\n\r\n{",
+            head + b"Transfer-Encoding: chunked\r\n\r\n",
+        ):
+            stack.enter_context(socket.create_connection(address)).sendall(data)
+        for _ in range(3):
+            unread = stack.enter_context(socket.create_connection(address))
+            unread.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert unread.recv(10)
         assert server.stop(signal.SIGTERM) == 0
         for thread in threads:
             thread.join(60)
@@ -396,27 +412,6 @@ def test_replicas_are_restarted_one_after_the_other(model: Path) -> None:
         assert server.stop(signal.SIGTERM) == 0
 
 
-def test_clients_that_do_nothing_cannot_keep_the_server(model: Path) -> None:
-    """Uploads that do not go on, answers that are not read, connections without a request."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
-    with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
-        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        for data in (
-            b"",
-            b"POST",
-            head + b"Content-Length: 100\r\n\r\n{",
-            head + b"Transfer-Encoding: chunked\r\n\r\n",
-        ):
-            stack.enter_context(socket.create_connection(address)).sendall(data)
-        for _ in range(3):
-            unread = stack.enter_context(socket.create_connection(address))
-            unread.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-            assert unread.recv(10)
-        assert server.stop(signal.SIGTERM) == 0
-        assert "Traceback" not in "".join(server.errors)
-
-
 def test_engine_that_is_gone_for_good_ends_the_server(model: Path) -> None:
     with serving(model, "--engine-restarts", "0") as server:
         finished: list[str] = []
@@ -435,25 +430,6 @@ def test_stopped_while_starting(model: Path) -> None:
     time.sleep(1)
     assert server.stop(signal.SIGTERM) in (128 + signal.SIGTERM, -signal.SIGTERM, 0)  # 0: it was ready already
     assert "Traceback" not in "".join(server.errors)
-
-
-def test_the_port_answers_from_the_first_moment_on(model: Path) -> None:
-    port = free_port()
-    server = Server(str(model), "--host", "127.0.0.1", "--port", str(port), *SMALL)
-    try:
-        phases: list[str] = []
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=250) as client:
-            deadline = time.monotonic() + 120
-            while not phases and time.monotonic() < deadline:
-                time.sleep(0.01)
-                with contextlib.suppress(httpx.ConnectError):
-                    events = client.get("/readyz", headers={"Accept": "text/event-stream"}).text
-                    phases = re.findall(r'"phase": "(\w+)"', events)
-            assert "starting" in phases or "loading" in phases
-            assert phases[-1] == "ready"
-            assert client.get("/health").status_code == 200
-    finally:
-        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_unix_socket(model: Path, tmp_path: Path) -> None:
@@ -476,15 +452,27 @@ def test_model_that_cannot_start_is_one_line(model: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_yaml_and_environment_reach_a_server_whose_requests_finish_before_it_stops(
+def test_yaml_and_environment_reach_a_server_that_answers_at_once_and_finishes_before_it_stops(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(f"model: {model}\nmax-model-len: 1k\nport: 0\nshutdown-timeout: 100\n")
+    """Its port answers from the first moment on, and its requests finish after SIGTERM."""
+    file, port = tmp_path / "serve.yaml", free_port()
+    file.write_text(f"model: {model}\nmax-model-len: 1k\nport: {port}\nshutdown-timeout: 100\n")
     monkeypatch.setitem(ENVIRONMENT, "QUIRE_MAX_MODEL_LEN", "512")
     monkeypatch.setitem(ENVIRONMENT, "QUIRE_HOST", "127.0.0.1")
     server = Server("--config", str(file), *SMALL)
     try:
+        phases: list[str] = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=250) as client:
+            deadline = time.monotonic() + 120
+            while not phases and time.monotonic() < deadline:
+                time.sleep(0.01)
+                with contextlib.suppress(httpx.ConnectError):
+                    events = client.get("/readyz", headers={"Accept": "text/event-stream"}).text
+                    phases = re.findall(r'"phase": "(\w+)"', events)
+            assert "starting" in phases or "loading" in phases
+            assert phases[-1] == "ready"
+            assert client.get("/health").status_code == 200
         server.wait_ready()
         assert "context 512" in "".join(server.lines)
         finished: list[str] = []
@@ -500,7 +488,7 @@ def test_yaml_and_environment_reach_a_server_whose_requests_finish_before_it_sto
 
 
 def test_generate_from_argument_file_and_standard_input(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = ["generate", "--model", str(model), *SMALL, "--temperature", "0", "--max-tokens", "10"]
     given = quire(*common, "Once")
@@ -511,7 +499,9 @@ def test_generate_from_argument_file_and_standard_input(
     file.write_text("Once\n")
     assert cli.main([*common, "--file", str(file)]) == 0
     assert capsys.readouterr().out == given.stdout
-    assert quire(*common, stdin="Once\n").stdout == given.stdout
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once\n")))
+    assert cli.main(common) == 0
+    assert capsys.readouterr().out == given.stdout
 
 
 def test_generate_wants_a_text() -> None:
