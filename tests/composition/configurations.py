@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -77,16 +78,22 @@ def covering(pairs: set[frozenset[str]]) -> list[Configuration]:
     draw, missing, found = random.Random(0), set(pairs), []
     while missing:
         first = min(missing, key=sorted)
-        candidates = [each for each in (_around(first, draw) for _ in range(TRIES)) if first in each.pairs]
+        candidates = [each for each in (_around(first, draw) for _ in range(TRIES)) if first <= each.features]
         assert candidates, f"no checkpoint has {sorted(first)}"
-        best = max(
-            candidates,
-            key=lambda each: len(missing & each.pairs) - PROCESS_COST * sum(name in each for name in PROCESSES),
-        )
+        partners: dict[str, set[str]] = defaultdict(set)  # of each feature in the missing pairs
+        for one, other in missing:
+            partners[one].add(other)
+        best = max(candidates, key=lambda each: _gain(each.features, partners))
         best = _without_what_adds_nothing(best, missing, kept=first)
         missing -= best.pairs
         found.append(best)
     return found
+
+
+def _gain(features: frozenset[str], partners: dict[str, set[str]]) -> int:
+    """Return how many missing pairs a configuration has, less the cost of its processes."""
+    num_pairs = sum(len(partners[name] & features) for name in features)
+    return num_pairs - PROCESS_COST * len(features.intersection(PROCESSES))
 
 
 def _without_what_adds_nothing(
