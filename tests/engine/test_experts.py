@@ -19,7 +19,7 @@ from engine.models.moe import Router
 from engine.offline.llm import LLM
 from engine.stats import ExpertTokens
 from kernels.cpu.library import library
-from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
+from tests.oracles.families import make_checkpoint, make_prompts, transformers_tokens
 from tests.support.answers import greedy_answers
 
 LENGTH = 30
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     oracle = make_checkpoint(request.param, folder)
     prompts = make_prompts()
     prompts.append([*prompts[2][:40], 7, 8, 9])
-    return folder, prompts, [transformers_decode(oracle, prompt, LENGTH).token_ids for prompt in prompts]
+    return folder, prompts, transformers_tokens(oracle, folder, prompts, LENGTH)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from tests.oracles.families import CASES, MORE_WITH_IMAGES, make_checkpoint, make_prompts, transformers_decode
+from tests.oracles.families import CASES, MORE_WITH_IMAGES, make_checkpoint, make_prompts, transformers_tokens
 from tests.support.answers import greedy_answers
 
 LENGTH = 64
@@ -25,7 +25,7 @@ def check(name: str, folder: Path) -> None:
     oracle = make_checkpoint(name, folder)
     prompts = make_prompts()
     prompts.append([*prompts[2][:40], 7, 8, 9])
-    expected = [transformers_decode(oracle, prompt, LENGTH).token_ids for prompt in prompts]
+    expected = transformers_tokens(oracle, folder, prompts, LENGTH)
     config = EngineConfig(
         model=str(folder),
         device="cpu",

@@ -19,7 +19,7 @@ from engine.models.gguf import folder as gguf_folder
 from engine.models.hub import resolve_model
 from engine.models.matrix import Matrix
 from quire import LLM, SamplingParams
-from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode
+from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode, transformers_logits
 from tests.oracles.gguf_files import TEMPLATE, write_gguf
 from tests.oracles.paged_runner import decode
 from tests.support.loaded import load
@@ -95,13 +95,13 @@ def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(name, tmp_path / "hf", CASES[name])
     kind = alike if len(name) % 2 else mixed
     folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", kind)))
-    expected = [transformers_decode(model, prompt, NUM_TOKENS) for prompt in make_prompts()]
-    tokens = [each.token_ids for each in expected]
-    want = torch.cat([each.logits for each in expected])
     spec = read_spec(folder)
-    exact = load(folder, replace(spec, quantization=None), max_model_len=256)
-    assert (logits(exact, tokens) - want).abs().max().item() <= MAX_ERROR
-    assert [each.token_ids for each in decode(exact, make_prompts(), NUM_TOKENS)] == tokens
+    exact = decode(load(folder, replace(spec, quantization=None), max_model_len=256), make_prompts(), NUM_TOKENS)
+    tokens = [each.token_ids for each in exact]
+    expected = [transformers_logits(model, *fed) for fed in zip(make_prompts(), tokens, strict=True)]
+    assert [each[-NUM_TOKENS:].argmax(-1).tolist() for each in expected] == tokens
+    want = torch.cat(expected)
+    assert (torch.cat([each.logits for each in exact]) - want).abs().max().item() <= MAX_ERROR
     assert spec.quantization is not None
     kept = load(folder, spec, max_model_len=256)
     for module in kept.modules():
@@ -119,11 +119,12 @@ def test_equals_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: 
     path = write_gguf(model, tmp_path / "model.gguf", mixed)
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_, **__: True)  # it is not used
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
-    expected = [transformers_decode(theirs.eval(), prompt, NUM_TOKENS) for prompt in make_prompts()]
-    tokens = [each.token_ids for each in expected]
     folder = resolve_model(str(path))
-    ours = load(folder, replace(read_spec(folder), quantization=None), max_model_len=256)
-    assert (logits(ours, tokens) - torch.cat([each.logits for each in expected])).abs().max().item() <= MAX_ERROR
+    model = load(folder, replace(read_spec(folder), quantization=None), max_model_len=256)
+    ours = decode(model, make_prompts(), NUM_TOKENS)
+    fed = [(prompt, each.token_ids) for prompt, each in zip(make_prompts(), ours, strict=True)]
+    expected = torch.cat([transformers_logits(theirs.eval(), *each) for each in fed])
+    assert (torch.cat([each.logits for each in ours]) - expected).abs().max().item() <= MAX_ERROR
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])

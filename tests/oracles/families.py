@@ -933,6 +933,24 @@ def transformers_logits(model: Any, prompt: list[int], tokens: list[int]) -> Ten
     return model(torch.tensor([[*prompt, *tokens[:-1]]], device=model.device), use_cache=False).logits[0]
 
 
+def transformers_tokens(model: Any, folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return the greedy tokens of transformers: those that our decoder guesses where transformers chooses each of them
+    in one pass, else what it chooses token by token.
+
+    model: saved in `folder`.
+    """
+    ours = load_model(folder, read_spec(folder), max_model_len=max(map(len, prompts)) + num_tokens)
+    found = []
+    for prompt, guessed in zip(prompts, decode(ours, prompts, num_tokens), strict=True):
+        tokens = transformers_logits(model, prompt, guessed.token_ids)[-num_tokens:].argmax(-1).tolist()
+        if tokens != guessed.token_ids:
+            tokens = []
+            while len(tokens) < num_tokens:
+                tokens.append(int(transformers_logits(model, prompt, [*tokens, 0])[-1].argmax()))
+        found.append(tokens)
+    return found
+
+
 def check_family(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """One case on `device` in `dtype`, ragged prompts in one batch, whole and chunked, against transformers in float32.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles.families import VOCAB, make_checkpoint, transformers_decode
+from tests.oracles.families import VOCAB, make_checkpoint, transformers_tokens
 
 NUM_TOKENS = 48
 SHARED = 70  # tokens with which some prompts begin
@@ -24,9 +24,7 @@ def make_hybrid(case: str, folder: Path) -> tuple[list[list[int]], list[list[int
     prompts = [_tokens(draw, length) for length in LENGTHS]
     prompts += [shared + _tokens(draw, length) for length in (1, 9, 40)]
     prompts += [shared[:40] + _tokens(draw, 30), shared]
-    with torch.inference_mode():
-        answers = [transformers_decode(model, prompt, NUM_TOKENS).token_ids for prompt in prompts]
-    return prompts, answers
+    return prompts, transformers_tokens(model, folder, prompts, NUM_TOKENS)
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
+from tests.oracles.families import transformers_tokens
+
 WINDOW, LENGTH = 24, 60
 SIZES = {
     "hidden_size": 32,
@@ -40,7 +42,6 @@ MODELS: dict[str, PreTrainedConfig] = {
 }
 
 
-@torch.inference_mode()
 def make_windowed(name: str, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Save the model of that name in `MODELS`; prompts, of which two begin alike, and their answers of `LENGTH`
     tokens.
@@ -51,11 +52,4 @@ def make_windowed(name: str, folder: Path) -> tuple[list[list[int]], list[list[i
     rng = random.Random(1)
     prompts = [[rng.randrange(200) for _ in range(n)] for n in (3, 30, 77, 100)]
     prompts.append([*prompts[3][:70], 7, 8, 9])
-    answers = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(LENGTH):  # without its cache, whose windows are off by some tokens in transformers 5.17
-            logits = oracle(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
-    return prompts, answers
+    return prompts, transformers_tokens(oracle, folder, prompts, LENGTH)
