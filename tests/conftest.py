@@ -106,6 +106,28 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     fork_ranks(monkeypatch, tmp_path_factory.mktemp("meetings"))
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from tests.support.fork_server import ForkServer
+
+    server = ForkServer(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engine processes are forks of one that has imported everything; not where coverage follows each process."""
+    if sys.platform != "linux" or any(name.startswith("COV") for name in os.environ):
+        yield
+        return
+    server = request.getfixturevalue("fork_server")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("engine.replicas.engine_process", "engine.worker.parallel.launcher"):
+            patch.setattr(f"{module}.subprocess", server.as_subprocess())
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--experts", action="store_true", help="the tiny model of tests is a mixture of experts")
 

@@ -24,6 +24,8 @@ from tests.composition.configurations import (
 from tests.composition.features import BY_NAME, CHECKPOINTS, NO_PAIR, REFUSED
 from tests.composition.run import COMMON, alone, differing, kept_by, make_model, together
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 QUICK = covering(quick_pairs())
 REST = covering(possible_pairs() - quick_pairs() - pairs_of_drafters())
 OF_DRAFTERS = covering(pairs_of_drafters())

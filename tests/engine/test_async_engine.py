@@ -25,6 +25,8 @@ from engine.replicas.state import PHASES, EngineState
 from engine.replicas.streams import Pace, Stream
 from engine.utils.fair_tasks import FairTasks
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = EngineRequest("a", [1, 2])
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
@@ -77,6 +79,12 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.fixture
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are children of this process, no forks of another."""
+    monkeypatch.setattr("engine.replicas.engine_process.subprocess", subprocess)
 
 
 def engines_of(pid: int) -> set[int]:
@@ -523,6 +531,7 @@ def test_process_does_not_outlive_its_parent(tiny_model: Path, number: signal.Si
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_failed_start_is_one_line(tiny_model: Path, make_model: Callable[[Path], Path], tmp_path: Path) -> None:
     broken = make_model(tmp_path / "broken")
     weights = broken / "model.safetensors"
@@ -540,11 +549,15 @@ def test_failed_start_is_one_line(tiny_model: Path, make_model: Callable[[Path],
         assert engines_of(os.getpid()) == before
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_cancelled_start_leaves_nothing(tiny_model: Path) -> None:
     async def test() -> None:
         before = engines_of(os.getpid())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(AsyncEngine.start(config(tiny_model)), 0.3)
+        start = asyncio.create_task(AsyncEngine.start(config(tiny_model)))
+        await until(lambda: engines_of(os.getpid()) != before)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
         assert engines_of(os.getpid()) == before
 
     asyncio.run(test())

@@ -26,6 +26,8 @@ from engine.errors import ConfigError
 from engine.models.files import silent
 from engine.worker.cuda_graphs import DecodeGraphs
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 LENGTHS = (1, 2, 15, 16, 17, 90, 33, 200, 1)
 PROMPTS = [[(i * 31 + k * k * 7) % 250 for k in range(n)] for i, n in enumerate(LENGTHS)]

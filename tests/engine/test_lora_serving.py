@@ -20,6 +20,8 @@ from engine.models.lora import WEIGHTS
 from engine.replicas import engine_process
 from tests.oracles.random_adapters import write_random_adapter
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 NUM_ADAPTERS = 6
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": 256, "block_size": 8, "num_gpu_blocks_override": 120,

@@ -18,6 +18,8 @@ from engine.processing.output_collector import RequestUpdate
 from engine.replicas.replica import Replica, _own_config, _own_environment, check_gpus
 from engine.replicas.state import EngineState, combined
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0, detokenize=False)
 

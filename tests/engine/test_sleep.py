@@ -16,6 +16,8 @@ from engine.worker import sleep
 from engine.worker.model_runner import ModelRunner
 from engine.worker.sleep import HostCopy, storages_of
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = ["the sleeping engine wakes up and says " * 3, "another", "a third"]
 

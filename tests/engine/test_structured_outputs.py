@@ -21,6 +21,8 @@ from engine.offline.llm import LLM
 from engine.processing.input_processor import InputProcessor
 from engine.structured import grammar_manager
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},

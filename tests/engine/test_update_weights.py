@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save, save_file
 from engine import LLM, AsyncEngine, EngineConfig, EngineError, EngineRequest, SamplingParams
 from engine.models.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = ["weights of the next step " * 3, "another"]
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 64}
