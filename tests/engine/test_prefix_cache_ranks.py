@@ -22,8 +22,6 @@ from engine.engine import Engine
 from tests.engine.stepping.test_prefix_cache_store import PROMPT, ask
 from tests.engine.test_ranks import _child_of
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 500, "num_gpu_blocks_override": 64}
 

@@ -25,7 +25,7 @@ from typing import IO, Any, NoReturn
 MODULES = {"engine.replicas.process_main", "engine.worker.parallel.follower", "tests.composition.faulty_process"}
 OWN = {"PYTEST_CURRENT_TEST", "PYTHONPATH"}  # variables that may change after the imports
 MAX_MESSAGE, MAX_FILES = 1 << 20, 16
-HIGH = 500  # descriptors from here on are nobody's
+HIGH = 500  # no process has so many descriptors open
 
 
 class Forks:

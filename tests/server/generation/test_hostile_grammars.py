@@ -15,8 +15,6 @@ import pytest
 from tests.support.served import blocks_in_use, serve
 from tests.support.templates import HERMES
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 

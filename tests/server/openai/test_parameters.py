@@ -15,8 +15,6 @@ from server.apis.openai.completions.protocol import NOT_YET_IN_COMPLETIONS, Comp
 from server.apis.openai.fields import NO_EFFECT, NOT_YET_IN_BOTH
 from tests.support.served import blocks_in_use, metric, serve
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 PATHS = {
     "/v1/completions": {"prompt": "Hello world"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},

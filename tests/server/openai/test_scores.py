@@ -13,8 +13,6 @@ import torch
 
 from tests.support.served import serve
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 TEXTS = ["Zoë 👋 sagt: «Grüße!»\n", "Once upon a time there was a cat.", "α"]
 
 
