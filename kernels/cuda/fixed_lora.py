@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs, linear
-from kernels.cuda.lora import activated, tiles_of_routed
-from kernels.cuda.moe import float_or_codes
+from kernels.cuda.lora import routed_outputs
 from kernels.data.activation import Gate
 from kernels.data.lora import AdapterTokens, ExpertLora, LoraWeights
 from kernels.data.moe import Experts
 from kernels.data.quantized_weight import Weight
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.lora import lora_add
-from kernels.triton.moe import grouped, sum_experts
+from kernels.triton.moe import sum_experts
 from kernels.triton.norm import rms_norm
 from kernels.triton.pairs import sort_pairs
 
@@ -69,16 +68,7 @@ def adapted_outputs(
     plain = expert_outputs(x, ids, weights, stack)
     if not len(x):
         return plain
-    chosen, count = ids.shape[1], len(stack)
-    routed = lora.routed(ids, stack.first, count, tokens)
-    routed.tiles = tiles_of_routed(routed, chosen)
-    tiles, ones = sort_pairs(ids, count, stack.first, TILE_TOKENS)._replace(one_tile=True), torch.ones_like(weights)
-    x, order = x.repeat_interleave(chosen, 0), tiles.order.long()
-    y = x.new_zeros(len(x), lora.gate_up.up.shape[1])  # routed tokens of other ranks are not written
-    grouped(x[order], float_or_codes(stack.gate_up), stack.gate_up_bias, ones, tiles, y, "", chosen)
-    inner = activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
-    parts = torch.zeros_like(x)
-    grouped(inner[order], float_or_codes(stack.down), stack.down_bias, ones, tiles, parts, "", chosen)
-    parts = lora_add(parts, inner, lora.down, routed).float() * weights.flatten()[:, None]
-    is_adapted = (tokens.slots >= 0).repeat_interleave(chosen)
+    tiles = sort_pairs(ids, len(stack), stack.first, TILE_TOKENS)._replace(one_tile=True)
+    parts = routed_outputs(x, ids, stack, lora, tokens, tiles).float() * weights.flatten()[:, None]
+    is_adapted = (tokens.slots >= 0).repeat_interleave(ids.shape[1])
     return torch.where(is_adapted[:, None], parts, plain)

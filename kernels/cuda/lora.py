@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kernels.cuda.choice import CHOICE, GLUON
 from kernels.cuda.linear import linear, small_batch_config
-from kernels.cuda.moe import tile_height
+from kernels.cuda.moe import float_or_codes, tile_height
 from kernels.data.activation import CLAMP, SLOPE, ExpertActivation, Gate
-from kernels.data.compressed_weight import CompressedWeight
 from kernels.data.lora import BLOCK_ROWS, SMALL_TILE, UNUSED, WIDE_ROWS, AdapterTokens, ExpertLora, LoraWeights, Tiles
 from kernels.data.moe import Experts
+from kernels.data.moe import Tiles as ExpertTiles
 from kernels.data.quantized_weight import Weight
 from kernels.triton import extended_lora
 from kernels.triton.activation import gate_and_mul
@@ -124,23 +124,29 @@ def adapted_experts(
     add_to: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.adapted_experts`. GEMMs are grouped by expert, adapters by expert and slot."""
-    gate_up, down = stack.gate_up, stack.down
-    assert not isinstance(gate_up, CompressedWeight)
-    assert not isinstance(down, CompressedWeight)
-    chosen, count = ids.shape[1], len(stack)
-    routed = lora.routed(ids, stack.first, count, tokens)
-    routed.tiles = tiles_of_routed(routed, chosen)
+    count = len(stack)
     tiles = sort_pairs(ids, count, stack.first, tile_height(ids.numel() / count))
-    x, order, ones = x.repeat_interleave(chosen, 0), tiles.order.long(), torch.ones_like(weights)
-    y = x.new_zeros(len(x), lora.gate_up.up.shape[1])  # routed tokens of other ranks are not written
-    grouped(x[order], gate_up, stack.gate_up_bias, ones, tiles, y, "", chosen)
-    inner = activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
-    parts = torch.zeros_like(x)
-    grouped(inner[order], down, stack.down_bias, ones, tiles, parts, "", chosen)
-    parts = lora_add(parts, inner, lora.down, routed) * weights.flatten()[:, None]
-    out = torch.empty(len(ids), x.shape[1], dtype=x.dtype, device=x.device) if add_to is None else add_to
+    parts = routed_outputs(x, ids, stack, lora, tokens, tiles) * weights.flatten()[:, None]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
     sum_experts(parts, ids, out, add_to is not None, stack.first, count)
     return out
+
+
+def routed_outputs(
+    x: Tensor, ids: Tensor, stack: Experts, lora: ExpertLora, tokens: AdapterTokens, tiles: ExpertTiles
+) -> Tensor:
+    """Return the output of each expert that a token has chosen, with adapters: [T · k, hidden]; tiles: of `ids`."""
+    chosen = ids.shape[1]
+    routed = lora.routed(ids, stack.first, len(stack), tokens)
+    routed.tiles = tiles_of_routed(routed, chosen)
+    x, order = x.repeat_interleave(chosen, 0), tiles.order.long()
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=x.device)
+    y = x.new_zeros(len(x), lora.gate_up.up.shape[1])  # routed tokens of other ranks are not written
+    grouped(x[order], float_or_codes(stack.gate_up), stack.gate_up_bias, ones, tiles, y, "", chosen)
+    inner = activated(lora_add(y, x, lora.gate_up, routed), stack.activation)
+    parts = torch.zeros_like(x)
+    grouped(inner[order], float_or_codes(stack.down), stack.down_bias, ones, tiles, parts, "", chosen)
+    return lora_add(parts, inner, lora.down, routed)
 
 
 def activated(y: Tensor, activation: ExpertActivation) -> Tensor:
