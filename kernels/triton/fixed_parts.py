@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import Gate
+from kernels.data.capability import shared_memory
 from kernels.gpu.device import num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.gpu.rounding import norm_factor
@@ -245,4 +246,5 @@ def few_tile(x: Tensor, n: int, pieces: int) -> Tile | None:
     if x.itemsize == 4 or len(x) > FEW_TOKENS or n > MANY_OUTPUTS:
         return None
     width = x.shape[1] // pieces
-    return Tile(64, 32, 128 if width % 128 == 0 else 64, 4, 4, width % 64 == 0)
+    stages = 4 if shared_memory(x.device) >= 160 << 10 else 2
+    return Tile(64, 32, 128 if width % 128 == 0 else 64, 4, stages, width % 64 == 0)

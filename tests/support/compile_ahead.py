@@ -230,7 +230,7 @@ def deterministic(dtype: torch.dtype) -> None:
     from kernels.cuda import split_sums
     from kernels.triton import fixed_attention
     from kernels.triton.fixed_linear import fixed_linear
-    from kernels.triton.fixed_parts import fixed_parts
+    from kernels.triton.fixed_parts import few_tile, fixed_parts
 
     x, weight = tensor(9, 1024, dtype=dtype), tensor(2048, 1024, dtype=dtype)
     forms.linear_add(tensor(9, 2048, dtype=dtype), x, weight, tensor(2048, dtype=dtype))
@@ -243,6 +243,10 @@ def deterministic(dtype: torch.dtype) -> None:
         out = tensor(tokens, 2048, dtype=dtype)
         fixed_linear(tensor(tokens, 1024, dtype=dtype), weight, weight[0], out, out, 8)
         fixed_parts(tensor(tokens, 1024, dtype=dtype), weight, weight[0], out, out, pieces=8)
+        fixed_parts(out[:, :1024], weight, None, tensor(tokens, 1024, dtype=dtype), gate="silu")
+    for norm in (None, (weight[0], 1e-6)):
+        few = tensor(4, 1024, dtype=dtype)
+        fixed_parts(few, weight, None, few, gate="silu", tile=few_tile(few, 1024, 1), norm=norm)
     query, cache = tensor(9, 8, 128, dtype=dtype), tensor(2, 10, 2, 16, 128, dtype=dtype)
     rows, tables = tensor(9, dtype=I32), tensor(4, 64, dtype=I32)
     for window in (0, 100):
