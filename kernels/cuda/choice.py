@@ -34,13 +34,12 @@ class Choice:
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
     fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
-    # Off until that ran: tiles by the size of a step, and activations and residual sums in the GEMM's kernel
-    fixed_tiles: bool = False
-    fixed_decode_rows: int = 64  # of a tile of queries: 16 are multiplied by another instruction
-    fixed_decode_stages: int = 3
+    fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's
+    fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
+    # Off until that ran, see `tests.gpu.deterministic_speed.FORMS_BY_NAME`:
     fixed_flat: bool = False  # attention whose ranges are one loop
-    fixed_norm_tokens: int = 0  # whose norms are computed in the GEMM's kernel
-    fixed_few_tokens: int = 1 << 30  # Triton's GEMM with one order of sums; then Gluon's
+    fixed_few_rows: int = 64  # of a tile of few tokens: 16 are multiplied by another instruction, with the same sums
+    fixed_decode_rows: int = 64  # of a tile of queries that are decoded, in the same way
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
     scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle

@@ -1,7 +1,8 @@
-"""Deterministic forms on CUDA devices: one kernel with one tile for each operation, whatever the number of tokens.
+"""Deterministic forms on CUDA devices: each operation has one order of sums, whatever the number of tokens.
 
-Norms have kernels of their own, and activations are never quantised. A decoded token's attention is that of a prompt
-with one token. A prompt's keys are read in the same tiles, from the sequence's beginning on.
+Tiles and kernels of GEMMs change with the step where that changes no bit. Norms have kernels of their own, and
+activations are never quantised. A decoded token's attention is that of a prompt with one token. A prompt's keys are
+read in the same tiles, from the sequence's beginning on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from kernels.triton.weight_only import weight_only_linear
 if GLUON:
     from kernels.gluon.linear import fixed
 
-CHANNELS = 64  # of a tile of a float weight
 TILE_TOKENS = 64  # of a quantised weight's tile, and of an expert's
 
 
@@ -61,23 +61,24 @@ def float_linear(
     bias: Tensor | None,
     out: Tensor,
     residual: Tensor | None = None,
-    pieces: int = 0,
+    pieces: int = 1,
     *,
     rounds: bool = False,
     gate: Gate | Literal[""] = "",
 ) -> Tensor:
-    """Compute `fixed_parts`. pieces: whose sums a tree adds up; 0: as suits the matrix."""
-    if not pieces:
-        pieces = 2 if not CHOICE.fixed_tiles and x.shape[1] % (2 * CHANNELS) == 0 else 1
-    if GLUON and len(x) > CHOICE.fixed_few_tokens and fixed.supports(x, weight, out, pieces):
-        config = fixed.config(len(x), out.shape[1], gate != "", pieces)
-        if pieces == 1 or config.tiles(len(x), out.shape[1], False) >= fixed.FEWEST_TILES:
-            fixed.launch(
-                x, weight, bias, out, config, residual=residual, rounds=rounds, pieces=pieces, gate=gate
-            )  # fmt: skip
+    """Compute `fixed_parts`. pieces: whose sums a tree adds up."""
+    is_few, num_outputs = len(x) <= CHOICE.fixed_few_tokens, out.shape[1]
+    if GLUON and not is_few and fixed.supports(x, weight, out, pieces):
+        config = fixed.config(len(x), num_outputs, gate != "", pieces)
+        if pieces == 1 or config.tiles(len(x), num_outputs, False) >= fixed.FEWEST_TILES:
+            fixed.launch(x, weight, bias, out, config, residual=residual, rounds=rounds, pieces=pieces, gate=gate)
             return out
-    tile = few_tile(x, out.shape[1], pieces) if CHOICE.fixed_tiles else None
+    tile = few_tile(x, num_outputs, pieces, CHOICE.fixed_few_rows, _is_small(weight)) if is_few else None
     return fixed_parts(x, weight, bias, out, residual, pieces, rounds=rounds, gate=gate, tile=tile)
+
+
+def _is_small(weight: Tensor) -> bool:
+    return weight.numel() <= CHOICE.fixed_small_weight
 
 
 def linear_add_norm(
@@ -90,7 +91,7 @@ def linear_add_norm(
 
 def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """See `kernels.reference.linear_gated`."""
-    if CHOICE.fixed_tiles and isinstance(x, Tensor) and isinstance(weight, Tensor):
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and (_is_small(weight) or len(x) > CHOICE.fixed_few_tokens):
         return float_linear(x, weight, bias, x.new_empty(len(x), len(weight) // 2), gate=gate)
     return gate_and_mul(linear(x, weight, bias), gate)
 
@@ -99,10 +100,6 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
-    if _normed_with(x, weight):
-        assert isinstance(weight, Tensor)
-        out = x.new_empty(len(x), len(weight)) if out is None else out
-        return fixed_parts(x, weight, bias, out, tile=few_tile(x, len(weight), 1), norm=(norm_weight, eps))
     normed = rms_norm(x, norm_weight, eps)
     if isinstance(weight, Tensor) and out is not None and out.dtype == x.dtype and out.stride(1) == 1:
         return float_linear(normed, weight, bias, out)
@@ -114,16 +111,7 @@ def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
-    if _normed_with(x, weight):
-        assert isinstance(weight, Tensor)
-        out, tile = x.new_empty(len(x), len(weight) // 2), few_tile(x, len(weight) // 2, 1)
-        return fixed_parts(x, weight, bias, out, gate=gate, tile=tile, norm=(norm_weight, eps))
     return linear_gated(rms_norm(x, norm_weight, eps), weight, bias, gate)
-
-
-def _normed_with(x: Tensor, weight: Weight) -> bool:
-    """Return True if the GEMM's kernel computes the norm of x."""
-    return CHOICE.fixed_tiles and len(x) <= CHOICE.fixed_norm_tokens and isinstance(weight, Tensor) and len(x) > 0
 
 
 def norms_apart(x: Tensor, weight: Weight, gate: Gate | None = None) -> bool:
@@ -203,8 +191,7 @@ def paged_attention_decode(
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        tile = CHOICE.fixed_decode_rows, CHOICE.fixed_decode_stages
-        fixed_attention.decode(query, context, args, out, *tile, CHOICE.fixed_flat)
+        fixed_attention.decode(query, context, args, out, CHOICE.fixed_decode_rows, flat=CHOICE.fixed_flat)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 

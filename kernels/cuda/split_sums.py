@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cuda.choice import CHOICE
 from kernels.cuda.deterministic import TILE_TOKENS, expert_outputs, float_linear
 from kernels.cuda.fixed_lora import adapted_outputs
 from kernels.data.lora import AdapterTokens, ExpertLora
@@ -34,7 +33,7 @@ def _divides(weight: QuantizedWeight, columns: tuple[slice, ...]) -> bool:
 
 def adds_split_sums(x: Tensor, weight: SplitWeight) -> bool:
     """See `kernels.reference.adds_split_sums`."""
-    return CHOICE.fixed_tiles and len(weight.pieces) < len(weight.columns) and isinstance(weight.pieces[0], Tensor)
+    return len(weight.pieces) < len(weight.columns) and isinstance(weight.pieces[0], Tensor)
 
 
 def split_linear_add(residual: Tensor, x: Tensor, weight: SplitWeight) -> Tensor:

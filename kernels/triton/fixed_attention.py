@@ -222,7 +222,7 @@ def decode(
     args: AttentionArgs,
     out: Tensor,
     rows: int = 64,
-    stages: int = 3,
+    stages: int = 2,
     flat: bool = False,
 ) -> None:
     """Compute the attention of the query [B, H, D] of each sequence into `out`. rows: of a tile of 16-bit queries."""

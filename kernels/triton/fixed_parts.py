@@ -2,7 +2,8 @@
 
 The order of sums is that of `kernels.triton.fixed_linear` with as many pieces. What may change with the size is who
 computes: one program all pieces of a tile, or several programs some of them each, whose float32 sums the last one to
-arrive adds up by the same tree; and how large a tile is. A tile of tensor cores has at least 64 tokens in each.
+arrive adds up by the same tree; and how large a tile is: a tensor core's sums do not depend on it. `kernels.gluon`'s
+GEMM of many tokens has the same sums.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -20,15 +21,12 @@ from torch import Tensor
 from kernels.data.activation import Gate
 from kernels.data.capability import shared_memory
 from kernels.gpu.device import num_multiprocessors
-from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
-from kernels.gpu.rounding import norm_factor
+from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
 from kernels.triton.activation import activate
 
 LARGE_STEP = 512  # tokens from which tiles are large
 PROGRAMS = 4  # of a multiprocessor, up to which tiles are divided among programs
-FEW_TOKENS = 64  # up to which tiles have few outputs, and weights are prefetched
-MOST_NORMED = 8  # tokens whose norm each program computes
-MANY_OUTPUTS = 32768  # of which tiles need not be few
+MANY_OUTPUTS = 16384  # of which tiles are enough
 
 
 @triton.jit
@@ -68,10 +66,10 @@ def _load(x, weight, inside, is_token, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fixed_parts_kernel(
-    x, weight, bias, residual, out, partial, arrivals, norm_weight, eps, num_tokens, zero, stride_x, stride_out,
+    x, weight, bias, residual, out, partial, arrivals, num_tokens, zero, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
     GATE: tl.constexpr, PIECES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, NORM: tl.constexpr, K_PAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], plus `residual`, which has the strides of `out`; rounded once, with
     ROUND before the residual is added, too.
@@ -79,7 +77,6 @@ def _fixed_parts_kernel(
     With GATE the weight has 2N rows, gate rows, then up rows, whose sums are rounded before the activation and after
     it. SPLITS: programs that share a tile. partial [SPLITS, M, N] float32; arrivals: 0 before and after, one for each
     tile. PREFETCH: of weights so many channels at a time, before the kernel ahead has ended; 0: none.
-    NORM: at most so many tokens, whose norm is multiplied; 0: they themselves are.
     zero: 0.0, unknown to the compiler. It makes a product that is added to a sum, where it begins with a constant 0 and
     its loop has one round, a product that continues the sum: another order, and only where SPLITS is 1.
     """
@@ -104,12 +101,6 @@ def _fixed_parts_kernel(
                 if GATE != "":
                     _prefetch(inside + N * K)
         wait_for_inputs()
-    if NORM > 0:
-        channels = tl.arange(0, K_PAD)
-        factors = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.static_range(NORM):
-            row = tl.load(x + i * stride_x + channels, mask=(channels < K) & (i < num_tokens), other=0.0)
-            factors = tl.where(m == i, norm_factor(row.to(tl.float32), eps, K), factors)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     one, two, four = total, total, total
     high = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
@@ -120,10 +111,6 @@ def _fixed_parts_kernel(
         acc = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
         for at in range(0, WIDTH, BLOCK_K):
             xk, wk = _load(from_x + at, from_weight + at, at + k < WIDTH, is_token, EVEN)
-            if NORM > 0:
-                g = tl.load(norm_weight + begin + at + k, mask=at + k < WIDTH, other=0.0).to(tl.float32)
-                normed = (xk.to(tl.float32) * factors[:, None]).to(xk.dtype).to(tl.float32)
-                xk = (normed * g[None, :]).to(xk.dtype)
             acc = tl.dot(xk, wk, acc, input_precision="ieee")
             if GATE != "":
                 if EVEN:
@@ -196,13 +183,11 @@ def fixed_parts(
     rounds: bool = False,
     gate: Gate | Literal[""] = "",
     tile: Tile | None = None,
-    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """Compute x [M, K] weightᵀ [K, N] + bias, plus `residual` [M, N], into `out` [M, N]; rows must be contiguous.
 
     pieces: 1, 2, 4 or 8, of equal numbers of channels, whose sums a tree adds up. rounds: the sums, before the residual
-    is added. gate: `out` is the gated activation [M, N / 2]. norm: weight and eps of an RMSNorm of x, of at most
-    MOST_NORMED tokens.
+    is added. gate: `out` is the gated activation [M, N / 2].
     """
     assert x.shape[1] % pieces == 0
     (num_tokens, k), n = x.shape, out.shape[1]
@@ -211,7 +196,6 @@ def fixed_parts(
     assert len(weight) == (2 * n if gate else n)
     assert residual is None or residual.stride() == out.stride()
     assert not gate or (pieces == 1 and residual is None)
-    assert norm is None or num_tokens <= MOST_NORMED
     if not num_tokens:
         return out
     tile = tile or _tile(x, n)
@@ -224,11 +208,10 @@ def fixed_parts(
     partial = torch.empty(splits, num_tokens, n, dtype=torch.float32, device=x.device) if shared else x
     _fixed_parts_kernel[(*grid, splits)](
         x, weight, x if bias is None else bias, x if residual is None else residual, out, partial,
-        _counters(x.device) if shared else x, *((x, 0.0) if norm is None else norm), num_tokens, 0.0, x.stride(0),
+        _counters(x.device) if shared else x, num_tokens, 0.0, x.stride(0),
         out.stride(0), N=n, K=k, BIAS=bias is not None, RESIDUAL=residual is not None, ROUND=rounds, GATE=gate,
         PIECES=pieces, SPLITS=splits, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PREFETCH=ahead,
-        NORM=0 if norm is None else next_power_of_2(num_tokens), K_PAD=next_power_of_2(k), num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **pdl_options(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -241,10 +224,15 @@ def _tile(x: Tensor, n: int) -> Tile:
     return Tile(64, 64, 64, 4, 4)
 
 
-def few_tile(x: Tensor, n: int, pieces: int) -> Tile | None:
-    """Return a tile for a step of few tokens, which is bound by reading the weight; None: that of `fixed_parts`."""
-    if x.itemsize == 4 or len(x) > FEW_TOKENS or n > MANY_OUTPUTS:
+def few_tile(x: Tensor, n: int, pieces: int, rows: int, is_small: bool) -> Tile | None:
+    """Return a tile for a step of few tokens, which is bound by reading the weight; None: that of `fixed_parts`.
+
+    rows: of the tile. is_small: the weight is, so that a program may prefetch its part.
+    """
+    if x.itemsize == 4:
         return None
-    width = x.shape[1] // pieces
-    stages = 4 if shared_memory(x.device) >= 160 << 10 else 2
-    return Tile(64, 32, 128 if width % 128 == 0 else 64, 4, stages, width % 64 == 0)
+    width, room = x.shape[1] // pieces, shared_memory(x.device) >= 160 << 10
+    rows = rows if len(x) <= rows else 64
+    if is_small:
+        return Tile(rows, 32, 128 if width % 128 == 0 else 64, 4, 4 if room else 2, width % 64 == 0)
+    return Tile(rows, 32, 64, 4, 6 if room else 4) if pieces == 1 and n < MANY_OUTPUTS else None

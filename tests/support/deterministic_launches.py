@@ -48,8 +48,10 @@ TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097
 # Only integers: counts, orders and positions, which any kernel computes alike.
 OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton.blocks")
 # Their programs may share work, or have larger tiles: the order of sums stays, as `python -m tests.gpu` checks.
-SHARED = ("kernels.triton.fixed_parts", "kernels.triton.fixed_attention")
-OF_PROGRAMS = ("SPLITS", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+SHARED = ("kernels.triton.fixed_attention",)
+OF_PROGRAMS = ("SPLITS", "BLOCK_M", "TILE_Q", "FLAT", "num_warps", "num_stages")
+GEMMS_IN_ORDER = ("_fixed_parts_kernel", "_fixed_many_kernel")  # one order of sums, in tiles of any size
+OF_SUMS = ("K", "PIECES", "BIAS", "RESIDUAL", "ROUND")
 HEADS, KV_HEADS, DIM = 16, 8, 128
 
 # Kernels of the operation that runs now, with all that their code depends on.
@@ -58,6 +60,18 @@ found: list[tuple[Any, ...]] = []
 
 def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     if kernel.module in OF_INTEGERS or kernel.__name__ == "_plan_kernel":  # its plan is not read
+        return
+    if kernel.__name__ in GEMMS_IN_ORDER:
+        gate, n = options["GATE"], options["N"]
+        found.append(("GEMM", 2 * n if gate else n, *(options[name] for name in OF_SUMS)))
+        if gate:  # it rounds as the kernel apart
+            found.append(("gate", n, gate))
+        return
+    if kernel.__name__ == "_gated_kernel":
+        found.append(("gate", options["WIDTH"], options["GATE"]))
+        return
+    if options.get("EXACT") and kernel.__name__ == "_rms_norm_kernel":  # its sums are integers
+        found.append(("norm", options["HIDDEN"]))
         return
     numbers: list[tuple[Any, ...]] = []
     for parameter, value in zip(kernel.params, args, strict=False):

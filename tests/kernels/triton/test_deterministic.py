@@ -34,6 +34,7 @@ from kernels.data.quantized_weight import Weight
 from kernels.triton import fixed_attention, fixed_parts
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.fixed_linear import fixed_linear
+from kernels.triton.norm import add_rms_norm, rms_norm
 
 MOST = 67  # more than a tile
 SIZES = (2, 17, 66)
@@ -48,12 +49,22 @@ def deterministic_forms() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply tiles in float64: NumPy's products depend on where in a tile a row is, those of tensor cores do not."""
+    """Multiply tiles in float64: NumPy's products depend on where in a tile a row is, those of tensor cores do not.
+    Their sums are those of 16 channels after the other, however many a tile has.
+    """
 
     def matmul(a: Any, b: Any, dtype: Any) -> Any:
         return np.einsum("ij,jk->ik", a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
+    def dot(builder: Any, a: Any, b: Any, total: Any, *how: Any) -> Any:
+        for at in range(0, a.data.shape[-1], 16):
+            x = interpreter.TensorHandle(a.data[..., at : at + 16], a.dtype)
+            total = whole(builder, x, interpreter.TensorHandle(b.data[..., at : at + 16, :], b.dtype), total, *how)
+        return total
+
+    whole = interpreter.InterpreterBuilder.create_dot
     monkeypatch.setattr(interpreter.np, "matmul", matmul)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def each_alone(f: Callable[[slice], Tensor]) -> Tensor:
@@ -156,30 +167,43 @@ def test_programs_that_share_a_tile(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_epilogues_round_as_kernels_of_their_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epilogues_round_as_kernels_of_their_own(dtype: torch.dtype) -> None:
     """In tiles of any step, beside a GEMM, its activation, and its sum with the residual stream."""
-    for module in (deterministic, split_sums):
-        monkeypatch.setattr(module, "CHOICE", replace(CHOICE, fixed_tiles=True))
     x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((MOST, 192), (80, 192), (80,)))
     residual = torch.randn(MOST, 40).to(dtype)
     for gate in ("silu", "gelu_tanh"):
         got = each_alone(lambda at: deterministic.linear_gated(x[at].clone(), weight, bias, gate))  # noqa: B023
         assert torch.equal(got, gate_and_mul(deterministic.linear(x, weight, bias), gate))
-    norm = torch.rand(192).to(dtype)
-    apart = deterministic.norm_linear(x, norm, 1e-5, weight, bias), deterministic.norm_gated(x, norm, 1e-5, weight)
-    for module in (deterministic, split_sums):
-        monkeypatch.setattr(module, "CHOICE", replace(CHOICE, fixed_tiles=True, fixed_norm_tokens=4))
-    for some in (slice(0, 1), slice(3, 6), slice(40, 44)):
-        assert torch.equal(deterministic.norm_linear(x[some].clone(), norm, 1e-5, weight, bias), apart[0][some])
-        assert torch.equal(deterministic.norm_gated(x[some].clone(), norm, 1e-5, weight), apart[1][some])
     whole = split_sums.split_weight(weight[:40].contiguous(), Shard().eighths(192), bias[:40])
     assert split_sums.adds_split_sums(x, whole)
     added = each_alone(lambda at: split_sums.split_linear_add(residual[at].clone(), x[at].clone(), whole))
     assert torch.equal(added, residual + split_sums.split_linear(x, whole).to(dtype))
-    few = fixed_parts.few_tile(x.half()[:64], 80, 1)
+
+
+def test_tiles_of_few_tokens() -> None:
+    """They have few outputs, so that many programs read the weight; a small one is prefetched."""
+    x = torch.empty(3, 1024).half()
+    few = fixed_parts.few_tile(x, 4096, 1, 16, True)
     assert few is not None
-    assert few.block_n == 32
-    assert fixed_parts.few_tile(x.half(), 80, 1) is None
+    assert few.prefetches
+    assert few[:3] == (16, 32, 128)
+    assert fixed_parts.few_tile(torch.empty(64, 1024).half(), 4096, 8, 16, True) == few._replace(block_m=64)
+    assert fixed_parts.few_tile(x, 4096, 1, 64, False) == fixed_parts.Tile(64, 32, 64, 4, 6)
+    assert fixed_parts.few_tile(x, 4096, 8, 64, False) is None
+    assert fixed_parts.few_tile(x, 99999, 1, 64, False) is None
+    assert fixed_parts.few_tile(x.float(), 4096, 1, 64, True) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_of_sums(dtype: torch.dtype) -> None:
+    """A norm has the same bytes with the sum before it and by itself, whose row may be of any size."""
+    x, residual, weight = torch.randn(5, 3000).to(dtype), torch.randn(5, 3000).to(dtype), torch.rand(3000).to(dtype)
+    residual[1], x[1], residual[2], x[2] = 0.0, 0.0, residual[2] * 1e-3, x[2] * 1e-3
+    residual[3] *= 200
+    with_sum = add_rms_norm(residual, x, weight, 1e-6)
+    assert torch.equal(rms_norm(residual, weight, 1e-6), with_sum)
+    want = reference.rms_norm(residual.double(), weight.double(), 1e-6)
+    torch.testing.assert_close(with_sum.double(), want, atol=1e-6, rtol=4e-6 if dtype == torch.float32 else 2e-3)
 
 
 def test_matrices_divided_among_programs() -> None:

@@ -1,6 +1,5 @@
 """Deterministic GEMM of many tokens in Gluon, on torch tensors: `tests.support.gluon_on_tensors`."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.cuda import deterministic
-from kernels.cuda.choice import CHOICE
 from kernels.gluon.linear import fixed
 from kernels.gluon.linear.fixed import Config
 from tests.support.gluon_on_tensors import run_on_tensors
@@ -80,14 +78,13 @@ def test_rows_beyond_the_last_tile() -> None:
 
 
 def test_choice_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic, "CHOICE", replace(CHOICE, fixed_few_tokens=64, fixed_tiles=True))
     launched: list[tuple[int, Config]] = []
     monkeypatch.setattr(fixed, "launch", lambda x, weight, bias, out, config, **_: launched.append((len(x), config)))
     monkeypatch.setattr(
         deterministic, "fixed_parts", lambda x, *_, **options: launched.append((len(x), options["tile"]))
     )
 
-    def chosen(num_tokens: int, n: int, k: int, pieces: int = 0, gate: Any = "") -> Any:
+    def chosen(num_tokens: int, n: int, k: int, pieces: int = 1, gate: Any = "") -> Any:
         x, weight = torch.empty(num_tokens, k, dtype=BF16), torch.empty(2 * n if gate else n, k, dtype=BF16)
         deterministic.float_linear(x, weight, None, x.new_empty(num_tokens, n), pieces=pieces, gate=gate)
         return launched.pop()[1]
