@@ -191,7 +191,8 @@ def paged_attention_decode(
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        fixed_attention.decode(query, context, args, out, CHOICE.fixed_decode_rows, flat=CHOICE.fixed_flat)
+        rows, flat, by_dot = CHOICE.fixed_decode_rows, CHOICE.fixed_flat, CHOICE.fixed_sum_by_dot
+        fixed_attention.decode(query, context, args, out, rows, flat=flat, sum_by_dot=by_dot)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 
@@ -213,7 +214,8 @@ def paged_attention_prefill(
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
         tiles = attention.tiles_of(query_start, context.lens, step)
     if len(tiles) and CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
-        fixed_attention.prefill(query, query_start, context, args, tiles, out, CHOICE.fixed_flat)
+        flat, by_dot = CHOICE.fixed_flat, CHOICE.fixed_sum_by_dot
+        fixed_attention.prefill(query, query_start, context, args, tiles, out, flat, by_dot)
     elif len(tiles):
         attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
     return out

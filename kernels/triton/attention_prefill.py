@@ -38,7 +38,7 @@ def attend_tile(
     start, q, acc, m, l, key_base, value_base, table, oldest, context_len, query_pos, slopes, scale, stride_block,
     stride_token, head, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPARSE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, CAUSAL: tl.constexpr = True,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr = True, SUM_BY_DOT: tl.constexpr = False,
 ):  # fmt: skip
     """Fold keys [start, start + BLOCK_N) into the running (acc, m, l); rows sit at absolute positions query_pos [M]."""
     k, v = load_kv_tile(
@@ -64,7 +64,7 @@ def attend_tile(
             vertical = (block + (SPARSE[4] + head) * SPARSE[3] + 1) % SPARSE[2] == 0
             keep &= (query_pos[:, None] // SPARSE[0] - block[None, :] < SPARSE[1]) | vertical[None, :]
         s = tl.where(keep, s, -float("inf"))
-    return fold(s, v, acc, m, l, PRECISION)
+    return fold(s, v, acc, m, l, PRECISION, SUM_BY_DOT)
 
 
 @triton.jit(

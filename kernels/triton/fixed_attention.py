@@ -61,11 +61,12 @@ def _fixed_attention_kernel(
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, FLAT: tl.constexpr,
-    PDL: tl.constexpr,
+    SUM_BY_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for TILE_Q queries of a sequence and the GROUP heads of a KV head, and for one of SPLITS parts of
     the ranges. DECODE: each sequence has one query; query_start and tiles are not read.
-    FLAT: one loop over all ranges, whose loads run ahead of a range's end; only with one split.
+    FLAT: one loop over all ranges, whose loads run ahead of a range's end; only with one split. SUM_BY_DOT: see `fold`;
+    tiles of 16 rows then have the bytes of larger ones.
 
     parts [sequences, num_ranges, H, D], stats [sequences, num_ranges, 2, H] float32: results of ranges. arrivals: 0
     before and after, one for each sequence and KV head.
@@ -127,7 +128,7 @@ def _fixed_attention_kernel(
             part, part_m, part_l = attend_tile(
                 at, q, part, part_m, part_l, key_base, value_base, table, oldest, context_len, query_pos, slopes,
                 scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP, ALIBI,
-                True, PRECISION,
+                True, PRECISION, True, SUM_BY_DOT,
             )  # fmt: skip
             if ((at + BLOCK_N) % RANGE == 0) | (at + BLOCK_N >= end):
                 acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
@@ -144,7 +145,7 @@ def _fixed_attention_kernel(
                 part, part_m, part_l = attend_tile(
                     at, q, part, part_m, part_l, key_base, value_base, table, oldest, context_len, query_pos, slopes,
                     scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP,
-                    ALIBI, True, PRECISION,
+                    ALIBI, True, PRECISION, True, SUM_BY_DOT,
                 )  # fmt: skip
             if SPLITS == 1:
                 acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
@@ -188,13 +189,14 @@ def _counters(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and queries of a program, how many of them share a sequence's ranges, and stages. flat: see the kernel."""
+    """Rows and queries of a program, how many of them share a sequence's ranges, and stages. Others: see the kernel."""
 
     rows: int
     queries: int
     splits: int = 1
     stages: int = 3
     flat: bool = False
+    sum_by_dot: bool = False
 
 
 def prefill(
@@ -205,6 +207,7 @@ def prefill(
     tiles: Tensor,
     out: Tensor,
     flat: bool = False,
+    sum_by_dot: bool = False,
 ) -> None:
     """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
     `kernels.paged_attention_prefill`.
@@ -212,7 +215,7 @@ def prefill(
     _, num_heads, head_dim = query.shape
     num_kv_heads = context.key_cache.shape[1]
     queries = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
-    tile = Tile(prefill_block_m(head_dim, query.dtype), queries, flat=flat)
+    tile = Tile(prefill_block_m(head_dim, query.dtype), queries, flat=flat, sum_by_dot=sum_by_dot)
     _launch(query, query_start, context, args, tiles, out, tile)
 
 
@@ -224,6 +227,7 @@ def decode(
     rows: int = 64,
     stages: int = 2,
     flat: bool = False,
+    sum_by_dot: bool = False,
 ) -> None:
     """Compute the attention of the query [B, H, D] of each sequence into `out`. rows: of a tile of 16-bit queries."""
     num_seqs, num_heads, head_dim = query.shape
@@ -236,7 +240,7 @@ def decode(
     block_m = prefill_block_m(head_dim, query.dtype)
     if query.itemsize == 2 and head_dim <= 128:  # with 64 a tile of as many rows as a warpgroup multiplies
         block_m = rows if num_heads // num_kv_heads <= rows else 64
-    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages, flat))
+    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages, flat, sum_by_dot))
 
 
 def _launch(
@@ -272,5 +276,6 @@ def _launch(
         SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else tile.stages,
         SPLITS=tile.splits, DECODE=tiles is None, FLAT=tile.flat and tile.splits == 1,
+        SUM_BY_DOT=tile.sum_by_dot and query.itemsize == 2,
         num_warps=8 if tile.rows == 128 else 4, **pdl_options(query.device),
     )  # fmt: skip

@@ -107,15 +107,20 @@ def no_sum(M: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def fold(scores, v, acc, m, l, PRECISION: tl.constexpr):
+def fold(scores, v, acc, m, l, PRECISION: tl.constexpr, SUM_BY_DOT: tl.constexpr = False):
     """One online-softmax update: base-2 scores [M, N] and the parts of values [N, D] into those of acc [M, D], and into
-    the running maximum m and sum l [M]."""
+    the running maximum m and sum l [M]. SUM_BY_DOT: the tensor core adds up l, in one order whatever the tile."""
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == -float("inf"), 0.0, new_m)  # every key so far is masked
     p = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(m - base)
-    l = l * rescale + tl.sum(p, 1)
-    p = p.to(v[0].dtype)
+    if SUM_BY_DOT:
+        p = p.to(v[0].dtype)
+        ones = tl.full([p.shape[1], 16], 1.0, p.dtype)
+        l = tl.fma(l, rescale, tl.max(tl.dot(p, ones, input_precision=PRECISION), 1))
+    else:
+        l = l * rescale + tl.sum(p, 1)
+        p = p.to(v[0].dtype)
     first = tl.dot(p, v[0], acc[0] * rescale[:, None], input_precision=PRECISION)
     if len(v) == 2:
         acc = (first, tl.dot(p, v[1], acc[1] * rescale[:, None], input_precision=PRECISION))

@@ -39,6 +39,8 @@ MOST = 4096
 FORMS_BY_NAME: dict[str, dict[str, Any]] = {
     "one loop": {"fixed_flat": True},
     "16 rows": {"fixed_few_rows": 16},
+    "sums by dot": {"fixed_sum_by_dot": True, "fixed_decode_rows": 16},
+    "all": {"fixed_flat": True, "fixed_few_rows": 16, "fixed_sum_by_dot": True, "fixed_decode_rows": 16},
     "larger small weights": {"fixed_small_weight": 1 << 25},
 }
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
@@ -224,11 +226,11 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
     context = PagedContext(cache[0], cache[1], tables, torch.arange(count, dtype=torch.int32, device=device), lens)
     query, args = checks.random(count, heads, dim), AttentionArgs(dim**-0.5)
     want = torch.empty_like(query)
-    fixed_attention.decode(query, context, args, want)
+    fixed_attention.decode(query, context, args, want, sum_by_dot=True)
     num_bytes = int(lens.sum()) * kv_heads * dim * 4
     for rows, stages in ((64, 3), (64, 2), (16, 2)):
         out = torch.empty_like(query)
-        call = partial(fixed_attention.decode, query, context, args, out, rows, stages)
+        call = partial(fixed_attention.decode, query, context, args, out, rows, stages, False, True)
         call()
         wrong = int((out != want).flatten(1).any(1).sum())
         checks.add(f"{name}: {rows} rows, {stages} stages: {wrong} differ", wrong, 0, call, num_bytes, graph=True)
