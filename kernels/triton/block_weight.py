@@ -13,7 +13,6 @@ from kernels.data.block_weight import BlockRows, BlockWeight, unit_channels
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 from kernels.gpu.parts import sum_parts
 
-UNITS = 4  # of a program that dequantises
 ROWS = 64  # of a GEMM's tile
 
 
@@ -90,9 +89,10 @@ def dequantize_rows(rows: BlockRows, out: Tensor) -> None:
     assert out.shape == (n, units * unit_channels(rows.kind))
     low, halves = rows.low.view(torch.int32), rows.scale.view(torch.float16)
     high = low if rows.high is None else rows.high.view(torch.int32)
-    _dequantize_kernel[(n, cdiv(units, UNITS))](
+    of_program = min(next_power_of_2(units), 16)
+    _dequantize_kernel[(n, cdiv(units, of_program))](
         low, high, rows.scale, halves, halves if rows.factor is None else rows.factor, out, N=n, U=units,
-        KIND=rows.kind, UNITS=UNITS, num_warps=4,
+        KIND=rows.kind, UNITS=of_program, num_warps=4,
     )  # fmt: skip
 
 
