@@ -21,7 +21,7 @@ from kernels.triton.block_weight import block_gemm, dequantize
 from kernels.triton.norm import rms_norm
 
 if GLUON:
-    from kernels.gluon.linear import block_small_batch
+    from kernels.gluon.linear import block_small_batch, block_weight_only
 
 
 def pack_blocks(
@@ -85,6 +85,12 @@ def linear(
         return into
     if is_small_batch(x, weight):
         result = linear(x, weight, bias, norm_weight=norm_weight, eps=eps)
+    elif is_weight_only(x, swiglu and len(weight.parts) == 1):
+        more = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "out": out}
+        if len(weight.parts) == 1:
+            return _weight_only(x, weight.parts[0], bias, swiglu=swiglu, **more)
+        result = torch.cat([_weight_only(x, rows, None, norm_weight=norm_weight, eps=eps) for rows in weight.parts], 1)
+        result = result if bias is None else result.add_(bias)
     else:
         x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         if len(x) > CHOICE.block_gemm_tokens:
@@ -98,6 +104,32 @@ def linear(
     if residual is not None:
         return residual.add_(result)
     return result if out is None else out.copy_(result)
+
+
+def is_weight_only(x: Tensor, swiglu: bool) -> bool:
+    """Return whether Gluon's weight-only GEMM multiplies x [M, K]."""
+    most = CHOICE.weight_only_swiglu_tokens if swiglu else CHOICE.weight_only_tokens
+    return GLUON and len(x) <= most and block_weight_only.supports(x)
+
+
+def _weight_only(
+    x: Tensor,
+    rows: BlockRows,
+    bias: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    into = out if residual is None else residual
+    if into is None:
+        into = x.new_empty(len(x), len(rows) // (2 if swiglu else 1))
+    config = block_weight_only.config(len(x), rows, swiglu)
+    x = block_weight_only.in_order(x, rows, norm_weight, eps)
+    block_weight_only.launch(x, rows, bias, into, config, residual=residual, swiglu=swiglu)
+    return into
 
 
 def _spans(weight: BlockWeight, width: int) -> Iterator[tuple[BlockRows, slice]]:

@@ -93,7 +93,7 @@ def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) ->
     norm.
     """
     if isinstance(weight, BlockWeight):
-        return not block_linear.is_small_batch(x, weight)
+        return not (block_linear.is_small_batch(x, weight) or block_linear.is_weight_only(x, gate == "silu"))
     weight, swiglu = dataclasses.replace(weight, order=None), gate == "silu"
     return (
         small_batch_config(x, weight, swiglu) is None

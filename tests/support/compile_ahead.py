@@ -313,6 +313,7 @@ def expert_weights(form: str, n: int, k: int) -> Weight:
 def block_weight(kind: BlockKind, tokens: int, units: int) -> None:
     """Every form of a product of x [tokens, K] with GGUF's blocks."""
     from kernels.cuda.linear import linear_add, norm_gated, norm_linear
+    from kernels.triton.block_weight import block_gemm, dequantize
 
     n, k = 2048, units * unit_channels(kind)
     rows = BlockRows(
@@ -326,6 +327,9 @@ def block_weight(kind: BlockKind, tokens: int, units: int) -> None:
     norm_linear(x, scale, 1e-6, weight, tensor(n))
     norm_gated(x, scale, 1e-6, weight)
     linear_add(tensor(tokens, n), x, weight)
+    if tokens > 16:
+        block_gemm(x, weight, None, None)
+        dequantize(weight, BF16)
 
 
 def experts(tokens: int, form: str, activation: ExpertActivation = "silu") -> None:
@@ -591,6 +595,9 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(block_weight, "q8_0", 11, 32),
     functools.partial(block_weight, "q4_k", 11, 56),
     functools.partial(block_weight, "q6_k", 100, 16),
+    functools.partial(block_weight, "q8_0", 60, 32),
+    functools.partial(block_weight, "q5_k", 180, 16),
+    functools.partial(block_weight, "q4_k", 300, 16),
     functools.partial(quantized, 3, "e2m1", 16, e4m3_scales=True),
     functools.partial(quantized, 60, "int4", 128),
     functools.partial(quantized, 300, "int8", rounds=True),
@@ -671,6 +678,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
     "attention.decode", "attention.prefill", "attention.latent_decode", "linear.weight_only", "linear.scaled",
+    "linear.block_weight_only",
     "linear.fixed", "moe.compressed", "moe.compressed_small_batch", "moe.decompress", "moe.weight_only", "moe.scaled",
 )  # fmt: skip
 HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")

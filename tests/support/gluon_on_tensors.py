@@ -251,7 +251,7 @@ def run_on_tensors(
     if hasattr(module, "mma_v2"):
         monkeypatch.setattr(module, "mma_v2", lambda a, b, total: total + a.float() @ b.float())
         monkeypatch.setattr(module, "has_tensor_cores", lambda device: True, raising=False)
-    if hasattr(module, "warpgroup_mma"):
+    if hasattr(module, "warpgroup_mma_wait"):
         _on_hopper(monkeypatch, [module, shared], gluon)
 
 

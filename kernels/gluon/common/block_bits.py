@@ -122,6 +122,29 @@ EIGHT_BITS = gl.constexpr(
     )
     + "}"
 )  # (2^23 + 128 + code - (2^23 + 128)) · factor
+
+
+def _scaled(body: str, operand: int, results: str, none: str, minima: bool) -> gl.constexpr:
+    """Return PTX with operands from `operand` on: scales of low and high codes, then minima, negative, each twice in a
+    register. none: the code of zero, 128 more, negative; "": codes have their values.
+    """
+    pairs = [(name, operand + i * 2 // len(results)) for i, name in enumerate(results)]
+    lines = [".reg .b32 one, none;", "mov.b32 one, 0x3f803f80;", f"mov.b32 none, {none};"] if none else []
+    for name, scale in pairs:
+        if none:
+            lines.append(f"fma.rn.bf16x2 {name}, {name}, one, none;")
+        lines.append(
+            f"fma.rn.bf16x2 {name}, {name}, ${scale}, ${scale + 2};"
+            if minima
+            else f"mul.rn.bf16x2 {name}, {name}, ${scale};"
+        )
+    return ptx(body + "\n".join(lines), results)
+
+
+Q4_SCALED = _scaled(Q4, 9, "abcd", "0xc300c300", True)
+Q5_SCALED = _scaled(Q5, 10, "abcd", "0xc300c300", True)
+Q6_SCALED = _scaled(Q6, 10, "abcd", "0xc320c320", False)
+Q8_SCALED = _scaled(Q8, 5, "ab", "", False)
 SIXTEEN_FLOATS = gl.constexpr((gl.float32,) * 16)
 TO_SIXTEEN = gl.constexpr(",".join(["=f"] * 16))
 
@@ -219,3 +242,39 @@ def in_column(x, column, wanted: gl.constexpr):
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=gl.bfloat16, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def twice(value):
+    """A number as bfloat16, twice in an int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def decode_word_scaled(words, high, scales, KIND: gl.constexpr, LAYOUT: gl.constexpr):
+    """int32 words [rows, 4, 4] → weights [rows, 4, 4, 2, 2] bfloat16 of the low (or only) halves of bytes, and of the
+    high ones: the last index is that of the pair, the one before in it. scales: of the low and the high ones, and
+    their minima.
+    """
+    if KIND == "q8_0":
+        a, b, c, d = gl.inline_asm_elementwise(
+            Q8_SCALED, "=h,=h,=h,=h,r,r,r", [words, scales[0], scales[0]], dtype=FOUR, is_pure=True, pack=1
+        )
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, low
+    else:
+        if KIND == "q4_k":
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+                Q4_SCALED, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [words, scales[0], scales[1], scales[2], scales[3]],
+                dtype=EIGHT, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            TEXT: gl.constexpr = Q5_SCALED if KIND == "q5_k" else Q6_SCALED
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+                TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r",
+                [words, high, scales[0], scales[1], scales[2], scales[3]], dtype=EIGHT, is_pure=True, pack=1,
+            )  # fmt: skip
+        low = gl.convert_layout(gl.join(gl.join(a, b), gl.join(c, d)), LAYOUT)
+        return low, gl.convert_layout(gl.join(gl.join(e, f), gl.join(g, h)), LAYOUT)

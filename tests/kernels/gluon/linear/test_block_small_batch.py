@@ -207,9 +207,9 @@ def run_ptx(text: str, *operands: int | float) -> dict[str, Any]:
             done |= {"mul": operator.mul, "sub": operator.sub}
             exact = done[operation.split(".")[0]](*numbers)
             registers[into] = struct.unpack("<f", struct.pack("<f", exact))[0]
-        elif operation == "fma.rn.bf16x2":
+        elif operation.endswith(".bf16x2"):
             halves = [[bf16(word(name) >> shift & 0xFFFF) for name in sources] for shift in (0, 16)]
-            registers[into] = sum(to_bf16(a * b + c) << 16 * i for i, (a, b, c) in enumerate(halves))
+            registers[into] = sum(to_bf16(a * b + sum(c)) << 16 * i for i, (a, b, *c) in enumerate(halves))
         else:
             registers[into] = integer(operation, [word(name) for name in sources])
     return registers
