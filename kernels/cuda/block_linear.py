@@ -1,7 +1,7 @@
 """Linear layers with GGUF's blocks on CUDA devices: chooses the kernel.
 
-Up to `CHOICE.small_batch_tokens` tokens one kernel reads each type's blocks, with what comes before and after it.
-Beyond, a GEMM dequantises tiles; for most tokens the whole weight is dequantised for cuBLAS.
+For few tokens one kernel reads each type's blocks, with what comes before and after it. Beyond, a GEMM dequantises
+tiles, Gluon's on Hopper, else Triton's; for most tokens the whole weight is dequantised for cuBLAS.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def packed(blocks: Sequence[Tensor], kinds: Sequence[str]) -> BlockWeight | None
 
 def is_small_batch(x: Tensor, weight: BlockWeight) -> bool:
     """Return whether the kernel for few tokens computes x [M, K] times the weight."""
-    return GLUON and len(x) <= CHOICE.small_batch_tokens and block_small_batch.config(x, weight.parts[0]) is not None
+    most = CHOICE.block_small_batch_tokens if is_weight_only(x, False) else CHOICE.small_batch_tokens
+    return GLUON and len(x) <= most and block_small_batch.config(x, weight.parts[0]) is not None
 
 
 def linear(
