@@ -87,9 +87,10 @@ def linear(
     if is_small_batch(x, weight):
         result = linear(x, weight, bias, norm_weight=norm_weight, eps=eps)
     elif is_weight_only(x, swiglu and len(weight.parts) == 1):
-        more = {"norm_weight": norm_weight, "eps": eps, "residual": residual, "out": out}
         if len(weight.parts) == 1:
-            return _weight_only(x, weight.parts[0], bias, swiglu=swiglu, **more)
+            return _weight_only(
+                x, weight.parts[0], bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual, out=out
+            )
         result = torch.cat([_weight_only(x, rows, None, norm_weight=norm_weight, eps=eps) for rows in weight.parts], 1)
         result = result if bias is None else result.add_(bias)
     else:

@@ -93,7 +93,7 @@ def check(kind: BlockKind, num_tokens: int, n: int, units: int, device: str) -> 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_type(kind: BlockKind, parts: int, without_layouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with the channels in parts, of which the last is shorter."""
-    config = block_weight_only.Config(32, 4)
+    config = weight_only.Config(32, 4)
     monkeypatch.setattr(
         block_weight_only, "config", lambda count, rows, swiglu: config if swiglu else config._replace(parts=parts)
     )
