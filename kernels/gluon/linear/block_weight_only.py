@@ -147,8 +147,8 @@ def _four(x, R: gl.constexpr):
 
 @gluon.jit
 def _scales(unit, H: gl.constexpr, KIND: gl.constexpr, CUT: gl.constexpr):
-    """Of step H of a unit: for the low and the high codes, the scale of each of the thread's words, then for both the
-    minimum, negative; [64, 1, 4] packed, see `twice`.
+    """Return what step H of a unit scales its words with, [64, 1, 4] packed, see `twice`: the low codes, the high ones;
+    then the minima of both, negative.
     """
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CUT))
     if KIND == "q8_0":
