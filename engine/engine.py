@@ -49,6 +49,7 @@ from engine.stepping.unread_steps import StepFailedError, UnreadSteps, on_device
 from engine.structured.grammar import Compiler, Vocabulary
 from engine.structured.grammar_manager import GrammarManager
 from engine.version import __version__
+from engine.worker.attention.group_attention import common_prefixes
 from engine.worker.device import Device
 from engine.worker.interface import Handle, Runner
 from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
@@ -350,7 +351,7 @@ def _new_scheduler(
     config: EngineConfig, spec: ModelSpec, options: RunnerOptions, runner: Runner, grammars: GrammarManager[Request]
 ) -> Scheduler:
     drafts = drafts_of(config, spec, options.device)
-    return Scheduler(
+    scheduler = Scheduler(
         [runner.num_blocks, runner.num_states] if runner.num_states else runner.num_blocks,
         runner.block_size,
         options.max_num_seqs,
@@ -363,6 +364,8 @@ def _new_scheduler(
         has_tiers=options.host_cache_bytes > 0 or (config.prefix_cache_file is not None and config.num_ranks == 1),
         whole_prompts=options.whole_prompts,
     )
+    scheduler.common_prefixes = common_prefixes(runner.cache_groups, options)
+    return scheduler
 
 
 def _opened_store(

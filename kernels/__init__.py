@@ -30,7 +30,10 @@ from kernels.data.lora import AdapterTokens, EmbeddingLora, ExpertLora, LoraWeig
 from kernels.data.moe import Experts, Router, RouterArgs
 from kernels.data.plan import (
     FEW_SEQS,
+    MIN_MEMBERS,
+    MIN_SHARED,
     DecodePlan,
+    SharedPrefix,
     latent_decode_plan,
     latent_tile_queries,
     make_prefill_tiles,

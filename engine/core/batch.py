@@ -90,6 +90,7 @@ class ScheduledBatch:
     partial: list[int]  # indices of chunks that end before the request's last token; all other requests sample a token
     # Number of drafts, which are the last of each request's tokens after at least one other; (): there are none.
     num_drafts: tuple[int, ...] = ()
+    has_common_prefix: bool = False  # some of its decodes begin with the same long prefix
 
     def __len__(self) -> int:
         return len(self.request_ids)

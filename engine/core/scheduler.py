@@ -31,6 +31,7 @@ from engine.core.fairness.step_budget import StepBudget
 from engine.core.in_flight_steps import InFlightSteps
 from engine.core.kv.block_manager import BlockManager
 from engine.core.kv.cache_groups import FULL, CacheGroup
+from engine.core.kv.common_prefix import CommonPrefixes
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.step_planner import NOTHING, Batched, StepLimits, StepPlanner
@@ -91,6 +92,7 @@ class Scheduler:
         self._clock, self._num_batches = clock, num_batches
         self._recent: list[Batched] = []  # batches of the last steps, newest first
         self._step = 0
+        self.common_prefixes: CommonPrefixes | None = None  # of decodes that the worker would like to know of
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -168,7 +170,7 @@ class Scheduler:
         plan = self._planner.plan()
         if plan is None:
             return SchedulerOutput(self._step, [], NOTHING[1], {}, [])
-        requests, batch = plan.batch(self._recent)
+        requests, batch = plan.batch(self._recent, self.common_prefixes)
         removed: list[str] = []
         encoder = None
         if batch.request_ids:

@@ -14,6 +14,7 @@ from engine.core.drafts.policy import DraftPolicy
 from engine.core.encoder_cache import EncoderCache
 from engine.core.fairness.step_budget import StepBudget
 from engine.core.in_flight_steps import InFlightSteps
+from engine.core.kv.common_prefix import CommonPrefixes
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.tiers import MAX_LOADS
@@ -61,8 +62,10 @@ class Plan:
         self.new_requests.append(request.new_request(start))
         request.is_unsent = False
 
-    def batch(self, recent: list[Batched]) -> Batched:
-        """Return the requests in batch order, and the batch: that of an earlier step in `recent` if it had the same."""
+    def batch(self, recent: list[Batched], prefixes: CommonPrefixes | None) -> Batched:
+        """Return the requests in batch order, and the batch: that of an earlier step in `recent` if it had the same.
+        `prefixes`: None: it does not matter whether requests have one in common.
+        """
         num_decodes = len(self.decodes)
         requests = self.decodes + self.longer
         num_tokens = [1] * num_decodes + self.lengths
@@ -75,7 +78,10 @@ class Plan:
             if lengths == (batch.num_tokens, batch.num_drafts, batch.partial) and requests == found:
                 return found, batch
         request_ids = [request.request_id for request in requests]
-        batch = ScheduledBatch(request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts)
+        has_common_prefix = prefixes is not None and prefixes.among(self.decodes)
+        batch = ScheduledBatch(
+            request_ids, num_tokens, sum(num_tokens), num_decodes, partial, num_drafts, has_common_prefix
+        )
         if len(recent) == MOST_RECENT:
             recent.pop()
         recent.insert(0, (requests, batch))

@@ -29,6 +29,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({s for s in sizes if s < max_num_seqs} | {min(max_num_seqs, 1024)})
 
 
+def prefix_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return those of the sizes to capture for steps with a common prefix: 2^n, from 8 on, and the largest."""
+    return [size for size in sizes if size >= 8 and (size & (size - 1) == 0 or size == sizes[-1])]
+
+
 MEASURED = 3  # replays that are measured
 
 # Token counts of steps with prefill to capture. In larger steps the GPU takes longer than launching its kernels.
@@ -50,11 +55,13 @@ class DecodeGraphs:
         progress: Progress,
         has_adapters: bool = False,
         splits_drafts: bool = False,
+        has_common_prefix: bool = False,
     ) -> None:
         """`has_adapters`: for steps in which some sequences use LoRA adapters, else for those without. `splits_drafts`:
-        see `RunnerOptions`.
+        see `RunnerOptions`. `has_common_prefix`: only for steps in which some decodes have one.
         """
         self._has_adapters, self._splits_drafts = has_adapters, splits_drafts
+        self._has_common_prefix = has_common_prefix
         self._device, self._work, self._buffer, self._sizes = device, work, buffer, sizes
         self._graphs: dict[int, Graph] = {}
         self._filtered: dict[int, Graph] = {}
@@ -62,12 +69,11 @@ class DecodeGraphs:
         shared: Graph | None = None
         for done, size in enumerate(sizes[::-1]):
             progress("capturing", done, len(sizes))
-            outputs = work.run(buffer, size, has_adapters)  # compile and select algorithms before the capture
+            run = partial(work.run, buffer, size, has_adapters, has_common_prefix)
+            outputs = run()  # compile and select algorithms before the capture
             if work.is_last:
                 work.sample_filtered(*outputs)
-            self._graphs[size], self._outputs[size] = device.capture(
-                partial(work.run, buffer, size, has_adapters), shared
-            )
+            self._graphs[size], self._outputs[size] = device.capture(run, shared)
             shared = shared or self._graphs[size]
             if work.is_last:
                 filtered = partial(work.sample_filtered, *self._outputs[size])
@@ -82,6 +88,8 @@ class DecodeGraphs:
         """Return the captured size for a step that only decodes, with drafts if they are sequences."""
         splits = self._splits_drafts and not step.only_decodes and step.samples_every_token
         if step.needs_every_token or not (step.only_decodes or splits) or step.has_adapters != self._has_adapters:
+            return None
+        if self._has_common_prefix and not step.batch.has_common_prefix:
             return None
         at = bisect.bisect_left(self._sizes, step.batch.total_num_tokens)
         return Padding(self._sizes[at], splits=splits) if at < len(self._sizes) else None

@@ -30,14 +30,17 @@ class DecodeStep:
             )  # of this rank's tokens
 
     @torch.inference_mode()
-    def run(self, packed: Tensor, size: int, has_adapters: bool = False) -> tuple[Tensor, ...]:
+    def run(
+        self, packed: Tensor, size: int, has_adapters: bool = False, has_common_prefix: bool = False
+    ) -> tuple[Tensor, ...]:
         """Return this rank's logits [size, n] and the tokens [size] of unfiltered sampling. A stage before the last one
-        returns hidden states [size, hidden] alone. `has_adapters`: see `StepSize`.
+        returns hidden states [size, hidden] alone. `has_adapters`, `has_common_prefix`: see `StepSize`.
         """
+        hidden = self._hidden(packed, size, has_adapters, has_common_prefix=has_common_prefix)
         if not self.is_last:
-            return (self._hidden(packed, size, has_adapters),)
+            return (hidden,)
         head = self._model.lm_head
-        own_logits = self.logits(packed, size, out=self._own_logits[:size], has_adapters=has_adapters)
+        own_logits = self._logits_of(hidden, self._own_logits[:size], has_adapters)
         if head.shard.size == 1:
             return own_logits, self._sampler.sample_unfiltered(own_logits)
         return own_logits, self._sampler.sample_own(own_logits, head.first_id, head.gather_keys)
@@ -50,7 +53,9 @@ class DecodeStep:
 
         `num_tokens`: with drafts, the number of tokens of the `size` sequences. The logits are of all of them.
         """
-        hidden = self._hidden(packed, size, has_adapters, num_tokens)
+        return self._logits_of(self._hidden(packed, size, has_adapters, num_tokens), out, has_adapters)
+
+    def _logits_of(self, hidden: Tensor, out: Tensor | None, has_adapters: bool) -> Tensor:
         return self._model.own_logits(hidden, out, self._forward.head_adapters(has_adapters, slice(len(hidden))))
 
     @torch.inference_mode()
@@ -67,7 +72,9 @@ class DecodeStep:
         """Return the memory of all ranks' logits: [size, V]."""
         return self._logits[:size]
 
-    def _hidden(self, packed: Tensor, size: int, has_adapters: bool, num_tokens: int = 0) -> Tensor:
+    def _hidden(
+        self, packed: Tensor, size: int, has_adapters: bool, num_tokens: int = 0, has_common_prefix: bool = False
+    ) -> Tensor:
         num_decodes = 0 if num_tokens > size else size
-        step_size = StepSize(size, max(num_tokens, size), num_decodes, has_adapters=has_adapters)
+        step_size = StepSize(size, max(num_tokens, size), num_decodes, False, has_adapters, has_common_prefix)
         return self._forward.run(packed, step_size)

@@ -36,6 +36,7 @@ class StepSize:
     # Of the first `num_decodes` sequences, only the leading ones with one token decode: a graph does not know how many.
     may_decode: bool = False
     has_adapters: bool = False  # some sequences may use LoRA adapters
+    has_common_prefix: bool = False  # some decodes may begin with the same prefix, which is read once
 
 
 class ForwardPass:
@@ -154,6 +155,7 @@ class ForwardPass:
             decode_lens=decode_lens,
             block_tables=self._state.block_tables,
             slot_mapping=step.slot_mapping[:, :num_tokens],
+            has_common_prefix=size.has_common_prefix,
         )
         return {each: each.metadata(tensors, prefills) for each in self.attentions}
 
@@ -193,7 +195,7 @@ class EagerSteps:
         if not step.only_decodes:
             lens = step.batch.num_tokens[n:], packed.context_lens[n:].tolist()
             prefills = Prefills(*lens, forward.device.upload)
-        size = StepSize(packed.num_seqs, packed.num_tokens, n, has_adapters=step.has_adapters)
+        size = StepSize(packed.num_seqs, packed.num_tokens, n, False, step.has_adapters, step.batch.has_common_prefix)
         images = None
         if step.has_images:
             assert self._images is not None

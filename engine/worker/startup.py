@@ -31,7 +31,7 @@ from engine.models.weights import load_model
 from engine.worker.adapter_slots import DUMMY
 from engine.worker.attention.group_attention import StepLens
 from engine.worker.captured_steps import MAX_TOKENS, CapturedSteps
-from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes
+from engine.worker.cuda_graphs import DecodeGraphs, PrefillGraphs, graph_sizes, prefill_shapes, prefix_sizes
 from engine.worker.device import CudaDevice
 from engine.worker.executor import Executor
 from engine.worker.images import own_rows
@@ -187,6 +187,9 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
                     outputs = runner.decode_step.run(packed, size, has_adapters)
                 if runner.decode_step.is_last:
                     runner.decode_step.sample_filtered(*outputs)
+        if any(each.reads_prefixes_once for each in runner.forward.attentions):
+            for size in prefix_sizes(graph_sizes(max_decodes)):
+                runner.decode_step.run(packed, size, has_common_prefix=True)
     runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
 
 
@@ -249,7 +252,7 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
         DecodeGraphs(runner.device, runner.decode_step, buffer, sizes, progress, has_adapters, splits_drafts)
         for has_adapters in _kinds(runner)
     ]
-    executors: list[Executor] = [*decodes]
+    executors: list[Executor] = [*_prefix_graphs(runner, buffer, progress), *decodes]
     if shapes := prefill_shapes(forward, runner.options):
         buffer = _packed_steps(runner, 2 * max(shapes[-1].num_seqs, shapes[-1].num_tokens))
         executors += [
@@ -261,6 +264,15 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
         runner.proposer.capture()
     if splits_drafts:
         runner.step_seconds = _measured(runner, decodes[0], [size for size in sizes if size <= MOST_MEASURED])
+
+
+def _prefix_graphs(runner: ModelRunner, buffer: Tensor, progress: Progress) -> list[DecodeGraphs]:
+    """Capture the decode step for prefixes that requests have in common."""
+    sizes = prefix_sizes(graph_sizes(runner.options.max_decodes))
+    if not sizes or not any(each.reads_prefixes_once for each in runner.forward.attentions):
+        return []
+    splits, work = runner.options.splits_drafts, runner.decode_step
+    return [DecodeGraphs(runner.device, work, buffer, sizes, progress, False, splits, has_common_prefix=True)]
 
 
 @torch.inference_mode()

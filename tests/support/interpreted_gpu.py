@@ -115,10 +115,8 @@ def answers(
 
     `begin`: called with the engine before the first request.
     """
-    few = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 8}
-    config = EngineConfig(
-        model=str(model), device="cpu", dtype="float32", max_model_len=64, block_size=8, **few | settings
-    )
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 8, "max_model_len": 64}
+    config = EngineConfig(model=str(model), device="cpu", dtype="float32", block_size=8, **few | settings)
     engine = Engine(config)
     begin(engine)
     input_processor = InputProcessor.load(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.kv.cache_groups import CacheGroup
+from engine.core.kv.common_prefix import CommonPrefixes
 from engine.models.attention import AttentionMetadata, block_sparse
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.options import RunnerOptions
@@ -19,6 +20,7 @@ from engine.worker.options import RunnerOptions
 # Small steps read the keys of a request's newest token and its drafts once. False until `python -m tests.gpu shared`
 # has passed on a GPU.
 JOINS_DRAFTS = False
+READS_PREFIXES_ONCE = True
 
 T = TypeVar("T")
 StepLens = tuple[list[int], list[int]]  # lengths of queries and of contexts
@@ -35,6 +37,7 @@ class AttentionStep:
     decode_lens: Tensor | None  # see `AttentionMetadata`
     block_tables: Tensor  # [G, R, max_blocks] int32
     slot_mapping: Tensor  # [G, T] int64
+    has_common_prefix: bool = False  # see `StepSize`
 
 
 class Prefills:
@@ -72,6 +75,21 @@ class CapturedPrefills:
         return self.by_queries[queries]
 
 
+def common_prefixes(groups: Sequence[CacheGroup], options: RunnerOptions) -> CommonPrefixes | None:
+    """Return the prefixes that decodes on this device read once for all requests that have them in common; None: it
+    does not. The sums of a token then depend on the other requests of its step, which deterministic mode rules out.
+    """
+    if not READS_PREFIXES_ONCE or not options.device.is_accelerator or options.deterministic:
+        return None
+    return CommonPrefixes.of(groups, options.block_size, kernels.MIN_SHARED, kernels.MIN_MEMBERS)
+
+
+def _with_prefix(plan: kernels.DecodePlan, mixer: AttentionSpec) -> kernels.DecodePlan:
+    """Return a plan with the same workspace for steps with common prefixes."""
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    return replace(plan, prefix=kernels.SharedPrefix.allocate(plan.max_seqs, *heads, plan.work.device))
+
+
 class GroupAttention:
     """Attention's step data for layers of one cache group that attend alike. A CPU needs neither plans nor tiles."""
 
@@ -85,11 +103,17 @@ class GroupAttention:
         self.index = index
         self.tile_queries = 0  # queries of a prefill tile; 0: there are no tiles
         self._plans: list[kernels.DecodePlan] = []  # in ascending order of the number of sequences that they fit
+        self._prefix_plans: list[kernels.DecodePlan] = []  # likewise, for steps with prefixes that are read once
+        self._block_size = options.block_size
         if options.device.is_accelerator:
             most = options.max_decodes
             limits = sorted({min(n, most) for n in (*kernels.FEW_SEQS, most)})
             allocate, self.tile_queries = self._kernel_sizes(mixer, group, options)
             self._plans = [allocate(n) for n in limits]
+            reads_once = common_prefixes((group,), options) is not None
+            if reads_once and isinstance(mixer, AttentionSpec) and mixer.sparse is None and not mixer.alibi:
+                plans = [plan for plan in self._plans if plan.max_seqs >= kernels.MIN_MEMBERS]
+                self._prefix_plans = [_with_prefix(plan, mixer) for plan in plans]
 
     def _kernel_sizes(
         self, mixer: AttentionSpec | LatentSpec, group: CacheGroup, options: RunnerOptions
@@ -110,13 +134,19 @@ class GroupAttention:
         return allocate, kernels.prefill_tile_queries(mixer.num_heads, num_kv_heads, mixer.head_dim, options.dtype)
 
     @property
+    def reads_prefixes_once(self) -> bool:
+        """Return whether these layers read prefixes that decodes have in common once for all of them."""
+        return bool(self._prefix_plans)
+
+    @property
     def fullest_steps(self) -> list[StepLens]:
         """Steps with prefill that need more memory or other kernels than full steps of prompts, to run at start-up."""
         return []
 
-    def plan(self, num_decodes: int) -> kernels.DecodePlan | None:
+    def plan(self, num_decodes: int, has_common_prefix: bool = False) -> kernels.DecodePlan | None:
         """Return the smallest decode plan for so many sequences; None if the device needs none."""
-        return next((plan for plan in self._plans if num_decodes <= plan.max_seqs), None)
+        plans = self._prefix_plans if has_common_prefix and self._prefix_plans else self._plans
+        return next((plan for plan in plans if num_decodes <= plan.max_seqs), None)
 
     def tiles(self, prefills: Prefills | CapturedPrefills | None) -> Tensor | None:
         """Return the tiles of sequences that do not decode: [N, 2] int32; None if there are none."""
@@ -124,9 +154,11 @@ class GroupAttention:
 
     def metadata(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> AttentionMetadata:
         """Write the step's decode plan, and return the layers' metadata. `prefills` None: all sequences decode."""
-        n, plan = step.num_decodes, self.plan(step.num_decodes)
+        n, plan = step.num_decodes, self.plan(step.num_decodes, step.has_common_prefix)
         if plan is not None and n:
             lens = step.context_lens[:n] if step.decode_lens is None else step.decode_lens
+            if plan.prefix is not None:
+                kernels.plan_prefix(lens, step.rows[:n], step.block_tables[self.index], self._block_size, plan)
             kernels.plan_decode(lens, step.rows[:n], plan)
         return AttentionMetadata(
             num_decodes=n,

@@ -16,7 +16,7 @@ class StateSteps(GroupAttention):
         self.index, self.tile_queries = index, 0
         self._padding_index, self._block_size = padding_index, block_size
 
-    def plan(self, num_decodes: int) -> DecodePlan | None:
+    def plan(self, num_decodes: int, has_common_prefix: bool = False) -> DecodePlan | None:
         return None
 
     def metadata(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> AttentionMetadata:
