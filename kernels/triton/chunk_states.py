@@ -112,8 +112,8 @@ def states_kernel(
 ):  # fmt: skip
     """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
 
-    RARE: precision of products in branches, whose factors are float32. With bfloat16 the states that blocks keep were
-    wrong on an H200 with Triton 3.6, or memory was accessed illegally.
+    RARE: precision of products in branches, whose factors are float32. With bfloat16, or tf32 from it, the states that
+    blocks keep were wrong on an H200 with Triton 3.6.
 
     starts [chunks + sequences, Hv, DK, DV]: the state before what a chunk has of a sequence, at the sum of both
     indices; sequences count from the first that is not a decode. `solved` becomes the updates.

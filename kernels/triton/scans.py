@@ -34,6 +34,7 @@ OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
 NARROW, EXACT = "tf32", "tf32"  # their precision with activations of 16 bits, and that of the equations of updates
+RARE = "ieee"  # likewise of the states that blocks keep: on tensor cores these were wrong on an H200 (Triton 3.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class _Layer:
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
             **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)),
-            RARE=PRECISION if wide else NARROW, **STATES,
+            RARE=PRECISION if wide else RARE, **STATES,
         )  # fmt: skip
         block_v = min(of_v, OUTPUTS_V)
         outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
