@@ -19,6 +19,7 @@ CONTRACT = {
     "engine.core.batch",
     "engine.core.drafts.proposer",
     "engine.core.kv.cache_groups",
+    "engine.core.kv.common_prefix",
     "engine.core.engine_request",
     "engine.core.params.pooling",
     "engine.core.params.sampling",
