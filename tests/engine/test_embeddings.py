@@ -128,7 +128,7 @@ def test_steps_with_embeddings_take_no_cuda_graph(
         def replay(self) -> None:
             raise RuntimeError("a graph")
 
-    work: Any = SimpleNamespace(is_last=False, run=lambda packed, size, has_adapters: (packed,))
+    work: Any = SimpleNamespace(is_last=False, run=lambda packed, *size: (packed,))
     device: Any = SimpleNamespace(capture=lambda work, shared: (Graph(), work()))
     engine = Engine(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=256))
     graphs = DecodeGraphs(device, work, torch.zeros(1000, dtype=torch.int32), [1], silent)
