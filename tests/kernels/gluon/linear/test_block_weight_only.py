@@ -130,7 +130,7 @@ def test_bits(kind: BlockKind) -> None:
     numbers = [torch.full((1, 1, 1), bf16(each)) for each in scales]
     for word, high in torch.randint(-(2**31), 2**31, (64, 2), generator=torch.Generator().manual_seed(0)).tolist():
         twofold = [each << 16 | each for each in scales]
-        operands = {"q8_0": [word, *twofold[:1]], "q4_k": [word, *twofold]}.get(kind, [word, high, *twofold])
+        operands = {"q8_0": [word, *twofold[:1] * 2], "q4_k": [word, *twofold]}.get(kind, [word, high, *twofold])
         if kind == "q6_k":
             operands = operands[:4]
         found = run_ptx(TEXTS[kind].value, *operands)
