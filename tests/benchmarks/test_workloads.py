@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import workloads
-from benchmarks.model_shapes import SHAPES, model_folder
 from benchmarks.workloads import Request
 from engine.errors import ConfigError
-from engine.models.families import read_spec
 
 
 def test_nano_is_the_published_one() -> None:
@@ -144,20 +142,3 @@ def test_sharegpt(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="not ShareGPT"):
         workloads.read_sharegpt(path, None, len)
-
-
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_model_shapes(name: str, tmp_path: Path) -> None:
-    folder = model_folder(name, tmp_path)
-    assert folder == tmp_path / name
-    config = json.loads((folder / "config.json").read_text())
-    spec = read_spec(folder)
-    assert spec.hidden_size == config["hidden_size"]
-    pattern = config.get("hybrid_override_pattern", "")  # whose mixers and MLPs count as layers of their own
-    assert spec.num_layers == config["num_hidden_layers"] or spec.num_layers < len(pattern)
-    assert model_folder(str(folder), Path("/unused")) == folder
-
-
-def test_an_unknown_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean qwen3-0\.6b"):
-        model_folder("qwen3-0.6", tmp_path)
