@@ -47,7 +47,7 @@ class Choice:
     weight_only_tokens: int = 512  # Gluon's weight-only GEMM; then cuBLAS on the dequantised weight
     weight_only_swiglu_tokens: int = 2048  # with SwiGLU, which cuBLAS leaves to another kernel
     portable_weight_only_tokens: int = 64  # Triton's weight-only GEMM; then cuBLAS on the dequantised weight
-    block_order: bool = False  # GGUF's blocks as they are, in another order: waits for `tests.gpu gguf`
+    block_order: bool = True  # GGUF's blocks as they are in the file, in another order
     block_small_batch_tokens: int = 8  # the kernel for few tokens with these; then Gluon's weight-only GEMM for them
     block_gemm_tokens: int = 128  # Triton's GEMM with these blocks; then cuBLAS on the dequantised weight
     # MoE. Limits of Gluon's small-batch kernel depend on what comes after it.

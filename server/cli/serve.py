@@ -183,6 +183,10 @@ async def _serve(configs: Sequence[EngineConfig], settings: ServerConfig, listen
         else:
             from server.several.pool import ModelPool
 
+            if (settings.max_loaded_models or 1) > 1:
+                # Processes take turns on the GPU, during which prefill attention for Hopper was wrong: see
+                # docs/troubleshooting.md. Engine processes get this environment.
+                os.environ.setdefault("QUIRE_PORTABLE", "1")
             engine = ModelPool(configs, settings)
         try:
             await service.serve(engine, configs[0], settings, listener)

@@ -32,10 +32,10 @@ def check_shared_prefix(checks: Checks) -> None:
         name = f"common prefixes: head_dim {head_dim} group {group} {dtype} cache {kv_dtype} {count} sequences"
         if checks.device == "cpu" or not checks.wants(name):
             continue
-        lens = [700 + 37 * i % 900 for i in range(count)]
+        lens = [1300 + 37 * i % 900 for i in range(count)]
         paged = Paged.make(lens, page, head_dim, kv_dtype, checks.device)
-        paged.share(range(0, count, 3), 640 // page)
-        paged.share(range(1, count, 3), 512 // page)
+        paged.share(range(0, count, 3), 1152 // page)
+        paged.share(range(1, count, 3), 1024 // page)
         query = checks.random(count, group * paged.kv.shape[2], head_dim, dtype=dtype)
         plan = _plan(paged, query)
         args = kernels.AttentionArgs(head_dim**-0.5, kv_scale=paged.kv_scale)
@@ -45,7 +45,7 @@ def check_shared_prefix(checks: Checks) -> None:
             got = kernels.paged_attention_decode(query, context, args, plan=plan)
             checks.add(f"{name}, turn {turn}", relative_error(got, want), LIMITS[dtype])
         assert plan.prefix is not None
-        checks.add(f"{name}: starts", float(plan.prefix.starts[:count:3].ne(640).sum()), 0.0)
+        checks.add(f"{name}: starts", float(plan.prefix.starts[:count:3].ne(1152).sum()), 0.0)
     for count, common, others in SPEEDS:
         name = f"time of {count} x {others} tokens after {common} in common"
         if checks.device != "cpu" and checks.wants(name):

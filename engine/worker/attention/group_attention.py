@@ -95,6 +95,7 @@ class GroupAttention:
 
     # Sequences may decode in a graph of steps with prefill, where only the device knows how many do.
     decodes_beside_captured_prefills = True
+    _prefix_plans: Sequence[kernels.DecodePlan] = ()  # for steps with prefixes that are read once, as `_plans`
 
     def __init__(
         self, mixer: AttentionSpec | LatentSpec, index: int, group: CacheGroup, options: RunnerOptions
@@ -103,7 +104,6 @@ class GroupAttention:
         self.index = index
         self.tile_queries = 0  # queries of a prefill tile; 0: there are no tiles
         self._plans: list[kernels.DecodePlan] = []  # in ascending order of the number of sequences that they fit
-        self._prefix_plans: list[kernels.DecodePlan] = []  # likewise, for steps with prefixes that are read once
         self._block_size = options.block_size
         if options.device.is_accelerator:
             most = options.max_decodes
