@@ -59,6 +59,7 @@ from tests.gpu.lora import (
 )
 from tests.gpu.models import check_families, check_graphs, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
+from tests.gpu.neighbours import check_neighbours
 from tests.gpu.plan import check_plan
 from tests.gpu.prefill import check_codes, check_prefill
 from tests.gpu.products import check_products
@@ -112,6 +113,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "encoders": (check_bidirectional, check_encoder_models),
     "graphs": (check_graphs,),
     "story": (check_story,),
+    "neighbours": (check_neighbours,),
     "collectives": (check_collectives,),
     "ranks": (check_ranks, check_rank_files, check_guided_stages),
     "faults": (check_lost_processes,),
