@@ -1,4 +1,4 @@
-"""Texts of processes that take turns on one GPU: the same in each round. Kernels that a turn interrupts may go wrong."""
+"""Texts of processes that take turns on one GPU, the same in each round: a turn may interrupt any kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROCESSES, ROUNDS, REQUESTS = 6, 8, 256
 
 
 def check_neighbours(checks: Checks) -> None:
-    """Prompts of a tenth of a step's tokens each, as steps of prefill and of both kinds, for Hopper and portable."""
+    """Each process computes 256 prompts of up to 180 tokens in three steps, of which two also decode, then answers."""
     for portable in ("0", "1"):
         name = f"texts beside {PROCESSES - 1} processes, portable {portable}"
         if checks.device == "cpu" or not checks.wants(name):
