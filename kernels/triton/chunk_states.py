@@ -112,8 +112,7 @@ def states_kernel(
 ):  # fmt: skip
     """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
 
-    RARE: precision of products in branches, whose factors are float32. With bfloat16, or tf32 from it, the states that
-    blocks keep were wrong on an H200 with Triton 3.6.
+    RARE: precision of products in branches, whose factors are float32.
 
     starts [chunks + sequences, Hv, DK, DV]: the state before what a chunk has of a sequence, at the sum of both
     indices; sequences count from the first that is not a decode. `solved` becomes the updates.
@@ -168,9 +167,8 @@ def states_kernel(
         wide_token = token.to(tl.int64)
         at = scalars + head.to(tl.int64) * num_padded + wide_token
         since, of_key = tl.load(at), tl.load(at + 2 * stride)
-        key = tl.load(
-            inputs + wide_token[:, None] * stride_inputs + key_at + k_at, mask=is_own[:, None] & is_k, other=0.0
-        )
+        from_keys = inputs + wide_token[:, None] * stride_inputs + key_at + k_at
+        key = tl.load(from_keys, mask=is_own[:, None] & is_k, other=0.0)
         at_update = solved + (wide_token[:, None] * NUM_VALUES + head) * DV + v_at
         update = tl.load(at_update, mask=is_own[:, None] & is_v, other=0.0).to(tl.float32)
         part = (chunk + tl.program_id(2)).to(tl.int64)
@@ -190,6 +188,8 @@ def states_kernel(
         begin = low + index * SIZE - position
         blocks = tl.load(table + index, mask=begin < high, other=-1)
         if tl.max(blocks, 0) >= 0:
+            # Loaded again: before a branch the copy for a later chunk begins, into the memory of `key` (Triton 3.6).
+            own_key = tl.load(from_keys, mask=is_own[:, None] & is_k, other=0.0)
             for entry in range(ENTRIES):
                 block = tl.sum(tl.where(tl.arange(0, ENTRIES) == entry, blocks, 0), 0).to(tl.int64)
                 if block >= 0:
@@ -197,7 +197,7 @@ def states_kernel(
                     to_cut = tl.sum(tl.where((token == cut - 1) & is_own, since, 0.0), 0)
                     of_past = tl.where(is_own & (token < cut), tl.exp(tl.minimum(to_cut - since, 0.0)) * of_key, 0.0)
                     then = tl.exp(to_cut) * state
-                    then += _multiply(tl.trans(key), update * of_past[:, None], tl.float32, RARE)
+                    then += _multiply(tl.trans(own_key), update * of_past[:, None], tl.float32, RARE)
                     tl.store(before + block * (NUM_VALUES * DK * DV) + at_state, then, mask=is_state)
 
         total = tl.sum(tl.where(token == high - 1, since, 0.0), 0)

@@ -34,7 +34,7 @@ OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
 NARROW, EXACT = "tf32", "tf32"  # their precision with activations of 16 bits, and that of the equations of updates
-RARE = "ieee"  # likewise of the states that blocks keep: on tensor cores these were wrong on an H200 (Triton 3.6)
+RARE = "ieee"  # likewise of the states that blocks keep, which are few
 
 
 @dataclass(frozen=True, slots=True)
