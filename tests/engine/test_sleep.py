@@ -171,7 +171,7 @@ def test_engine_processes_sleep_and_wake_up(tiny_model: Path, settings: dict[str
                 assert await text_of(engine, "c") == before
             assert [replica.pid for replica in engine.replicas] == pids
             assert engine.state.num_restarts == 0
-            long = engine.generate(EngineRequest("d", [1, 2], SamplingParams(max_tokens=1500, ignore_eos=True)))
+            long = engine.generate(EngineRequest("d", [1, 2], SamplingParams(max_tokens=300, ignore_eos=True)))
             await anext(long)
             waiting = asyncio.create_task(engine.sleep())
             await asyncio.sleep(0)
