@@ -141,7 +141,8 @@ def test_greedy_text_among_others(
     }
     for i in range(64):
         prompt = [rng.randrange(3, 2000) for _ in range(rng.randrange(1, 150))]
-        requests[f"random-{i}"] = (prompt, SamplingParams(temperature=rng.choice([0.0, 1.0]), top_p=0.9, max_tokens=40))
+        sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), top_p=0.9, seed=i, max_tokens=40, ignore_eos=True)
+        requests[f"random-{i}"] = prompt, sampling
     order = list(requests)
     rng.shuffle(order)
     for request_id in order:
