@@ -32,6 +32,7 @@ from kernels.data.plan import (
     FEW_SEQS,
     MIN_MEMBERS,
     MIN_SHARED,
+    SHARED_ROWS,
     DecodePlan,
     SharedPrefix,
     latent_decode_plan,

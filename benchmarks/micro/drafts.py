@@ -9,7 +9,7 @@ The policy is on: drafts that do not pay are not verified. The drafts are those 
     mixed   lookup: any such prompts, some of whose answers leave the passage
     edit    lookup: the answer is the prompt's passage, in which one token of twenty is another one
     schema  a grammar and lookup: a tool call, most of whose tokens are forced
-    right   known answers, of which nine of ten tokens are right
+    right   known answers; nine of ten of their tokens are right
     wrong   known answers, with no token right
 
 Known shapes have random weights, whose text counts (`benchmarks.counting`), for edit.

@@ -187,7 +187,7 @@ class CropProcessor:
         return replace(whole, crops=tuple(map(self.square, crops)))
 
     def crops_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return the columns and rows of parts, one of which is 1; both: the image has no parts."""
+        """Return the columns and rows of parts; one of the two is 1. Both are 1 if the image has no parts."""
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter < self.least_ratio:
             return 1, 1

@@ -25,8 +25,8 @@ SHARED_ROWS = 64  # (query, head) pairs in a tile of queries over a common prefi
 class SharedPrefix:
     """The prefixes that sequences of a decode step have in common, and the attention over them: workspace of a step.
 
-    Sequences whose block tables agree in the first `MIN_SHARED` tokens are a group, of which the longest common prefix
-    is read once. `Q` members of a group share a tile of queries.
+    Sequences whose block tables agree in the first `MIN_SHARED` tokens are a group. Its longest common prefix is read
+    once. `Q` members of a group share a tile of queries.
     """
 
     keys: Tensor  # [3, B] int32: what members of a group agree in, how many they are, and the first of them

@@ -9,6 +9,8 @@ import pytest
 
 import kernels
 from engine.core.params.sampling import SamplingParams
+from engine.models.spec import AttentionSpec
+from engine.worker.attention.group_attention import _finds_room
 from engine.worker.cuda_graphs import DecodeGraphs
 from engine.worker.executor import Computed, StepRequest
 from engine.worker.input_batch import PackedStep
@@ -64,3 +66,10 @@ def test_deterministic_requests_read_it_each(
     interpret(monkeypatch)
     monkeypatch.setattr(kernels, "plan_prefix", lambda *_: pytest.fail("sums must not depend on other requests"))
     answers(shallow_model, names[:5], **SETTINGS, deterministic=True)
+
+
+@pytest.mark.parametrize(("num_heads", "finds_room"), [(64, True), (71, False)])
+def test_heads_beyond_a_tile_read_it_each(num_heads: int, finds_room: bool) -> None:
+    """Falcon-7B has 71 heads for its KV head, more than the kernel's tile has rows."""
+    mixer = AttentionSpec(num_heads=num_heads, num_kv_heads=1, head_dim=64, scale=0.125, rope=None)
+    assert _finds_room(mixer) == finds_room

@@ -84,6 +84,12 @@ def common_prefixes(groups: Sequence[CacheGroup], options: RunnerOptions) -> Com
     return CommonPrefixes.of(groups, options.block_size, kernels.MIN_SHARED, kernels.MIN_MEMBERS)
 
 
+def _finds_room(mixer: AttentionSpec) -> bool:
+    """Return whether the kernel for common prefixes computes this attention: the heads of a KV head fit a tile."""
+    fits = mixer.num_heads // mixer.num_kv_heads <= kernels.SHARED_ROWS
+    return fits and mixer.sparse is None and not mixer.alibi
+
+
 def _with_prefix(plan: kernels.DecodePlan, mixer: AttentionSpec) -> kernels.DecodePlan:
     """Return a plan with the same workspace for steps with common prefixes."""
     heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
@@ -111,7 +117,7 @@ class GroupAttention:
             allocate, self.tile_queries = self._kernel_sizes(mixer, group, options)
             self._plans = [allocate(n) for n in limits]
             reads_once = common_prefixes((group,), options) is not None
-            if reads_once and isinstance(mixer, AttentionSpec) and mixer.sparse is None and not mixer.alibi:
+            if reads_once and isinstance(mixer, AttentionSpec) and _finds_room(mixer):
                 plans = [plan for plan in self._plans if plan.max_seqs >= kernels.MIN_MEMBERS]
                 self._prefix_plans = [_with_prefix(plan, mixer) for plan in plans]
 
