@@ -21,7 +21,7 @@ from kernels.data.activation import Activation, ExpertActivation, Gate
 from kernels.data.attention import AttentionArgs, KnownArgs, NewLatents, PagedContext, PagedLatents
 from kernels.data.block_parts import BlockParts
 from kernels.data.block_sparse import BlockSparse
-from kernels.data.block_weight import BlockWeight
+from kernels.data.block_weight import BlockWeight, have_order, reads_blocks
 from kernels.data.capability import compute_capability
 from kernels.data.compressed_weight import CompressedWeight, ExpertWeight
 from kernels.data.forms import FORMS

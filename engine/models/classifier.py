@@ -37,7 +37,7 @@ _KINDS: dict[Any, Literal["softmax", "sigmoid", "none"]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Classifier:
     """Computes scores from hidden states."""
 

@@ -131,8 +131,8 @@ class WeightFormat(ABC):
     def fill_randomly(self, matrix: Matrix, generator: torch.Generator) -> None:  # noqa: B027 (most have none)
         """Fill stored tensors that are not parameters with random weights of standard deviation 0.02."""
 
-    def growth(self, matrix: Matrix) -> int:
-        """Return by how many bytes `pack` makes the weights larger."""
+    def growth(self, matrix: Matrix, capability: tuple[int, int] | None) -> int:
+        """Return by how many bytes `pack` makes weights larger, on a GPU of this compute capability; None: no GPU."""
         return 0
 
     @abstractmethod

@@ -30,7 +30,7 @@ from engine.models.pooling_head import HeadLayer
 from engine.models.quantization import renamed
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import ModelSpec
-from kernels import QuantizedWeight
+from kernels import QuantizedWeight, compute_capability
 
 BODY = "model."  # prefix of all names except those of the output head
 EMBEDDING, LM_HEAD = BODY + "embed_tokens.weight", "lm_head.weight"
@@ -77,7 +77,8 @@ def load_model(
             else:
                 fill_randomly(model, scope.device, checkpoint.seed)
     except torch.OutOfMemoryError as error:
-        need = sum(bytes_of_parts(_without_memory(spec, scope, checkpoint.origin)).values())
+        own = compute_capability(scope.device) if scope.device.type == "cuda" else None
+        need = sum(bytes_of_parts(_without_memory(spec, scope, checkpoint.origin), own).values())
         raise ModelError(
             f"{checkpoint.origin}: {need / 2**30:.1f} GiB of weights do not fit on {scope.device}"
         ) from error
@@ -98,8 +99,8 @@ def decoder_of_shapes(spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: 
     return _without_memory(spec, Scope(dtype, torch.device("meta"), formats, shard=shard), str(folder))
 
 
-def bytes_of_parts(model: Decoder) -> dict[str, int]:
-    """Return the bytes of the loaded weights by part.
+def bytes_of_parts(model: Decoder, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Return the bytes of the loaded weights by part, on a GPU of this compute capability; None: no GPU.
 
     Parts: embedding, tables (a step reads only its tokens' rows of these), attention, mlp, experts, norms, head (0 if
     tied to the embedding), vision (the encoder of images).
@@ -107,24 +108,24 @@ def bytes_of_parts(model: Decoder) -> dict[str, int]:
     found = dict.fromkeys(("embedding", "tables", "attention", "mlp", "experts", "norms", "head", "vision"), 0)
     for name, module in model.named_modules():
         if isinstance(module, CheckpointModule):
-            found[_part_of(name, module)] += _own_bytes(module)
+            found[_part_of(name, module)] += _own_bytes(module, capability)
     if model.spec.tie_word_embeddings:
         found["head"] = 0
     return found
 
 
-def num_bytes(part: nn.Module) -> int:
+def num_bytes(part: nn.Module, capability: tuple[int, int] | None) -> int:
     """Return the bytes of the loaded weights of a part of a model."""
-    return sum(_own_bytes(module) for module in part.modules() if isinstance(module, CheckpointModule))
+    return sum(_own_bytes(module, capability) for module in part.modules() if isinstance(module, CheckpointModule))
 
 
-def _own_bytes(module: CheckpointModule) -> int:
+def _own_bytes(module: CheckpointModule, capability: tuple[int, int] | None) -> int:
     """Return the bytes of a module's loaded weights, without those of its submodules."""
     found = sum(tensor.memory.nbytes for tensor in module.tensors())
     weight = getattr(module, "weight", None)
     if isinstance(weight, QuantizedWeight):  # quantised at load time: filling it also computes the scales
         found += weight.scale.nbytes
-    return found + module.format.growth(module) if isinstance(module, Matrix) else found
+    return found + module.format.growth(module, capability) if isinstance(module, Matrix) else found
 
 
 def _part_of(name: str, module: CheckpointModule) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,14 @@ class ModelInfo:
     def classifier_with(self, adapter: Adapter | None) -> Classifier | None:
         """Return the classifier of the model with an adapter, which may bring a head of its own; None: it has none.
 
-        Reads the head from the adapter's folder. Raises `ModelError` for one that does not fit.
+        Heads of the latest adapters are kept. Raises `ModelError` for one that does not fit.
         """
         if adapter is None:
             return self.classifier
-        own = read_adapter_classifier(Path(adapter.path), self.hidden_size, self.classifier)
+        own = _own_classifier(adapter, self.hidden_size, self.classifier)
         return self.classifier if own is None else own
+
+
+@lru_cache(maxsize=16)  # a head has up to 4,096 rows
+def _own_classifier(adapter: Adapter, hidden_size: int, base: Classifier | None) -> Classifier | None:
+    return read_adapter_classifier(Path(adapter.path), hidden_size, base)

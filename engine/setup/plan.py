@@ -242,8 +242,9 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
     device = CpuDevice() if gpu.is_cpu else PlannedDevice(gpu)
     spec = replace(spec, quantization=quantization_in_memory(spec, config, device))
     options = with_drafter(runner_options(config, spec, offline, device), config, spec, weights=False)
-    _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE)
-    own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage))
+    capability = _capability(options)
+    _, whole = _weight_bytes(replace(spec, quantization=None), options.dtype, folder, SINGLE, capability)
+    own, by_part = _weight_bytes(spec, options.dtype, folder, Shard(0, options.num_ranks_per_stage), capability)
     layout, weights = KVCacheLayout.of_model(own, options), dict(by_part)
     buffers = _buffer_bytes(own, options, len(layout.groups))
     activations = _activation_bytes(own, layout, options)
@@ -277,13 +278,18 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
 
 @functools.lru_cache(maxsize=16)
 def _weight_bytes(
-    spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard
+    spec: ModelSpec, dtype: torch.dtype, folder: Path, shard: Shard, capability: tuple[int, int] | None
 ) -> tuple[ModelSpec, Mapping[str, int]]:
     """Return a rank's part of the specification, and `bytes_of_parts`. Kept for other plans of the model: it takes
     seconds.
     """
     decoder = decoder_of_shapes(spec, dtype, folder, shard)
-    return decoder.spec, bytes_of_parts(decoder)
+    return decoder.spec, bytes_of_parts(decoder, capability)
+
+
+def _capability(options: RunnerOptions) -> tuple[int, int] | None:
+    """Return the compute capability for which weights are packed; None: no GPU, or as it is in deterministic mode."""
+    return None if options.deterministic else options.device.capability
 
 
 def _adapter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int:
@@ -302,7 +308,7 @@ def _drafter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int
         return 0
     shard = Shard(0, options.num_ranks_per_stage)
     target = decoder_of_shapes(spec, options.dtype, folder, shard)
-    return drafter_bytes(options.drafter, target, spec, options.dtype, shard)
+    return drafter_bytes(options.drafter, target, spec, options.dtype, shard, _capability(options))
 
 
 def on_all_devices(config: EngineConfig) -> Iterator[Plan]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cuda.choice import CHOICE, GLUON
-from kernels.data.block_weight import BLOCK_KINDS, BlockRows, BlockWeight, pack_rows, unit_channels
+from kernels.data.block_weight import BLOCK_KINDS, BlockRows, BlockWeight, have_order, pack_rows, reads_blocks
+from kernels.data.capability import compute_capability
 from kernels.data.forms import FORMS
-from kernels.gpu.device import is_hopper
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.block_weight import block_gemm, dequantize
 from kernels.triton.norm import rms_norm
@@ -28,8 +28,7 @@ def pack_blocks(
     first: Tensor, others: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype
 ) -> BlockWeight | None:
     """See `kernels.reference.pack_blocks`."""
-    # Other GPUs lack the weight-only GEMM for 9 to 512 tokens: what they have instead takes up to 2.5 times as long.
-    reads = CHOICE.block_order and GLUON and is_hopper(first.device) and dtype == torch.bfloat16
+    reads = CHOICE.block_order and GLUON and reads_blocks(compute_capability(first.device), dtype)
     return packed([first, *others], kinds) if reads and not FORMS.deterministic else None
 
 
@@ -38,11 +37,7 @@ def packed(blocks: Sequence[Tensor], kinds: Sequence[str]) -> BlockWeight | None
     become one.
     """
     names = {name.upper(): name for name in BLOCK_KINDS}
-    fits = (
-        kind in names and each.shape[1] * (32 if kind == "Q8_0" else 256) % unit_channels(names[kind]) == 0
-        for each, kind in zip(blocks, kinds, strict=True)
-    )
-    if not all(fits):
+    if not have_order(kinds, blocks[0].shape[1] * (32 if kinds[0] == "Q8_0" else 256)):
         return None
     parts: list[BlockRows] = []
     first = 0

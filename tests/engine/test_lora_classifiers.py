@@ -135,6 +135,27 @@ def test_heads_that_cannot_be_used(
     assert "\n" not in str(caught.value)
 
 
+def test_heads_are_read_once(case: tuple[Case, LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter whose files have changed is another one."""
+    made, llm = case
+    read: list[Path] = []
+
+    def reader(path: Path, *others: Any) -> Classifier | None:
+        read.append(path)
+        return read_adapter_classifier(path, *others)
+
+    monkeypatch.setattr("engine.processing.model_info.read_adapter_classifier", reader)
+    request = changed(made.model.parent / "labels-5", tmp_path, ADAPTER_HEADS[0], torch.ones(2, 128))
+    for _ in range(2):
+        [before] = llm.classify(PROMPTS[:1], use_tqdm=False, lora_request=request)
+        assert before.outputs.probs == pytest.approx([0.5, 0.5])
+    assert read == [tmp_path]
+    changed(made.model.parent / "labels-5", tmp_path, ADAPTER_HEADS[0], torch.eye(3, 128) * 2)
+    [after] = llm.classify(PROMPTS[:1], use_tqdm=False, lora_request=request)
+    assert len(after.outputs.probs) == 3
+    assert len(read) == 2
+
+
 def test_a_name_that_peft_writes_for_several_adapters(case: tuple[Case, LLM], tmp_path: Path) -> None:
     made, llm = case
     request = changed(made.model.parent / "labels-5", tmp_path, ADAPTER_HEADS[1], None)

@@ -85,7 +85,7 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
     for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
         assert tensor.name.endswith(".blocks")
         tensor.fill(blocks)
-    before = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix)
+    before = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, None)
     matrix.format.pack(matrix)
     assert isinstance(matrix.weight, QuantizedWeight)
     assert matrix.weight.nbytes == before
@@ -114,7 +114,7 @@ def test_types_that_are_multiplied_at_once(kinds: tuple[str, str]) -> None:
     stored = [blocks_of(kind, 6, 512, seed) for seed, kind in enumerate(names.values())]
     for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
         tensor.fill(blocks)
-    most = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix)
+    most = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, None)
     matrix.format.pack(matrix)
     assert isinstance(matrix.weight, QuantizedWeight)
     assert matrix.weight.nbytes <= most
@@ -145,9 +145,12 @@ def test_blocks_that_gpus_read_as_they_are(
     stored = [blocks_of(kind, 6, 512, seed) for seed, kind in enumerate(names.values())]
     for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
         tensor.fill(blocks)
+    grown = matrix.format.growth(matrix, (9, 0))
+    assert matrix.format.growth(matrix, (8, 9)) > 0  # blocks are unpacked there
     matrix.format.pack(matrix)
     assert not matrix.stored
     assert isinstance(matrix.weight, kernels.BlockWeight) is in_order
+    assert (grown == 0) is in_order
     if isinstance(matrix.weight, kernels.BlockWeight):
         assert matrix.weight.nbytes == sum(blocks.nbytes for blocks in stored) // (1 if whole else 4)
         got = weight_only.dequantize(matrix.weight.codes, matrix.weight, torch.float32)

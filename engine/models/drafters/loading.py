@@ -77,13 +77,20 @@ def holds_mtp(folder: Path, spec: ModelSpec, load_format: str = "auto") -> bool:
 
 
 def drafter_bytes(
-    spec: DraftSpec, target: Decoder, target_spec: ModelSpec, dtype: torch.dtype, shard: Shard = SINGLE
+    spec: DraftSpec,
+    target: Decoder,
+    target_spec: ModelSpec,
+    dtype: torch.dtype,
+    shard: Shard = SINGLE,
+    capability: tuple[int, int] | None = None,
 ) -> int:
-    """Return the bytes of one rank's part of a drafter. `target`: without memory, as `decoder_of_shapes` returns it."""
+    """Return the bytes of one rank's part of a drafter. `target`: without memory, as `decoder_of_shapes` returns it.
+    `capability`: see `bytes_of_parts`.
+    """
     if spec.method == "draft_model":
-        return sum(bytes_of_parts(decoder_of_shapes(spec.model, dtype, spec.folder, shard)).values())
+        return sum(bytes_of_parts(decoder_of_shapes(spec.model, dtype, spec.folder, shard), capability).values())
     scope = Scope(dtype, torch.device("meta"), weight_formats(spec.model.quantization), shard)
-    return num_bytes(_head(spec, target, target_spec, scope, {}, num_positions=1))
+    return num_bytes(_head(spec, target, target_spec, scope, {}, num_positions=1), capability)
 
 
 def _head(

@@ -85,7 +85,12 @@ class GGUFBlocks(QuantizedFormat):
                 return
         super().pack(matrix)
 
-    def growth(self, matrix: Matrix) -> int:
+    def growth(self, matrix: Matrix, capability: tuple[int, int] | None) -> int:
+        if not matrix.num_stacked and kernels.reads_blocks(capability, matrix.dtype):
+            own = [i for i, part in enumerate(matrix.parts) if len(part.rows)]
+            kinds = [self.of_part(matrix.parts[i].name).scheme.block for i in own]
+            if kernels.have_order(kinds, len(matrix.columns)):
+                return 0
         return sum(self.of_part(matrix.parts[i].name).grown(tensor) for (i, _), tensor in matrix.stored.items())
 
     def grown(self, blocks: Tensor) -> int:

@@ -169,7 +169,7 @@ class GPTQ(IntegerFormat):
         if self.scheme.reordered:
             yield Stored("g_idx", torch.int32, I32, 0, 1)
 
-    def growth(self, matrix: Matrix) -> int:
+    def growth(self, matrix: Matrix, capability: tuple[int, int] | None) -> int:
         """Codes of three bits take four in memory."""
         stored = (tensor.nbytes for (_, name), tensor in matrix.stored.items() if name == "qweight")
         return sum(stored) // 3 if self.bits == 3 else 0

@@ -53,7 +53,7 @@ def test_weights_are_counted_as_they_are_loaded(tiny_model: Path) -> None:
     spec = read_spec(tiny_model)
     loaded = load_model(tiny_model, spec, dtype=torch.float32, device="cpu")
     held = sum(parameter.nbytes for parameter in {id(p): p for p in loaded.parameters()}.values())
-    counted = bytes_of_parts(decoder_of_shapes(spec, torch.float32, tiny_model))
+    counted = bytes_of_parts(decoder_of_shapes(spec, torch.float32, tiny_model), None)
     assert sum(counted.values()) == held
     assert counted["head"] == 0, "it is the embedding"
     assert min(counted[part] for part in ("embedding", "attention", "mlp", "norms")) > 0
