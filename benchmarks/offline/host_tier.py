@@ -5,8 +5,8 @@
 
 Two engines in this process, one with the tier and one without, work by turns on random weights and equal tokens.
 `evicting`: requests as nano-vllm's, always new ones, and a cache so small that it evicts all the time; tokens a second.
-`conversations`: so many at once go on, each repeats all of its turns before; their contexts together are so many times
-the cache. Turns a second, and the times to the first token. Before the clock each conversation has one turn.
+`conversations`: so many at once go on, each request repeats all turns before it; their contexts together are so many
+times the cache. Turns a second, and the times to the first token. Before the clock each conversation has one turn.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Conversations:
         return Conversation(next(self._numbers), args.turns - num_done, tokens)
 
     def run(self, seconds: float, most: float = float("inf")) -> float:
-        """Go on for so many seconds, or turns. Returns turns a second. Turns that run then go on in the next call, as if
-        no time had passed.
+        """Go on for so many seconds, or turns. Returns turns a second. Turns that run then go on in the next call,
+        as if no time had passed.
         """
         self.times_to_first, self.num_turns, begun = [], 0, 0
         begin = now = time.perf_counter()
