@@ -36,11 +36,6 @@ class Choice:
     fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
     fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's
     fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
-    # Off until that ran, see `tests.gpu.deterministic_speed.FORMS_BY_NAME`:
-    fixed_flat: bool = False  # attention whose ranges are one loop
-    fixed_few_rows: int = 64  # of a tile of few tokens: 16 are multiplied by another instruction, with the same sums
-    fixed_sum_by_dot: bool = False  # attention whose tensor cores add up probabilities, too
-    fixed_decode_rows: int = 64  # of a tile of queries that are decoded; 16 only with the one above
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
     scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle

@@ -73,7 +73,7 @@ def float_linear(
         if pieces == 1 or config.tiles(len(x), num_outputs, False) >= fixed.FEWEST_TILES:
             fixed.launch(x, weight, bias, out, config, residual=residual, rounds=rounds, pieces=pieces, gate=gate)
             return out
-    tile = few_tile(x, num_outputs, pieces, CHOICE.fixed_few_rows, _is_small(weight)) if is_few else None
+    tile = few_tile(x, num_outputs, pieces, _is_small(weight)) if is_few else None
     return fixed_parts(x, weight, bias, out, residual, pieces, rounds=rounds, gate=gate, tile=tile)
 
 
@@ -191,8 +191,7 @@ def paged_attention_decode(
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        rows, flat, by_dot = CHOICE.fixed_decode_rows, CHOICE.fixed_flat, CHOICE.fixed_sum_by_dot
-        fixed_attention.decode(query, context, args, out, rows, flat=flat, sum_by_dot=by_dot)
+        fixed_attention.decode(query, context, args, out)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 
@@ -214,8 +213,7 @@ def paged_attention_prefill(
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
         tiles = attention.tiles_of(query_start, context.lens, step)
     if len(tiles) and CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
-        flat, by_dot = CHOICE.fixed_flat, CHOICE.fixed_sum_by_dot
-        fixed_attention.prefill(query, query_start, context, args, tiles, out, flat, by_dot)
+        fixed_attention.prefill(query, query_start, context, args, tiles, out)
     elif len(tiles):
         attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
     return out

@@ -60,13 +60,12 @@ def _fixed_attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, FLAT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr,
     SUM_BY_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for TILE_Q queries of a sequence and the GROUP heads of a KV head, and for one of SPLITS parts of
     the ranges. DECODE: each sequence has one query; query_start and tiles are not read.
-    FLAT: one loop over all ranges, whose loads run ahead of a range's end; only with one split. SUM_BY_DOT: see `fold`;
-    tiles of 16 rows then have the bytes of larger ones.
+    SUM_BY_DOT: see `fold`; tiles of 16 rows then have the bytes of larger ones.
 
     parts [sequences, num_ranges, H, D], stats [sequences, num_ranges, 2, H] float32: results of ranges. arrivals: 0
     before and after, one for each sequence and KV head.
@@ -120,42 +119,26 @@ def _fixed_attention_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if FLAT:
+    for index in range(first_range + split, end_range, SPLITS):
         part = no_sum(BLOCK_M, D_PAD, False)
         part_m = tl.full([BLOCK_M], -float("inf"), tl.float32)
         part_l = tl.zeros([BLOCK_M], tl.float32)
-        for at in tl.range(oldest // BLOCK_N * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+        begin = tl.maximum(index * RANGE, oldest // BLOCK_N * BLOCK_N)
+        for at in tl.range(begin, tl.minimum(index * RANGE + RANGE, end), BLOCK_N, num_stages=STAGES):
             part, part_m, part_l = attend_tile(
                 at, q, part, part_m, part_l, key_base, value_base, table, oldest, context_len, query_pos, slopes,
-                scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP, ALIBI,
-                True, PRECISION, True, SUM_BY_DOT,
+                scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP,
+                ALIBI, True, PRECISION, True, SUM_BY_DOT,
             )  # fmt: skip
-            if ((at + BLOCK_N) % RANGE == 0) | (at + BLOCK_N >= end):
-                acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
-                part = no_sum(BLOCK_M, D_PAD, False)
-                part_m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-                part_l = tl.zeros([BLOCK_M], tl.float32)
-    else:
-        for index in range(first_range + split, end_range, SPLITS):
-            part = no_sum(BLOCK_M, D_PAD, False)
-            part_m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            part_l = tl.zeros([BLOCK_M], tl.float32)
-            begin = tl.maximum(index * RANGE, oldest // BLOCK_N * BLOCK_N)
-            for at in tl.range(begin, tl.minimum(index * RANGE + RANGE, end), BLOCK_N, num_stages=STAGES):
-                part, part_m, part_l = attend_tile(
-                    at, q, part, part_m, part_l, key_base, value_base, table, oldest, context_len, query_pos, slopes,
-                    scale, stride_block, stride_token, head, BLOCK_N, PAGE, HEAD_DIM, D_PAD, WINDOW, None, SOFT_CAP,
-                    ALIBI, True, PRECISION, True, SUM_BY_DOT,
-                )  # fmt: skip
-            if SPLITS == 1:
-                acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
-            else:
-                at_part = seq.to(tl.int64) * num_ranges + index
-                at_head = at_part * (NUM_KV_HEADS * GROUP) + heads
-                tl.store(parts + at_head[:, None] * HEAD_DIM + d[None, :], part[0], mask=q_mask)
-                at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
-                tl.store(at_stat, part_m, mask=row_mask)
-                tl.store(at_stat + NUM_KV_HEADS * GROUP, part_l, mask=row_mask)
+        if SPLITS == 1:
+            acc, m, l = _merged(acc, m, l, part[0], part_m, part_l)
+        else:
+            at_part = seq.to(tl.int64) * num_ranges + index
+            at_head = at_part * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(parts + at_head[:, None] * HEAD_DIM + d[None, :], part[0], mask=q_mask)
+            at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
+            tl.store(at_stat, part_m, mask=row_mask)
+            tl.store(at_stat + NUM_KV_HEADS * GROUP, part_l, mask=row_mask)
     is_last = split >= 0
     counter = arrivals + seq * NUM_KV_HEADS + head
     if SPLITS > 1:
@@ -189,14 +172,12 @@ def _counters(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and queries of a program, how many of them share a sequence's ranges, and stages. Others: see the kernel."""
+    """Rows and queries of a program, how many of them share a sequence's ranges, and stages."""
 
     rows: int
     queries: int
     splits: int = 1
     stages: int = 3
-    flat: bool = False
-    sum_by_dot: bool = False
 
 
 def prefill(
@@ -206,8 +187,6 @@ def prefill(
     args: AttentionArgs,
     tiles: Tensor,
     out: Tensor,
-    flat: bool = False,
-    sum_by_dot: bool = False,
 ) -> None:
     """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
     `kernels.paged_attention_prefill`.
@@ -215,8 +194,7 @@ def prefill(
     _, num_heads, head_dim = query.shape
     num_kv_heads = context.key_cache.shape[1]
     queries = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
-    tile = Tile(prefill_block_m(head_dim, query.dtype), queries, flat=flat, sum_by_dot=sum_by_dot)
-    _launch(query, query_start, context, args, tiles, out, tile)
+    _launch(query, query_start, context, args, tiles, out, Tile(prefill_block_m(head_dim, query.dtype), queries))
 
 
 def decode(
@@ -224,10 +202,8 @@ def decode(
     context: PagedContext,
     args: AttentionArgs,
     out: Tensor,
-    rows: int = 64,
+    rows: int = 16,
     stages: int = 2,
-    flat: bool = False,
-    sum_by_dot: bool = False,
 ) -> None:
     """Compute the attention of the query [B, H, D] of each sequence into `out`. rows: of a tile of 16-bit queries."""
     num_seqs, num_heads, head_dim = query.shape
@@ -240,7 +216,7 @@ def decode(
     block_m = prefill_block_m(head_dim, query.dtype)
     if query.itemsize == 2 and head_dim <= 128:  # with 64 a tile of as many rows as a warpgroup multiplies
         block_m = rows if num_heads // num_kv_heads <= rows else 64
-    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages, flat, sum_by_dot))
+    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages))
 
 
 def _launch(
@@ -275,7 +251,6 @@ def _launch(
         RANGE=RANGE, PAGE=page, WINDOW=args.window, SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None,
         SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else tile.stages,
-        SPLITS=tile.splits, DECODE=tiles is None, FLAT=tile.flat and tile.splits == 1,
-        SUM_BY_DOT=tile.sum_by_dot and query.itemsize == 2,
+        SPLITS=tile.splits, DECODE=tiles is None, SUM_BY_DOT=query.itemsize == 2,
         num_warps=8 if tile.rows == 128 else 4, **pdl_options(query.device),
     )  # fmt: skip

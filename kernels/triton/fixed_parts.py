@@ -224,15 +224,14 @@ def _tile(x: Tensor, n: int) -> Tile:
     return Tile(64, 64, 64, 4, 4)
 
 
-def few_tile(x: Tensor, n: int, pieces: int, rows: int, is_small: bool) -> Tile | None:
+def few_tile(x: Tensor, n: int, pieces: int, is_small: bool) -> Tile | None:
     """Return a tile for a step of few tokens, which is bound by reading the weight; None: that of `fixed_parts`.
 
-    rows: of the tile. is_small: the weight is, so that a program may prefetch its part.
+    is_small: the weight is, so that a program may prefetch its part.
     """
     if x.itemsize == 4:
         return None
     width, room = x.shape[1] // pieces, shared_memory(x.device) >= 160 << 10
-    rows = rows if len(x) <= rows else 64
     if is_small:
-        return Tile(rows, 32, 128 if width % 128 == 0 else 64, 4, 4 if room else 2, width % 64 == 0)
-    return Tile(rows, 32, 64, 4, 6 if room else 4) if pieces == 1 and n < MANY_OUTPUTS else None
+        return Tile(64, 32, 128 if width % 128 == 0 else 64, 4, 4 if room else 2, width % 64 == 0)
+    return Tile(64, 32, 64, 4, 6 if room else 4) if pieces == 1 and n < MANY_OUTPUTS else None

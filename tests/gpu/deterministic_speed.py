@@ -36,13 +36,7 @@ from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
 SIZES = (1, 2, 3, 7, 16, 17, 63, 64, 65, 129, 256, 300, 511, 512, 513, 1024, 2049, 4095)
 MOST = 4096
 # Forms of deterministic mode that wait for their checks.
-FORMS_BY_NAME: dict[str, dict[str, Any]] = {
-    "one loop": {"fixed_flat": True},
-    "16 rows": {"fixed_few_rows": 16},
-    "sums by dot": {"fixed_sum_by_dot": True, "fixed_decode_rows": 16},
-    "all": {"fixed_flat": True, "fixed_few_rows": 16, "fixed_sum_by_dot": True, "fixed_decode_rows": 16},
-    "larger small weights": {"fixed_small_weight": 1 << 25},
-}
+FORMS_BY_NAME: dict[str, dict[str, Any]] = {}
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
     *((4096, 1024, 2), (1024, 3072, 8), (6144, 4096, 2)),
@@ -226,11 +220,11 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
     context = PagedContext(cache[0], cache[1], tables, torch.arange(count, dtype=torch.int32, device=device), lens)
     query, args = checks.random(count, heads, dim), AttentionArgs(dim**-0.5)
     want = torch.empty_like(query)
-    fixed_attention.decode(query, context, args, want, sum_by_dot=True)
+    fixed_attention.decode(query, context, args, want)
     num_bytes = int(lens.sum()) * kv_heads * dim * 4
     for rows, stages in ((64, 3), (64, 2), (16, 2)):
         out = torch.empty_like(query)
-        call = partial(fixed_attention.decode, query, context, args, out, rows, stages, False, True)
+        call = partial(fixed_attention.decode, query, context, args, out, rows, stages)
         call()
         wrong = int((out != want).flatten(1).any(1).sum())
         checks.add(f"{name}: {rows} rows, {stages} stages: {wrong} differ", wrong, 0, call, num_bytes, graph=True)

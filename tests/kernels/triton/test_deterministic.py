@@ -183,15 +183,15 @@ def test_epilogues_round_as_kernels_of_their_own(dtype: torch.dtype) -> None:
 def test_tiles_of_few_tokens() -> None:
     """They have few outputs, so that many programs read the weight; a small one is prefetched."""
     x = torch.empty(3, 1024).half()
-    few = fixed_parts.few_tile(x, 4096, 1, 16, True)
+    few = fixed_parts.few_tile(x, 4096, 1, True)
     assert few is not None
     assert few.prefetches
-    assert few[:3] == (16, 32, 128)
-    assert fixed_parts.few_tile(torch.empty(64, 1024).half(), 4096, 8, 16, True) == few._replace(block_m=64)
-    assert fixed_parts.few_tile(x, 4096, 1, 64, False) == fixed_parts.Tile(64, 32, 64, 4, 6)
-    assert fixed_parts.few_tile(x, 4096, 8, 64, False) is None
-    assert fixed_parts.few_tile(x, 99999, 1, 64, False) is None
-    assert fixed_parts.few_tile(x.float(), 4096, 1, 64, True) is None
+    assert few[:3] == (64, 32, 128)
+    assert fixed_parts.few_tile(torch.empty(64, 1024).half(), 4096, 8, True) == few
+    assert fixed_parts.few_tile(x, 4096, 1, False) == fixed_parts.Tile(64, 32, 64, 4, 6)
+    assert fixed_parts.few_tile(x, 4096, 8, False) is None
+    assert fixed_parts.few_tile(x, 99999, 1, False) is None
+    assert fixed_parts.few_tile(x.float(), 4096, 1, True) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -221,8 +221,7 @@ def test_matrices_divided_among_programs() -> None:
     [
         ("plain", {"fixed_ranges": False}),
         ("window", {"fixed_ranges": False}),
-        ("plain", {"fixed_sum_by_dot": True, "fixed_decode_rows": 16}),
-        *((name, {"fixed_flat": flat}) for name in ("plain", "window", "capped", "sinks") for flat in (False, True)),
+        *((name, {}) for name in ("plain", "half", "window", "capped", "sinks")),
     ],
 )
 def test_attention(name: str, forms: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +229,7 @@ def test_attention(name: str, forms: dict[str, bool], monkeypatch: pytest.Monkey
     monkeypatch.setattr(fixed_attention, "RANGE", 64)
     args = {
         "plain": AttentionArgs(0.25),
+        "half": AttentionArgs(0.25),
         "window": AttentionArgs(0.25, window=40),
         "capped": AttentionArgs(0.25, soft_cap=20.0),
         "sinks": AttentionArgs(0.25, sinks=torch.rand(8)),
@@ -238,7 +238,7 @@ def test_attention(name: str, forms: dict[str, bool], monkeypatch: pytest.Monkey
     blocks = -(-length // size)
     cache, tables = torch.randn(2, blocks, 2, size, 16), torch.randperm(blocks).view(1, blocks).int()
     query, rows = torch.randn(length, 8, 16), torch.zeros(1, dtype=torch.int32)
-    if "fixed_sum_by_dot" in forms:
+    if name == "half":
         cache, query = cache.half(), query.half()
     tolerance = 1e-4 if query.dtype == torch.float32 else 4e-3
 
