@@ -151,6 +151,7 @@ def main(argv: list[str]) -> int:
         for num in args.streams:
             for kind in args.kinds or (OF_SHAPES if is_shape else OF_WEIGHTS):
                 print(_measured(llm, policy, lookup, Work(kind, num, args.output_len), args.seconds), flush=True)
+        print(f"  milliseconds of steps: {policy.costs}", flush=True)
         llm.close()
     return 0
 

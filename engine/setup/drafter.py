@@ -22,7 +22,6 @@ from engine.setup.speculative import SpeculativeConfig, config_error
 from engine.worker.options import RunnerOptions
 
 TOKENIZER = "tokenizer.json"
-BLOCKS_ON_GPUS = False  # block drafters may run there
 
 
 def with_drafter(
@@ -40,8 +39,6 @@ def with_drafter(
             f"method {settings.method} cannot be used with pipeline_parallel_size: drafters read what the last stage "
             "has, and embeddings, which the first one has"
         )
-    if settings.method == "dflash" and options.device.is_accelerator and not BLOCKS_ON_GPUS:
-        raise config_error("method dflash runs on CPUs only")
     if settings.rejects and options.device.is_accelerator:
         raise config_error("rejection_sample_method standard with a model runs on CPUs only: use exact")
     if settings.rejects and options.deterministic:

@@ -17,7 +17,7 @@ from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_de
 from engine.worker.options import AdapterOptions, RunnerOptions
 
 HOST_FRACTION = 0.0  # of the free host memory, for what a GPU's KV cache evicts, by default
-STEP_DRAFTS = 64  # of all requests in a step
+STEP_DRAFTS = 192  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room

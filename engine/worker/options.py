@@ -68,8 +68,13 @@ class RunnerOptions:
     @property
     def max_decodes(self) -> int:
         """Maximum number of sequences of a step that only decodes."""
-        with_drafts = min(self.max_num_seqs, MAX_DRAFTED_SEQS) + self.max_step_drafts if self.splits_drafts else 0
-        return max(self.max_num_seqs, with_drafts)
+        return max(self.max_num_seqs, self.max_drafted if self.splits_drafts else 0)
+
+    @property
+    def max_drafted(self) -> int:
+        """Maximum number of tokens of a step with drafts that only decodes."""
+        num_seqs = min(self.max_num_seqs, MAX_DRAFTED_SEQS)
+        return num_seqs + min(self.max_step_drafts, num_seqs * self.max_request_drafts)
 
     @property
     def num_step_buffers(self) -> int:

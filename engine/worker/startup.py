@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,14 +41,14 @@ from engine.worker.input_batch import segment_of
 from engine.worker.kv_cache import blocks_asked_for, blocks_that_fit, e4m3_scales, encoder_blocks
 from engine.worker.mapped_memory import MappedMemory, mapped_memory, own_workspaces
 from engine.worker.model_runner import ModelRunner
-from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
+from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.parallel.cores import num_cores
 from engine.worker.proposers.loading import load_proposer
 
+_log = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 2048
 MAX_COMPILE_PROCESSES = 16
-MOST_MEASURED = 2 * MAX_DRAFTED_SEQS  # tokens of a step with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,10 @@ def capture_graphs(runner: ModelRunner, progress: Progress) -> None:
     if runner.proposer is not None:
         runner.proposer.capture()
     if splits_drafts:
-        runner.step_seconds = _measured(runner, decodes[0], [size for size in sizes if size <= MOST_MEASURED])
+        at = bisect.bisect_left(sizes, runner.options.max_drafted)
+        runner.step_seconds = _measured(runner, decodes[0], sizes[: at + 1])
+        found = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in runner.step_seconds.items())
+        _log.debug("milliseconds of a step by its tokens, drafts among them: %s", found)
 
 
 def _prefix_graphs(runner: ModelRunner, buffer: Tensor, progress: Progress) -> list[DecodeGraphs]:

@@ -14,7 +14,6 @@ from unittest import mock
 
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
-from engine.setup import drafter
 from engine.worker.proposers import model_proposer
 from tests.gpu.checks import Checks
 from tests.oracles.block_drafters import make_block_drafter
@@ -74,7 +73,7 @@ def check_drafter_texts(checks: Checks) -> None:
                 name = f"drafter {case}, {kind}"
                 if checks.wants(name):
                     captures = mock.patch.object(model_proposer, "CAPTURES", kind == "captured guesses")
-                    with captures, mock.patch.object(drafter, "BLOCKS_ON_GPUS", True):
+                    with captures:
                         _check_texts(checks, name, method, *make(), eager=kind == "eager")
 
 
@@ -122,9 +121,8 @@ def check_drafter_speed(checks: Checks) -> None:
         name = f"drafter's time, {method}, {'captured' if captures else 'not captured'}"
         if not checks.wants(name):
             continue
-        on_gpus = mock.patch.object(drafter, "BLOCKS_ON_GPUS", True)
         captured = mock.patch.object(model_proposer, "CAPTURES", captures)
-        with tempfile.TemporaryDirectory() as folder, captured, on_gpus:
+        with tempfile.TemporaryDirectory() as folder, captured:
             target, draft = (model_folder(each, Path(folder)) for each in (SHAPE, DRAFTER_SHAPES[method]))
             _check_time(checks, name, method, target, draft)
 

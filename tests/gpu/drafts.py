@@ -216,7 +216,7 @@ def _compared(llm: LLM, policy: DraftPolicy, prompts: list[list[int]], followed:
     ratio, speed = sorted(ratios)[ROUNDS // 2], len(prompts) * NUM_TOKENS / plain
     return ratio, (
         f"{ratio:.2f} of {speed:,.0f} tokens/s, {accepted} of {tried} accepted, {num_equal} of "
-        f"{ROUNDS * len(prompts)} texts equal; {offered}; {_costs(policy)}"
+        f"{ROUNDS * len(prompts)} texts equal; {offered}; {policy.costs} ms"
     )
 
 
@@ -226,10 +226,3 @@ def _timed(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return time.perf_counter() - start, [list(each.outputs[0].token_ids) for each in answers]
-
-
-def _costs(policy: DraftPolicy) -> str:
-    def shown(times: dict[int, Any]) -> str:
-        return ", ".join(f"{size}: {1e3 * each.seconds:.2f}" for size, each in sorted(times.items()) if each.seconds)
-
-    return f"plain {shown(policy._costs._plain)}; drafts {shown(policy._costs._drafted)} ms"

@@ -162,7 +162,7 @@ class DraftPolicy:
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
         self.has_drafter = num_by_model > 0  # a drafter on the device may propose
         self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
-        self._costs, self._acceptance, self._ledger = StepCosts(device_seconds), Acceptance(), Ledger()
+        self.costs, self._acceptance, self._ledger = StepCosts(device_seconds), Acceptance(), Ledger()
         self._finished = finished
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
         self._num_unmeasured = 0  # plain steps of one batch in a row
@@ -189,7 +189,7 @@ class DraftPolicy:
         they get drafts then. `room`: the most drafts of the step. `beside_chunks`: the step also computes chunks of
         prompts, so drafts have no known cost.
         """
-        if self._adaptive and self._costs.needs_plain(num_seqs):
+        if self._adaptive and self.costs.needs_plain(num_seqs):
             return {}
         offers: list[tuple[Request, Proposal, int]] = []
         self._is_plain = is_ahead = False
@@ -239,7 +239,7 @@ class DraftPolicy:
         """
         if not self._num_by_model or not self.may_draft(num_seqs):
             return 0
-        if self._adaptive and self._costs.needs_plain(num_seqs):
+        if self._adaptive and self.costs.needs_plain(num_seqs):
             return 0
         if self._adaptive and self._num_useless >= USELESS:
             self._next_probe -= 1
@@ -294,7 +294,7 @@ class DraftPolicy:
         self._record(batch, seconds, has_proposals)
 
     def _record(self, batch: ScheduledBatch, seconds: float, has_proposals: bool) -> None:
-        costs, num_seqs, num_drafts = self._costs, len(batch.request_ids), batch.num_drafts
+        costs, num_seqs, num_drafts = self.costs, len(batch.request_ids), batch.num_drafts
         num_steps = max(self._num_unmeasured, 1)
         costs.num_steps += num_steps
         self._ledger.pause = max(self._ledger.pause - num_steps, 0)
@@ -323,7 +323,7 @@ class DraftPolicy:
 
     def _best(self, offers: list[tuple[Request, Proposal, int]], num_seqs: int, room: int) -> list[int]:
         """Return the number of drafts of each offer with which a token takes least time; zeros if none is faster."""
-        plain = self._costs.plain(num_seqs)
+        plain = self.costs.plain(num_seqs)
         numbers = [0] * len(offers)
         if not plain or not offers:
             return numbers
@@ -345,7 +345,7 @@ class DraftPolicy:
         # Steps for a token of a request with 0, 1, 2 … drafts, the sum of all requests.
         steps = list(accumulate([slot[0] for slot in slots[:room]], initial=float(num_seqs)))
         best = 0
-        for number, seconds in self._costs.table(num_seqs, len(steps) - 1):
+        for number, seconds in self.costs.table(num_seqs, len(steps) - 1):
             if seconds * steps[number] < least:
                 least, best = seconds * steps[number], number
         for *_, index in slots[:best]:

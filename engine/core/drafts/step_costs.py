@@ -79,6 +79,19 @@ class StepCosts:
         self._tables: dict[tuple[int, int], list[tuple[int, float]]] = {}  # see `table`
         self._since = 0  # number of steps when the oldest table was made
 
+    def __str__(self) -> str:
+        """Milliseconds by number of tokens: on the device as measured at start-up, then as steps took of late."""
+        kinds = {"device": self._device} | {
+            name: {size: times.seconds for size, times in sorted(kind.items()) if times.seconds}
+            for name, kind in (("plain", self._plain), ("with drafts", self._drafted))
+        }
+        columns = [
+            f"{name} {', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in found.items())}"
+            for name, found in kinds.items()
+            if found
+        ]
+        return "; ".join(columns)
+
     def record(self, num_tokens: int, has_drafts: bool, seconds: float) -> None:
         """Record a step of `num_tokens` tokens, drafts among them, in which every request decoded."""
         kind, size = self._drafted if has_drafts else self._plain, self._size(num_tokens)

@@ -236,6 +236,7 @@ class BlockDrafter(nn.Module):
 
         logits [n, V]: without it. hidden [n, hidden]: after the last norm.
         """
+        before = before.clamp(0, logits.shape[1] - 1)  # while kernels are only compiled, nothing writes tokens
         if self.markov is not None:
             first, second = (each.value for each in self.markov)
             return logits + first[before] @ second.T  # type: ignore[operator, index, union-attr]

@@ -17,9 +17,7 @@ from engine.models.attention import AttentionMetadata, block_sparse
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.options import RunnerOptions
 
-# Small steps read the keys of a request's newest token and its drafts once. False until `python -m tests.gpu shared`
-# has passed on a GPU.
-JOINS_DRAFTS = False
+JOINS_DRAFTS = True  # small steps read the keys of a request's newest token and its drafts once
 READS_PREFIXES_ONCE = True
 
 T = TypeVar("T")

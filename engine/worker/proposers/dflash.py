@@ -13,7 +13,6 @@ from engine.models.drafters.dflash import BlockDrafter
 from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.options import MAX_DRAFTED_SEQS
-from engine.worker.proposers import model_proposer
 from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
 from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer, of_all_tokens
 from engine.worker.proposers.proposer import SampledStep
@@ -40,7 +39,7 @@ class DFlashProposer(ModelProposer):
     def capture(self) -> None:
         """Capture the blocks of few requests and the guesses from them, where each token is a sequence of its own."""
         most = self._most_split // self._block.length
-        if not model_proposer.CAPTURES or not most:
+        if not self._captures or not most:
             return
         padding_row = len(self._state.records) - 1
         sizes = sorted({min(size, most, MAX_DRAFTED_SEQS) for size in SIZES})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.worker.device import Device, Graph
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens of a pass, or requests, to capture
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of a pass, or requests, to capture
 Work = Callable[[Tensor, Tensor], Tensor]  # (integers [columns, size] int64, hidden [size, width]) → the result
 
 

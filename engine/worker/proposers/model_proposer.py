@@ -38,7 +38,7 @@ class DraftRows:
     greedy: bool  # all requests are
 
 
-CAPTURES = False  # run what is captured on a GPU
+CAPTURES = True  # run what is captured on a GPU, unless there are several
 SPLIT_TOKENS = SIZES[-1]  # up to so many tokens of decoding requests are computed as sequences of one token each
 
 
@@ -87,6 +87,11 @@ class ModelProposer(ABC):
 
     def release(self) -> None:
         self.kv_cache = []
+
+    @property
+    def _captures(self) -> bool:
+        # What ranks exchange for a drafter has not been captured on GPUs.
+        return CAPTURES and self._options.num_ranks_per_stage == 1
 
     @abstractmethod
     def capture(self) -> None:
@@ -176,9 +181,9 @@ class SuccessiveProposer(ModelProposer):
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture passes over few tokens and the guesses after them, with the KV cache as it is."""
-        if not CAPTURES:
-            return
         options, padding_row = self._options, len(self._state.records) - 1
+        if not self._captures:
+            return
         sizes = sorted({min(size, self.max_split) for size in SIZES})
         self._passes = DraftGraphs(
             self.device, self._split_pass, [0, padding_row, 0, 0], self.input_width, sizes, options.dtype

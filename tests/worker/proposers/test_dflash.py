@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -117,3 +118,19 @@ def test_what_cannot_be_used_is_refused(
     given = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 4}
     with pytest.raises((ModelError, ConfigError), match=message):
         LLM(str(target[0]), **SETTINGS, speculative_config=given)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_tokens_that_nothing_has_written(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
+    """While a GPU's kernels are only compiled, the token before may be any number."""
+    make_block_drafter(kind, tmp_path, target[1])
+    drafted = Drafted(target[0], "dflash", tmp_path, num=4)
+    runner: Any = drafted.llm._engine.runner
+    drafter, spec = runner.proposer._drafter, runner.spec
+    logits, hidden = torch.randn(3, spec.vocab_size), torch.randn(3, spec.hidden_size)
+    last = spec.vocab_size - 1
+    found, expected = (
+        drafter.following(logits, hidden, torch.tensor(before)) for before in ([2**62, -9, 5], [last, 0, 5])
+    )
+    assert torch.equal(found, expected)
+    drafted.llm.close()
