@@ -161,7 +161,9 @@ def read_quantization(config: Any) -> Quantization | None:
         return None
     if not isinstance(config, dict):
         raise ModelError(f"'{WHERE}' must be an object, got {config!r}")
-    method = config.get("quant_method")
+    method, producer = config.get("quant_method"), config.get("producer")
+    if method is None and isinstance(producer, dict):  # as ModelOpt's own files have it
+        method = producer.get("name")
     if not isinstance(method, str) or method not in METHODS:
         raise _unsupported("quant_method", method, tuple(METHODS))
     return METHODS[method](config)
@@ -286,6 +288,7 @@ MODELOPT = {
     "FP8_PB_WO": Scheme(layout="plain", kind="e4m3", rows=128, group=128),
     "NVFP4": Scheme(layout="fp4", kind="e2m1", group=16, global_scale="weight_scale_2"),
 }
+MODELOPT["W4A16_NVFP4"] = MODELOPT["NVFP4"]  # weights only, as we compute both
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantization:

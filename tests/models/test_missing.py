@@ -18,6 +18,11 @@ from engine.models.families import read_spec
         ("Lfm3ForCausalLM", {"conv_L_cache": 7}, "convolution layers"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder beside the decoder"),
         ("PaliGemmaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images as input"),
+        (
+            "Kimi9ForConditionalGeneration",
+            {"vision_config": {"x": 1}, "text_config": {"index_topk": 9}},
+            "sparse attention",
+        ),
         ("ApertusForCausalLM", {}, "an activation with learnt parameters"),
         ("DebertaV2ForMaskedLM", {}, "attention by relative positions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),

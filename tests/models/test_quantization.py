@@ -47,7 +47,8 @@ def test_modelopts_nested_and_mixed_forms() -> None:
     inner = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     flat = read_quantization({"quant_method": "modelopt", **inner})
     assert read_quantization({"quant_method": "modelopt", "quantization": inner}) == flat
-    layers = {DOWN: {"quant_algo": "NVFP4", "group_size": 16}, Q: {"quant_algo": "FP8"}}
+    assert read_quantization({"producer": {"name": "modelopt", "version": "0.31.0"}, **inner}) == flat
+    layers = {DOWN: {"quant_algo": "W4A16_NVFP4", "group_size": 16}, Q: {"quant_algo": "FP8"}}
     mixed = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     assert (scheme_of(mixed, DOWN).kind, scheme_of(mixed, Q).kind) == ("e2m1", "e4m3")
     assert scheme_of(mixed, Q.replace("q_proj", "k_proj")) is None

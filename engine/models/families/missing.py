@@ -7,9 +7,7 @@ from engine.models.families.fields import Config
 # Fields of config.json, or parts of an architecture's name → what they stand for. The first that is found is named.
 _FIELDS = {
     "is_encoder_decoder": "an encoder beside the decoder",
-    "vision_config": "images as input",
-    "audio_config": "sound as input",
-    "text_config": "input that is not text",
+    "attn_res_block_size": "residuals that attend to those of earlier layers",
     "linear_num_value_heads": "delta-net layers, which keep a state instead of a KV cache",
     "conv_L_cache": "convolution layers, which keep a state instead of a KV cache",
     "mamba_d_state": "state-space (Mamba) layers, which keep a state instead of a KV cache",
@@ -22,6 +20,9 @@ _FIELDS = {
     "hc_mult": "several residual streams (hyper-connections)",
     "swa_num_key_value_heads": "layers with heads of different sizes",
     "zero_expert_num": "experts that return their input",
+    "vision_config": "images as input",
+    "audio_config": "sound as input",
+    "text_config": "input that is not text",
     "auto_map": "code that comes with the model, which Quire never runs",
 }
 _NAMES = {
@@ -46,8 +47,9 @@ A_FUNCTION = "a function of about ten lines in engine/models/families (CONTRIBUT
 
 def missing(architecture: str, config: Config) -> str:
     """Return what keeps Quire from serving the model, in words that follow "it needs"."""
+    text = config.get("text_config")
     for field, need in _FIELDS.items():
-        if config.get(field):
+        if config.get(field) or (isinstance(text, dict) and field != "auto_map" and text.get(field)):
             return need
     for part, need in _NAMES.items():
         if part.lower() in architecture.lower():
