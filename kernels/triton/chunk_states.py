@@ -16,13 +16,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.scan_chunks import inverse_of
 from kernels.triton.scan_decode import offsets, read_gates
 
 
 @triton.jit
 def _multiply(a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(a.to(TYPE), b.to(TYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def inverse_of(a, t, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + a, where a [64, 64] is strictly lower triangular; t: 0 to 63.
+
+    Two neighbouring blocks on the diagonal, whose inverse is n, and the block e below the first become one:
+    (1 - n e) n. So from blocks of 2 to one of 64.
+    """
+    row, column = t[:, None], t[None, :]
+    n = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -a, 0.0))
+    for level in range(1, 6):
+        is_below = (row >> (level + 1) == column >> (level + 1)) & (row >> level > column >> level)
+        below = tl.dot(n, tl.where(is_below, a, 0.0), input_precision=PRECISION)
+        n -= tl.dot(below, n, input_precision=PRECISION)
+    return n
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_padded"])

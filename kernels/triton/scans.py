@@ -1,8 +1,4 @@
-"""The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`.
-
-Several tokens of the delta rule are still computed by `kernels.triton.delta_rule`, which is faster on an H200. Compare:
-`python -m tests.gpu hybrids --match "delta rule of Qwen3.5-27B"`.
-"""
+"""The delta rule and state-space layers over states in blocks, in Triton. See `kernels.reference`."""
 
 from __future__ import annotations
 
@@ -17,24 +13,20 @@ from torch import Tensor
 from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
-from kernels.triton.scan_chunks import prepare_kernel, scan_kernel
 from kernels.triton.scan_decode import decode_kernel
 
 CHUNK = 64
-BLOCK_V = 32  # value channels of a program that scans
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
-DECODE_WARPS, SCAN_WARPS = 4, 4
-# Of operands of tensor cores, whatever the dtype of activations. With bfloat16 operands these kernels ended with an
-# illegal memory access on an H100 (Triton 3.6), though the same code in float32 was right.
-PRECISION = "tf32x3"
-IN_PARTS = False  # compute several tokens by `chunk_states` instead of `scan_chunks`
+DECODE_WARPS = 4
 SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
-STATES = {"STAGES": 3, "num_warps": 4}
+STATES = {"num_warps": 4}
+STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32, as they fit the smallest shared memory
 OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
-NARROW, EXACT = "tf32", "tf32"  # their precision with activations of 16 bits, and that of the equations of updates
-RARE = "ieee"  # likewise of the states that blocks keep, which are few
+WIDE = "tf32x3"  # precision of products of float32 activations
+NARROW, EXACT = "tf32", "tf32"  # of 16 bits, and of the equations of their updates
+RARE = "ieee"  # of the states that blocks keep, which are few
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class _Layer:
         if num_decodes:
             self._decode(context, num_decodes, out)
         if num_decodes < len(context.rows):
-            (self._compute_parts if IN_PARTS else self._scan)(context, num_decodes, out)
+            self._prefill(context, num_decodes, out)
         return out
 
     def _decode(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
@@ -88,35 +80,12 @@ class _Layer:
             num_warps=DECODE_WARPS,
         )  # fmt: skip
 
-    def _scan(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
-        c, s, sizes, x = context, self.states, self.sizes, self.inputs
-        num_heads, size, num_chunks = sizes["NUM_VALUES"], c.block_size, cdiv(len(x), CHUNK)
-        assert c.sequence_of is not None
-        scalars = x.new_empty(4, num_heads, num_chunks * CHUNK, dtype=torch.float32)
-        seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK, dtype=torch.float32)
-        is_delta = self.skip is None
-        inverse = torch.empty_like(seen) if is_delta else seen
-        prepare_kernel[(num_chunks, num_heads)](
-            x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
-            num_chunks * CHUNK, scalars, seen, inverse, *self.limits, x.stride(0), self.gates.stride(0),
-            **sizes, CHUNK=CHUNK, PRECISION=PRECISION, num_warps=4, num_stages=1,
-        )  # fmt: skip
-        block_v = min(max(next_power_of_2(sizes["DV"]), 16), BLOCK_V)
-        scan_kernel[(num_heads, cdiv(sizes["DV"], block_v), len(c.rows) - num_decodes)](
-            x, self.rate if self.skip is None else self.skip, scalars, seen, inverse,
-            s.before, s.keys, s.updates, s.decays, out, c.block_tables, c.rows, c.query_start, c.context_lens,
-            len(c.block_tables), num_decodes, num_chunks * CHUNK, x.stride(0), c.block_tables.stride(0),
-            **sizes, SIZE=size, BLOCK_T=max(next_power_of_2(size), 16), BLOCK_V=block_v, CHUNK=CHUNK,
-            ENTRIES=next_power_of_2(cdiv(CHUNK, size)), PRECISION=PRECISION, num_warps=SCAN_WARPS,
-            num_stages=1,
-        )  # fmt: skip
-
-    def _compute_parts(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
+    def _prefill(self, context: StateContext, num_decodes: int, out: Tensor) -> None:
         c, s, sizes, x = context, self.states, self.sizes, self.inputs
         num_heads, key_dim, value_dim = sizes["NUM_VALUES"], sizes["DK"], sizes["DV"]
         num_chunks, is_delta, wide = cdiv(len(x), CHUNK), self.skip is None, x.dtype == torch.float32
         num_padded, of_v = num_chunks * CHUNK, max(next_power_of_2(value_dim), 16)
-        skip, operands = self.rate if self.skip is None else self.skip, PRECISION if wide else NARROW
+        skip, operands = self.rate if self.skip is None else self.skip, WIDE if wide else NARROW
         sizes |= {"CHUNK": CHUNK, "TYPE": TYPES[x.dtype], "PRECISION": operands}
         scalars = x.new_empty(5, num_heads, num_padded, dtype=torch.float32)
         seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK)
@@ -127,7 +96,7 @@ class _Layer:
         solve_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
             num_padded, scalars, seen, weights, solved, *self.limits, x.stride(0), self.gates.stride(0),
-            **sizes, EXACT=PRECISION if wide else EXACT, **SOLVE,
+            **sizes, EXACT=WIDE if wide else EXACT, **SOLVE,
         )  # fmt: skip
         sizes |= {"SIZE": c.block_size, "BLOCK_T": max(next_power_of_2(c.block_size), 16)}
         block_v = min(of_v, STATES_V)
@@ -136,7 +105,7 @@ class _Layer:
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
             **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)),
-            RARE=PRECISION if wide else RARE, **STATES,
+            RARE=WIDE if wide else RARE, STAGES=WIDE_STAGES if wide else STAGES, **STATES,
         )  # fmt: skip
         block_v = min(of_v, OUTPUTS_V)
         outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](

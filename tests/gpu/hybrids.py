@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,11 +38,11 @@ def check_recurrent(checks: Checks) -> None:
     """Sequences in chunks, over states of which few are held, against whole sequences in float64; and times."""
     for dtype, length in itertools.product((BF16, F32), (3, 4)):
         _check_conv(checks, dtype, length)
-    for dtype, layer in itertools.product((BF16, F32), _layers(checks.device)):
+    for dtype, layer in itertools.product((BF16, F32), _layers()):
         _check_layer(checks, dtype, layer)
         _check_prompts(checks, dtype, layer)
     if checks.device != "cpu":
-        for layer in _layers(checks.device):
+        for layer in _layers():
             for num_seqs, num_tokens in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 2048), (4, 2048)):
                 _time_layer(checks, layer, num_seqs, num_tokens)
 
@@ -81,27 +80,11 @@ class Layer:
         return whole_mamba2(x, steps, layer[:3], layer.limits, lengths, self.heads)
 
 
-def _layers(device: str) -> list[Layer]:
-    layers = [Layer(f"delta rule of {net}", heads, True, kernels.delta_rule) for net, heads in NETS.items()]
-    if device != "cpu":
-        from kernels.triton import scans
-
-        for net, heads in NETS.items():
-            layers.append(Layer(f"chunks of delta rule of {net}", heads, True, scans.delta_rule))
-            layers.append(Layer(f"parts of delta rule of {net}", heads, True, _in_parts(scans.delta_rule)))
-        for net, heads in STATE_SPACES.items():
-            layers.append(Layer(f"parts of mamba2 of {net}", heads, False, _in_parts(scans.mamba2)))
-    return layers + [Layer(f"mamba2 of {net}", heads, False, kernels.mamba2) for net, heads in STATE_SPACES.items()]
-
-
-def _in_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of `kernels.triton.scans` that computes several tokens by `chunk_states`."""
-
-    def run(*args: Any) -> Tensor:
-        with mock.patch("kernels.triton.scans.IN_PARTS", True):
-            return function(*args)
-
-    return run
+def _layers() -> list[Layer]:
+    return [
+        *(Layer(f"delta rule of {net}", heads, True, kernels.delta_rule) for net, heads in NETS.items()),
+        *(Layer(f"mamba2 of {net}", heads, False, kernels.mamba2) for net, heads in STATE_SPACES.items()),
+    ]
 
 
 def _check_conv(checks: Checks, dtype: torch.dtype, length: int) -> None:

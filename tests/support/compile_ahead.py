@@ -14,7 +14,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -496,8 +495,8 @@ def adapted_linear(tokens: int, rank: int) -> None:
 def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 128) -> None:
     """`size`: of heads of a delta net."""
     from kernels.data.state import DeltaStates, StateContext
-    from kernels.triton.delta_rule import delta_rule
     from kernels.triton.recurrent import causal_conv, gated_rms_norm, short_conv
+    from kernels.triton.scans import delta_rule
 
     context = StateContext.of_step(
         tensor(5, 100, dtype=I32), tensor(num_seqs, dtype=I32), tensor(num_seqs + 1, dtype=I32),
@@ -522,22 +521,19 @@ def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 12
         tensor(num_tokens, width, dtype=dtype), tensor(num_tokens, 64, dtype=dtype), heads, heads, states, context
     )
     gated_rms_norm(out, qkvz[:, width:], tensor(size, dtype=dtype), 1e-6)
-    scans(width, states, heads, context, dtype)
+    state_space(width, states, heads, context, dtype)
 
 
-def scans(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dtype) -> None:
-    """The same delta net by chunks, and a state-space layer with states like it."""
+def state_space(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dtype) -> None:
+    """A state-space layer with states like those of a delta net."""
     from kernels.data.state import StateSpace
     from kernels.triton import scans
     from kernels.triton.grouped_norm import grouped_rms_norm
 
     inputs = tensor(len(context.sequence_of), width, dtype=dtype)
     steps = tensor(len(inputs), 32, dtype=dtype)
-    for in_parts in (True, False):
-        with mock.patch.object(scans, "IN_PARTS", in_parts):
-            scans.delta_rule(inputs, tensor(len(inputs), 64, dtype=dtype), heads, heads, states, context)
-            layer = StateSpace(heads, heads, heads, (0.0, 1.0))
-            out = scans.mamba2(inputs, steps, layer, states, context).flatten(1)
+    layer = StateSpace(heads, heads, heads, (0.0, 1.0))
+    out = scans.mamba2(inputs, steps, layer, states, context).flatten(1)
     grouped_rms_norm(out, out, tensor(out.shape[1], dtype=dtype), 1e-6, 8, True)
 
 
