@@ -25,6 +25,7 @@ from engine.models.residual import (
 from engine.models.shard import EIGHTHS, Span
 from engine.models.spec import LearntPositions
 
+Division: TypeAlias = Literal["column", "row", "vocab"] | None
 Operand: TypeAlias = Tensor | kernels.QuantizedRows | SublayerInput
 
 
@@ -48,7 +49,7 @@ class Linear(Matrix):
         parts: Mapping[str, int],
         *,
         bias: bool = False,
-        shard: Literal["column", "row", "vocab"] | None = None,
+        shard: Division = None,
         width: int = 1,
         fused: str = "",
         grouped: bool = False,
@@ -61,25 +62,14 @@ class Linear(Matrix):
         reduce_results: add the partial sums of all ranks; else the caller does.
         """
         columns = scope.shard.span("in_features", in_features) if shard == "row" else Span.whole(in_features)
-        own, num_rows = [], 0
-        for name, rows in parts.items():
-            span = Span.whole(rows)
-            if shard == "column":
-                span = scope.shard.span(scope.name(name), rows // width, width=width, replicate=width > 1)
-            elif shard == "vocab":
-                span, num_rows = scope.shard.padded_span(rows)
-            own.append(Part(name=scope.name(name), rows=span, transposed=scope.transposed))
+        own, num_rows = _own_rows(scope, parts, shard, width)
         if fused:
             own = (_grouped if grouped else _fused)(scope.name(fused), own, width)
         is_partial = shard == "row" and scope.shard.size > 1  # the result is the sum over ranks
         bias_parts = own if bias else []
         if is_partial and scope.shard.rank:  # only rank 0 adds the bias
             bias_parts = [replace(part, rows=part.rows.nothing()) for part in bias_parts]
-        eighths: tuple[slice, ...] = ()
-        if shard == "row" and kernels.FORMS.sums_in_eighths:
-            if in_features < EIGHTHS:
-                raise ModelError(f"{', '.join(parts)}: sums of {in_features} channels cannot be divided in eighths")
-            eighths = scope.shard.eighths(in_features)
+        eighths = _eighths(scope, in_features, parts) if shard == "row" and kernels.FORMS.sums_in_eighths else ()
         super().__init__(scope, own, columns, num_rows=num_rows, bias_parts=bias_parts, eighths=eighths)
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, is_partial and reduce_results
 
@@ -177,15 +167,9 @@ class Linear(Matrix):
         assert self.adapters is not None
         assert x.context.adapters is not None
         norm = (x.norm.weight, x.norm.eps) if x.normed is None and isinstance(x.norm, RMSNorm) else None
-        return kernels.adapted_linear(
-            x.value if norm is None else x.hidden,
-            self.weight,
-            self.bias,
-            self.adapters,
-            x.context.adapters,
-            norm=norm,
-            gate=None if epilogue is None else epilogue.gate,
-        )
+        value, gate = x.value if norm is None else x.hidden, None if epilogue is None else epilogue.gate
+        weights = self.weight, self.bias, self.adapters, x.context.adapters
+        return kernels.adapted_linear(value, *weights, norm=norm, gate=gate)
 
     def quantized_input(self, x: Tensor) -> kernels.QuantizedRows | None:
         """Return memory for x [T, in], quantised as this layer reads it. None: it reads x as it is."""
@@ -209,6 +193,26 @@ class RowsLinear(Linear):
     def __init__(self, scope: Scope, in_features: int, parts: Sequence[Part], *, bias: bool = False) -> None:
         Matrix.__init__(self, scope, parts, Span.whole(in_features), bias_parts=parts if bias else ())
         self.shard, self.communicator, self.is_partial = scope.shard, scope.communicator, False
+
+
+def _own_rows(scope: Scope, parts: Mapping[str, int], shard: Division, width: int) -> tuple[list[Part], int]:
+    """Return this rank's part of each projection, and the rows of a whole one's largest part with "vocab", else 0."""
+    own, num_rows = [], 0
+    for name, rows in parts.items():
+        span = Span.whole(rows)
+        if shard == "column":
+            span = scope.shard.span(scope.name(name), rows // width, width=width, replicate=width > 1)
+        elif shard == "vocab":
+            span, num_rows = scope.shard.padded_span(rows)
+        own.append(Part(name=scope.name(name), rows=span, transposed=scope.transposed))
+    return own, num_rows
+
+
+def _eighths(scope: Scope, in_features: int, parts: Mapping[str, int]) -> tuple[slice, ...]:
+    """Return this rank's eighths of the input channels, see `Shard.eighths`."""
+    if in_features < EIGHTHS:
+        raise ModelError(f"{', '.join(parts)}: sums of {in_features} channels cannot be divided in eighths")
+    return scope.shard.eighths(in_features)
 
 
 def _fused(name: str, parts: Sequence[Part], width: int) -> list[Part]:

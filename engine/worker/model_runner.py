@@ -163,7 +163,7 @@ class ModelRunner:
 
     def block_parts(self) -> list[list[Tensor]]:
         """See `KVCacheLayout.block_parts`."""
-        drafter = self.proposer.kv_cache if isinstance(self.proposer, ModelProposer) else ()
+        drafter = self.proposer.cache.layers if isinstance(self.proposer, ModelProposer) else ()
         return self.kv_layout.block_parts(self.forward.kv_cache, drafter)
 
     @torch.inference_mode()

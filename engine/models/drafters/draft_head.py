@@ -43,15 +43,17 @@ class CutHead(LMHead):
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().tensors():
-            spans, take = (self._whole, *tensor.spans[1:]), partial(self._take, tensor)
+            spans, take = (self._whole, *tensor.spans[1:]), partial(_take, tensor, self._own)
             yield replace(tensor, spans=spans, take=take, aliases=(EMBEDDING,))
 
-    def _take(self, tensor: CheckpointTensor, rows: Tensor) -> None:
-        own = rows[self._own.to(rows.device)]
-        if tensor.take is None:
-            tensor.memory.copy_(own)
-        else:
-            tensor.take(own)
+
+def _take(tensor: CheckpointTensor, own: Tensor, rows: Tensor) -> None:
+    """Fill the memory of `tensor` from its `own` rows of the whole matrix."""
+    chosen = rows[own.to(rows.device)]
+    if tensor.take is None:
+        tensor.memory.copy_(chosen)
+    else:
+        tensor.take(chosen)
 
 
 def check_head(target: ModelSpec, stored: dict[str, StoredTensor], origin: str) -> None:

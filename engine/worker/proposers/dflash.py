@@ -13,8 +13,10 @@ from engine.models.drafters.dflash import BlockDrafter
 from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.options import MAX_DRAFTED_SEQS
+from engine.worker.proposers.draft_cache import DrafterSetup
 from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
-from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, ModelProposer, of_all_tokens
+from engine.worker.proposers.draft_sampler import DraftRows
+from engine.worker.proposers.model_proposer import ModelProposer, of_all_tokens
 from engine.worker.proposers.proposer import SampledStep
 
 
@@ -62,7 +64,7 @@ class DFlashProposer(ModelProposer):
             integers = torch.stack((newest_ids, rows.rows, rows.newest, rows.num_slots))
             return self._graphs.run(integers, self._no_states)
         found, newest = self._guess(newest_ids, rows)
-        self.keep_probabilities(step.packed.members.rows, newest, found)
+        self._sampler.keep(step.packed.members.rows, newest, found)
         return found
 
     def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
@@ -75,8 +77,8 @@ class DFlashProposer(ModelProposer):
         assert step.hidden is not None
         num_tokens = step.packed.members.batch.total_num_tokens
         states = self._drafter.combine([step.hidden.layers[i][:num_tokens] for i in self._block.target_layers])
-        positions, slots = step.step.positions[:num_tokens], step.step.slot_mapping[self._group, :num_tokens]
-        for layer, kv in zip(self._drafter.layers, self.kv_cache, strict=True):
+        positions, slots = step.step.positions[:num_tokens], step.step.slot_mapping[self.cache.group, :num_tokens]
+        for layer, kv in zip(self._drafter.layers, self.cache.layers, strict=True):
             layer.store(states, positions, kv, slots)  # type: ignore[operator]
 
     def _newest(self, step: SampledStep) -> Tensor:
@@ -91,14 +93,14 @@ class DFlashProposer(ModelProposer):
         """
         block, n = self._block, len(newest_ids)
         ends = rows.newest + block.length
-        fits = (rows.newest >= 0) & (ends <= rows.num_slots) & (ends <= self._max_len)
+        fits = (rows.newest >= 0) & (ends <= rows.num_slots) & (ends <= self._options.max_model_len)
         hidden = self._run(replace(rows, newest=rows.newest.where(fits, 0)), fits, newest_ids)
         hidden = hidden.view(n, block.length, -1)[:, block.length - block.num_tokens :]
         logits = self._logits(hidden.flatten(0, 1)).view(n, block.num_tokens, -1)
         guessed, before = list[Tensor](), newest_ids
         for i in range(block.num_tokens):
             of_token = self._drafter.following(logits[:, i], hidden[:, i], before)
-            guessed.append(self.sample(of_token, rows, i + 1))
+            guessed.append(self._sampler.sample(of_token, rows, i + 1))
             before = guessed[-1].clamp(min=0)
         found = torch.stack(guessed, 1)
         none = ((found < 0).cumsum(1) > 0) | ~fits.unsqueeze(1)
@@ -113,7 +115,7 @@ class DFlashProposer(ModelProposer):
         ids[:, 0] = newest_ids
         positions = (rows.newest.unsqueeze(1) + torch.arange(length, device=ids.device)).flatten()
         of_tokens = rows.rows.repeat_interleave(length, output_size=n * length)
-        slots = self.slots(of_tokens, positions, is_kept.repeat_interleave(length, output_size=n * length))
+        slots = self.cache.slots(of_tokens, positions, is_kept.repeat_interleave(length, output_size=n * length))
         ends = (rows.newest + length).int()
         splits = n * length <= self._most_split
         query_start = self._each[: n * length + 1] if splits else self._each[: n + 1] * length
@@ -124,14 +126,14 @@ class DFlashProposer(ModelProposer):
             # Keys and values are stored before the layer attends, so each token sees the whole block.
             context_lens=ends.repeat_interleave(length, output_size=n * length) if splits else ends,
             decode_lens=None,
-            block_tables=self.block_tables,
+            block_tables=self.cache.block_tables,
             slot_mapping=slots.unsqueeze(0),
         )
         prefills = None if splits else Prefills([length] * n, ends.tolist(), self.device.upload)
-        metadata = self.metadata(attention, prefills)
+        metadata = self.cache.metadata(attention, prefills)
         own = self._drafter.embed_tokens
         x = (self._target.embed if own is None else own)(ids.flatten())
-        for layer, kv, of_layer in zip(self._drafter.layers, self.kv_cache, metadata, strict=True):
+        for layer, kv, of_layer in zip(self._drafter.layers, self.cache.layers, metadata, strict=True):
             x = layer(x, positions.int(), kv, of_layer)
         normed: Tensor = self._drafter.norm(x)
         return normed

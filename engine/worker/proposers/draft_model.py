@@ -12,7 +12,9 @@ from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.input_batch import PackedStep, Row
-from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, FirstPass, SuccessiveProposer
+from engine.worker.proposers.draft_cache import DrafterSetup
+from engine.worker.proposers.draft_sampler import DraftRows
+from engine.worker.proposers.model_proposer import FirstPass, SuccessiveProposer
 from engine.worker.proposers.proposer import SampledStep
 
 # Tokens that a request's draft model catches up on. After more, drafts did not pay for long, and what it would cost
@@ -52,7 +54,7 @@ class DraftModelProposer(SuccessiveProposer):
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
         """See `SuccessiveProposer.forward`. It reads no hidden states."""
         indices = metadata[-1].logits_indices
-        return self._model(ids, positions, self.kv_cache, metadata, None, indices)  # type: ignore[no-any-return]
+        return self._model(ids, positions, self.cache.layers, metadata, None, indices)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `SuccessiveProposer.logits`."""
@@ -99,12 +101,12 @@ class DraftModelProposer(SuccessiveProposer):
                 query_start=self.upload(query_start.astype(np.int32)),
                 context_lens=self.upload(np.array(context_lens, dtype=np.int32)),
                 decode_lens=None,
-                block_tables=self.block_tables,
-                slot_mapping=self.slots(row, positions, is_kept).unsqueeze(0),
+                block_tables=self.cache.block_tables,
+                slot_mapping=self.cache.slots(row, positions, is_kept).unsqueeze(0),
             )
             prefills = Prefills(lens[at].tolist(), context_lens, self.device.upload)
-            clamped = positions.clamp(max=self._max_len - 1).int()
-            found = self.forward(ids, ids, clamped, self.metadata(attention, prefills, last))
+            clamped = positions.clamp(max=self._options.max_model_len - 1).int()
+            found = self.forward(ids, ids, clamped, self.cache.metadata(attention, prefills, last))
         if len(at) == len(lens):
             return found
         whole = found.new_zeros(len(lens), found.shape[1])

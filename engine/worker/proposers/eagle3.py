@@ -8,8 +8,9 @@ from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
 from engine.models.drafters.eagle3 import Eagle3Head
+from engine.worker.proposers.draft_cache import DrafterSetup
 from engine.worker.proposers.following import FollowingProposer
-from engine.worker.proposers.model_proposer import DrafterSetup, of_all_tokens
+from engine.worker.proposers.model_proposer import of_all_tokens
 from engine.worker.proposers.proposer import HiddenStates
 
 
@@ -29,7 +30,7 @@ class Eagle3Proposer(FollowingProposer):
         """See `SuccessiveProposer.forward`."""
         own = self._head.embed_tokens
         embedded = self._target.embed(ids) if own is None else own(ids)
-        found: Tensor = self._head(embedded, hidden, positions, self.kv_cache[0], metadata[0])
+        found: Tensor = self._head(embedded, hidden, positions, self.cache.layers[0], metadata[0])
         return found
 
     def following(self, hidden: Tensor) -> Tensor:

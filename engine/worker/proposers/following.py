@@ -10,8 +10,10 @@ from torch import Tensor
 
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.input_batch import Row
-from engine.worker.proposers.model_proposer import DrafterSetup, DraftRows, FirstPass, SuccessiveProposer
-from engine.worker.proposers.pending import DraftTokens, PendingTokens
+from engine.worker.proposers.draft_cache import DrafterSetup
+from engine.worker.proposers.draft_sampler import DraftRows
+from engine.worker.proposers.model_proposer import FirstPass, SuccessiveProposer
+from engine.worker.proposers.pending import DraftTokens, PendingTokens, following_ids
 from engine.worker.proposers.proposer import HiddenStates, SampledStep
 
 
@@ -62,7 +64,7 @@ class FollowingProposer(SuccessiveProposer):
         if len(pending) and not fits:
             self._run(pending.take(step.rows))
         if only_decodes and num_tokens <= pending.size:
-            tokens = self._decoded(step)
+            tokens = DraftTokens.of_decodes(step, self.upload)
             if len(pending) or not (is_wanted or batch.num_drafts):  # one pass has no rejected drafts but the last
                 pending.add(_requests(step), tokens)
                 if not is_wanted and not batch.num_drafts:
@@ -85,18 +87,6 @@ class FollowingProposer(SuccessiveProposer):
         query_start, first = self.upload(np.stack((packed.members.query_start[:-1], starts)).astype(np.int64))
         return query_start + (rows.newest - 1 - first).clamp(min=0)
 
-    def _decoded(self, step: SampledStep) -> DraftTokens:
-        """Return the tokens of a step in which all requests decode."""
-        assert step.hidden is not None
-        members, num_tokens = step.packed.members, step.packed.members.batch.total_num_tokens
-        positions = step.step.positions[:num_tokens].long()
-        rows = self.upload(members.row_indices)
-        if num_tokens == len(members.rows):
-            return DraftTokens(step.tokens.clamp(min=0), rows, positions, (step.counts > 0).long(), step.hidden)
-        counts = self.upload(members.query_lens.astype(np.int64))
-        rows = torch.repeat_interleave(rows, counts, output_size=num_tokens)
-        return DraftTokens(self._following_ids(step), rows, positions, torch.ones_like(positions), step.hidden)
-
     def _run(self, tokens: DraftTokens) -> Tensor:
         """Run the drafter for tokens of requests that decode: [T, hidden]."""
         ids, rows, positions, is_kept, hidden = tokens
@@ -109,7 +99,11 @@ class FollowingProposer(SuccessiveProposer):
         assert step.hidden is not None
         packed, batch = step.packed, step.packed.members.batch
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
-        ids, states, last = self._following_ids(step), self.states(step.hidden, num_tokens), self._last(step, rows)
+        ids, states, last = (
+            following_ids(step, self.upload),
+            self.states(step.hidden, num_tokens),
+            self._last(step, rows),
+        )
         lens = batch.num_tokens[n:], packed.context_lens[n:].tolist()
         attention = AttentionStep(
             num_decodes=n,
@@ -117,27 +111,13 @@ class FollowingProposer(SuccessiveProposer):
             query_start=self.upload(packed.members.query_start.astype(np.int32)),
             context_lens=self.upload(packed.context_lens),
             decode_lens=None,
-            block_tables=self.block_tables,
-            slot_mapping=step.step.slot_mapping[self._group : self._group + 1, :num_tokens],
+            block_tables=self.cache.block_tables,
+            slot_mapping=step.step.slot_mapping[self.cache.group : self.cache.group + 1, :num_tokens],
         )
         prefills = Prefills(*lens, self.device.upload) if n < len(batch) else None
-        return self.forward(ids, states, step.step.positions[:num_tokens], self.metadata(attention, prefills, last))
-
-    def _following_ids(self, step: SampledStep) -> Tensor:
-        """Return the token after each of the step's tokens: sampled, or the next of the prompt. [T] int64."""
-        packed, samples = step.packed, step.samples
-        members = packed.members
-        num_tokens = members.batch.total_num_tokens
-        ids = step.step.input_ids[:num_tokens].roll(-1)
-        last = members.query_start[1:].astype(np.int64) - 1
-        at = np.array(samples.token_index, dtype=np.int64) if samples.has_drafts else last
-        known = np.full(len(at), -1, dtype=np.int64)
-        for sample in samples.unwanted:  # of an unfinished chunk
-            index = samples.request_of(sample)
-            known[sample] = members.rows[index].token_ids[packed.context_lens[index]]
-        where, given = self.upload(np.stack((at, known)))
-        ids[where] = torch.where(given >= 0, given, step.tokens).clamp(min=0)
-        return ids
+        return self.forward(
+            ids, states, step.step.positions[:num_tokens], self.cache.metadata(attention, prefills, last)
+        )
 
 
 def _requests(step: SampledStep) -> list[tuple[str, Row]]:

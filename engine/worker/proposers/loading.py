@@ -11,9 +11,10 @@ from engine.models.files import Progress
 from engine.models.matrix import Scope
 from engine.worker.model_runner import ModelRunner
 from engine.worker.proposers.dflash import DFlashProposer
+from engine.worker.proposers.draft_cache import DrafterSetup
 from engine.worker.proposers.draft_model import DraftModelProposer
 from engine.worker.proposers.eagle3 import Eagle3Proposer
-from engine.worker.proposers.model_proposer import DrafterSetup, ModelProposer
+from engine.worker.proposers.model_proposer import ModelProposer
 from engine.worker.proposers.mtp import MTPProposer
 
 

@@ -4,52 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import kernels
-from engine.core.kv.cache_groups import CacheGroup
 from engine.models.attention import AttentionMetadata
-from engine.models.decoder import Decoder
-from engine.models.drafters.spec import DraftSpec
-from engine.models.spec import AttentionSpec, LatentSpec
-from engine.worker.attention.group_attention import AttentionStep, GroupAttention, Prefills
-from engine.worker.attention.latent import LatentGroupAttention
-from engine.worker.input_batch import Row
-from engine.worker.kv_cache import KVCacheLayout
-from engine.worker.options import MAX_DRAFTED_SEQS, RunnerOptions
+from engine.worker.attention.group_attention import AttentionStep
+from engine.worker.options import MAX_DRAFTED_SEQS
+from engine.worker.proposers.draft_cache import DraftCache, DrafterSetup
 from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
+from engine.worker.proposers.draft_sampler import DraftRows, DraftSampler
 from engine.worker.proposers.proposer import SampledStep
-from engine.worker.sampling.rejection import DraftProbabilities, distribution, draw
-from kernels.data.layout import MIN_P, TEMPERATURE, TOP_K, TOP_P, RowState
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """The n requests for which tokens are proposed."""
-
-    rows: Tensor  # [n] int64: device rows
-    newest: Tensor  # [n] int64: position of the newest token; below 0: the request got none
-    num_slots: Tensor  # [n] int64: tokens that fit in its blocks
-    greedy: bool  # all requests are
-
+from engine.worker.sampling.rejection import DraftProbabilities
 
 CAPTURES = True  # run what is captured on a GPU, unless there are several
 SPLIT_TOKENS = SIZES[-1]  # up to so many tokens of decoding requests are computed as sequences of one token each
-
-
-class DrafterSetup(NamedTuple):
-    """The target model and the settings that a drafter is built from, beside its own model."""
-
-    target: Decoder
-    spec: DraftSpec  # of this rank's part
-    layout: KVCacheLayout
-    options: RunnerOptions
-    state: RowState  # the device rows
 
 
 class FirstPass(NamedTuple):
@@ -67,26 +38,24 @@ class ModelProposer(ABC):
     """
 
     def __init__(self, setup: DrafterSetup) -> None:
-        self._target, spec, layout, options, state = setup
-        assert layout.drafts is not None
-        self.cache, self.device, self._block_size = layout.drafts, options.device, options.block_size
-        self.kv_cache: list[Tensor] = []  # of each layer, see `allocate`
-        self._state, self._group, self._max_len = state, layout.drafts.group, options.max_model_len
-        self.attentions = [_attention(mixer, options) for mixer in dict.fromkeys(spec.mixers)]
-        kinds = list(dict.fromkeys(spec.mixers))
-        self._of_layer = [self.attentions[kinds.index(mixer)] for mixer in spec.mixers]
-        self._options, self._num = options, options.max_request_drafts
-        self.probabilities = DraftProbabilities() if options.rejects_drafts else None
-        self._sampled_from: list[Tensor] = []  # [n, V] for each token of the current proposals, if these are kept
+        self._target, self._options, self.device = setup.target, setup.options, setup.options.device
+        self.cache, self._sampler = DraftCache(setup), DraftSampler(setup)
+        self._state, self._num = setup.state, setup.options.max_request_drafts
 
     layers: Sequence[int] | None = None  # see `DeviceProposer.layers`
 
+    @property
+    def probabilities(self) -> DraftProbabilities | None:
+        """See `DeviceProposer.probabilities`."""
+        return self._sampler.probabilities
+
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV cache, as often as the target's is."""
-        self.kv_cache = self.cache.allocate(num_blocks, self.device)
+        """See `DeviceProposer.allocate`."""
+        self.cache.allocate(num_blocks)
 
     def release(self) -> None:
-        self.kv_cache = []
+        """See `DeviceProposer.release`."""
+        self.cache.release()
 
     @property
     def _captures(self) -> bool:
@@ -105,7 +74,7 @@ class ModelProposer(ABC):
         """Return the requests of a step."""
         members, samples = step.packed.members, step.samples
         first = np.array([samples.of_request(i).start for i in range(samples.num_requests)])
-        num_slots = step.num_blocks[self._group].astype(np.int64) * self._block_size
+        num_slots = step.num_blocks[self.cache.group].astype(np.int64) * self._options.block_size
         columns = np.stack((members.row_indices, step.packed.positions[first].astype(np.int64), num_slots))
         rows, next_positions, slots = self.upload(columns)
         newest = torch.where(step.counts > 0, next_positions + step.counts - 1, -1)
@@ -113,53 +82,6 @@ class ModelProposer(ABC):
 
     def upload(self, values: np.ndarray) -> Tensor:
         return self.device.upload(torch.from_numpy(values))
-
-    def metadata(
-        self, step: AttentionStep, prefills: Prefills | None, logits_indices: Tensor | None = None
-    ) -> list[AttentionMetadata]:
-        """Return the metadata of each layer. `step`: of the one group whose blocks the drafter uses."""
-        of_kinds = {each: each.metadata(step, prefills) for each in self.attentions}
-        found = [of_kinds[each] for each in self._of_layer]
-        if logits_indices is not None:
-            found[-1] = _at(found[-1], logits_indices)
-        return found
-
-    @property
-    def block_tables(self) -> Tensor:
-        """[1, R, max_blocks] int32."""
-        return self._state.block_tables[self._group : self._group + 1]
-
-    def slots(self, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
-        """Return where entries of these rows [T] and positions [T] are stored, [T] int64; -1: nowhere."""
-        columns = (positions // self._block_size).clamp(0, self._state.block_tables.shape[2] - 1)
-        blocks = self._state.block_tables[self._group, rows, columns].long()
-        return torch.where(is_kept, blocks * self._block_size + positions % self._block_size, -1)
-
-    def sample(self, logits: Tensor, rows: DraftRows, ahead: int) -> Tensor:
-        """Sample the token `ahead` of each request's newest from logits [n, V]: [n] int64."""
-        if rows.greedy:
-            return kernels.greedy_sample(logits)
-        state, at = self._state, rows.rows
-        params = kernels.SamplingRows(
-            state.floats(TEMPERATURE)[at],
-            state.records[at, TOP_K].int(),
-            state.floats(TOP_P)[at],
-            state.floats(MIN_P)[at],
-            state.seed[at],
-            rows.newest + ahead,
-        )
-        if self.probabilities is None:
-            return kernels.sample(logits, params)
-        self._sampled_from.append(found := distribution(logits, params))
-        return draw(found, params.seeds, params.positions)
-
-    def keep_probabilities(self, requests: Sequence[Row], newest: Tensor, tokens: Tensor) -> None:
-        """Keep what the tokens [n, k] of these requests were sampled from, if that is wanted, for rejection sampling.
-        newest [n] int64: see `DraftRows`.
-        """
-        if self.probabilities is not None and self._sampled_from:
-            self.probabilities.keep(requests, newest, tokens, torch.stack(self._sampled_from, 1))
-        self._sampled_from.clear()
 
 
 class SuccessiveProposer(ModelProposer):
@@ -214,7 +136,7 @@ class SuccessiveProposer(ModelProposer):
             integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
             return self._guesses.run(integers, hidden)
         found = self._guess(hidden, positions, rows, num)
-        self.keep_probabilities(step.packed.members.rows, rows.newest, found)
+        self._sampler.keep(step.packed.members.rows, rows.newest, found)
         return found
 
     def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
@@ -224,12 +146,12 @@ class SuccessiveProposer(ModelProposer):
 
     def _guess(self, hidden: Tensor, positions: Tensor, rows: DraftRows, num: int) -> Tensor:
         """Return `num` guesses of each request, [n, num] int64, after the first pass."""
-        proposed = [self.sample(self.logits(hidden), rows, 1)]
+        proposed = [self._sampler.sample(self.logits(hidden), rows, 1)]
         for i in range(1, num):
             positions = positions + 1
             is_kept = (positions < rows.num_slots) & (rows.newest >= 0)
             hidden = self._decode(proposed[-1].clamp(min=0), self.following(hidden), rows.rows, positions, is_kept)
-            sampled = self.sample(self.logits(hidden), rows, i + 1)
+            sampled = self._sampler.sample(self.logits(hidden), rows, i + 1)
             proposed.append(torch.where(is_kept & (proposed[-1] >= 0), sampled, -1))
         return torch.where((rows.newest >= 0).unsqueeze(1), torch.stack(proposed, 1), -1)
 
@@ -248,7 +170,7 @@ class SuccessiveProposer(ModelProposer):
 
     def _decode(self, ids: Tensor, hidden: Tensor, rows: Tensor, positions: Tensor, is_kept: Tensor) -> Tensor:
         metadata = self._decode_metadata(rows, positions, is_kept)
-        return self.forward(ids, hidden, positions.clamp(0, self._max_len - 1).int(), metadata)
+        return self.forward(ids, hidden, positions.clamp(0, self._options.max_model_len - 1).int(), metadata)
 
     @abstractmethod
     def first_pass(self, step: SampledStep) -> tuple[FirstPass, DraftRows] | None:
@@ -277,20 +199,10 @@ class SuccessiveProposer(ModelProposer):
             query_start=self._each[: n + 1],
             context_lens=context_lens,
             decode_lens=None,
-            block_tables=self.block_tables,
-            slot_mapping=self.slots(rows, positions, is_kept).unsqueeze(0),
+            block_tables=self.cache.block_tables,
+            slot_mapping=self.cache.slots(rows, positions, is_kept).unsqueeze(0),
         )
-        return self.metadata(step, None)
-
-
-def _attention(mixer: AttentionSpec | LatentSpec, options: RunnerOptions) -> GroupAttention:
-    group = CacheGroup(mixer.window if mixer.window < options.max_model_len else 0)
-    kind = LatentGroupAttention if isinstance(mixer, LatentSpec) else GroupAttention
-    return kind(mixer, 0, group, options)  # type: ignore[arg-type]
-
-
-def _at(metadata: AttentionMetadata, indices: Tensor) -> AttentionMetadata:
-    return replace(metadata, logits_indices=indices)
+        return self.cache.metadata(step, None)
 
 
 def of_all_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from engine.models.attention import AttentionMetadata
 from engine.models.drafters.mtp import MTPHead
+from engine.worker.proposers.draft_cache import DrafterSetup
 from engine.worker.proposers.following import FollowingProposer
-from engine.worker.proposers.model_proposer import DrafterSetup, of_all_tokens
+from engine.worker.proposers.model_proposer import of_all_tokens
 from engine.worker.proposers.proposer import HiddenStates
 
 
@@ -29,7 +30,7 @@ class MTPProposer(FollowingProposer):
 
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> Tensor:
         """See `SuccessiveProposer.forward`."""
-        found: Tensor = self._head(self._target.embed(ids), hidden, positions, self.kv_cache[0], metadata[0])
+        found: Tensor = self._head(self._target.embed(ids), hidden, positions, self.cache.layers[0], metadata[0])
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.worker.input_batch import Row
-from engine.worker.proposers.proposer import HiddenStates
+from engine.worker.proposers.proposer import HiddenStates, SampledStep
+
+Upload: TypeAlias = Callable[[np.ndarray], Tensor]  # copies to the device
 
 
 class DraftTokens(NamedTuple):
@@ -20,6 +23,36 @@ class DraftTokens(NamedTuple):
     positions: Tensor  # [T] int64
     is_kept: Tensor  # [T] int64: 0: the entry is not stored, since the position is computed again
     hidden: HiddenStates  # of the T tokens first
+
+    @classmethod
+    def of_decodes(cls, step: SampledStep, upload: Upload) -> DraftTokens:
+        """Return the tokens of a step in which all requests decode."""
+        assert step.hidden is not None
+        members, num_tokens = step.packed.members, step.packed.members.batch.total_num_tokens
+        positions = step.step.positions[:num_tokens].long()
+        rows = upload(members.row_indices)
+        if num_tokens == len(members.rows):
+            return cls(step.tokens.clamp(min=0), rows, positions, (step.counts > 0).long(), step.hidden)
+        counts = upload(members.query_lens.astype(np.int64))
+        rows = torch.repeat_interleave(rows, counts, output_size=num_tokens)
+        return cls(following_ids(step, upload), rows, positions, torch.ones_like(positions), step.hidden)
+
+
+def following_ids(step: SampledStep, upload: Upload) -> Tensor:
+    """Return the token after each of the step's tokens: sampled, or the next of the prompt. [T] int64."""
+    packed, samples = step.packed, step.samples
+    members = packed.members
+    num_tokens = members.batch.total_num_tokens
+    ids = step.step.input_ids[:num_tokens].roll(-1)
+    last = members.query_start[1:].astype(np.int64) - 1
+    at = np.array(samples.token_index, dtype=np.int64) if samples.has_drafts else last
+    known = np.full(len(at), -1, dtype=np.int64)
+    for sample in samples.unwanted:  # of an unfinished chunk
+        index = samples.request_of(sample)
+        known[sample] = members.rows[index].token_ids[packed.context_lens[index]]
+    where, given = upload(np.stack((at, known)))
+    ids[where] = torch.where(given >= 0, given, step.tokens).clamp(min=0)
+    return ids
 
 
 class PendingTokens:
