@@ -50,12 +50,13 @@ class NgramGuesses:
 
     As long as the output follows an earlier occurrence, the guesses go on there. Else they begin after the newest
     occurrence of the last tokens: of the longest run that occurs, of two lengths, where a long one is looked up only if
-    a short one occurs. If that is less far back than there are tokens to guess, what followed it is repeated.
+    a short one occurs. If that is less far back than there are tokens to guess, what followed it is repeated. If none
+    occurs, the last token may stand for the one that was to follow, and the guesses go on after that one.
     """
 
     def __init__(self, least: int, longest: int, prediction: Sequence[int] = ()) -> None:
         """`least`, `longest`: tokens that must agree before a guess."""
-        self._short = _Occurrences(least)
+        self._least, self._short = least, _Occurrences(least)
         self._long = _Occurrences(longest) if longest > least else None
         self._text = list(prediction)
         self._num_predicted = len(self._text)
@@ -75,7 +76,10 @@ class NgramGuesses:
             self._source += len(new)
             self._basis += len(new)
         else:
+            after = self._after_replaced(new)
             self._source, self._basis = self._look_up()
+            if self._source < 0:
+                self._source = after
         text, source = self._text, self._source
         if source < 0:
             return NO_PROPOSAL
@@ -85,6 +89,13 @@ class NgramGuesses:
         while len(guess) < most:  # the text repeats what began at the source, and may do so again and again
             guess += guess[: most - len(guess)]
         return Proposal(guess, self._basis)
+
+    def _after_replaced(self, new: Sequence[int]) -> int:
+        """Return where the followed text goes on if the last of the `new` tokens stands for one of it; -1: nowhere."""
+        source, kept = self._source, len(new) - 1
+        if source < 0 or self._basis + kept < self._least or self._text[source : source + kept] != new[:-1]:
+            return -1
+        return source + len(new)
 
     def _look_up(self) -> tuple[int, int]:
         """Return the index after an earlier occurrence of the last tokens, and how many agree; (-1, 0): none."""

@@ -23,15 +23,18 @@ def test_a_guess_follows_the_newest_occurrence_of_the_longest_run(step: int, voc
     rng = random.Random(step)
     text = [rng.randrange(vocab_size) for _ in range(50)]
     guesses = NgramGuesses(2, 4)
-    followed, num_missed, num_guesses = -1, 0, 0
+    followed, num_missed, num_guesses, agreed = -1, 0, 0, 0
     for _ in range(300 // step):
         for _ in range(step):
             copy = rng.random() < 0.7 and len(text) > 30
             text.append(text[-30] if copy else rng.randrange(vocab_size))
         if followed >= 0 and text[followed : followed + step] == text[-step:]:
             followed += step
-        elif (followed := occurrence(text, 4)) < 0:
-            followed = occurrence(text, 2)
+        else:
+            kept = step - 1
+            is_replaced = followed >= 0 and text[followed : followed + kept] == text[-step:-1] and agreed + kept >= 2
+            after = followed + step if is_replaced else -1
+            followed = next((each for each in (occurrence(text, 4), occurrence(text, 2), after) if each >= 0), -1)
         proposal = guesses.propose(text, 6)
         assert guesses._source < len(text)
         num_guesses += followed >= 0
@@ -39,8 +42,8 @@ def test_a_guess_follows_the_newest_occurrence_of_the_longest_run(step: int, voc
             num_missed += 1
             followed = guesses._source
         assert proposal.token_ids == ([] if followed < 0 else (text[followed:] * 6)[:6])
-        assert proposal.basis >= 2 or followed < 0
-        assert followed < 0 or text[followed - 2 : followed] == text[-2:]
+        agreed = proposal.basis
+        assert followed < 0 or text[followed - agreed : followed] == text[len(text) - agreed :]
     assert num_missed <= num_guesses / 20
 
 
@@ -52,7 +55,17 @@ def test_guesses_go_on_where_the_text_follows() -> None:
     text += [103, 104]
     assert guesses.propose(text, 4) == ([105, 106, 107, 108], 5, False)
     text.append(9)
-    assert guesses.propose(text, 4).token_ids == []
+    assert guesses.propose(text, 4) == ([106, 107, 108, 109], 0, False), "after a token that stands for another one"
+    text.append(9)
+    assert guesses.propose(text, 4).token_ids == [], "too few tokens have agreed since"
+
+
+def test_after_a_replaced_token_a_new_occurrence_comes_first() -> None:
+    guesses = NgramGuesses(3, 5)
+    text = [1, 2, 3, 4, 5, 6, 2, 3, 9, 30, 31, 0, 1, 2, 3]
+    assert guesses.propose(text, 2).token_ids == [4, 5]
+    text.append(9)
+    assert guesses.propose(text, 2) == ([30, 31], 3, False)
 
 
 def test_the_basis_is_the_number_of_tokens_that_agree() -> None:
