@@ -171,6 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-0.6b", help="shape with random weights (benchmarks.model_shapes)")
     parser.add_argument("--work", default="nano,decode", help="named workloads, comma-separated")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs; the first one's time is shown")
+    parser.add_argument("--deterministic", action="store_true", help="in deterministic mode")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--output-json", type=Path, help="where to save the results")
     parser.add_argument("--trace", type=Path, metavar="FILE.json.gz", help="where to save five steps of each workload")
     args = parser.parse_args(argv)
@@ -182,8 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         llm = LLM(
             model=str(model_folder(args.model, Path(folder))),
             load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
-            dtype="bfloat16", gpu_memory_utilization=0.85, enable_prefix_caching=False,
-            tensor_parallel_size=args.tensor_parallel_size,
+            dtype="bfloat16", gpu_memory_utilization=args.gpu_memory_utilization, enable_prefix_caching=False,
+            tensor_parallel_size=args.tensor_parallel_size, deterministic=args.deterministic,
         )  # fmt: skip
         results: dict[str, Any] = {"environment": environment(), "model": args.model}
         results["startup_seconds"] = round(time.perf_counter() - start, 2)

@@ -34,6 +34,7 @@ class Choice:
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
     fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
+    fixed_row_tokens: int = 0  # Gluon's GEMM whose warps multiply eight rows; off until it ran on a GPU
     fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's
     fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
     # Quantised weights.

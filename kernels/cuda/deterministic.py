@@ -32,7 +32,7 @@ from kernels.triton.router import cuda_core_logits, top_k
 from kernels.triton.weight_only import weight_only_linear
 
 if GLUON:
-    from kernels.gluon.linear import fixed
+    from kernels.gluon.linear import fixed, fixed_few
 
 TILE_TOKENS = 64  # of a quantised weight's tile, and of an expert's
 
@@ -67,6 +67,9 @@ def float_linear(
     gate: Gate | Literal[""] = "",
 ) -> Tensor:
     """Compute `fixed_parts`. pieces: whose sums a tree adds up."""
+    if multiplies_rows(x, weight, out, pieces):
+        fixed_few.launch(x, weight, bias, out, residual=residual, rounds=rounds, pieces=pieces, gate=gate)
+        return out
     is_few, num_outputs = len(x) <= CHOICE.fixed_few_tokens, out.shape[1]
     if GLUON and not is_few and fixed.supports(x, weight, out, pieces):
         config = fixed.config(len(x), num_outputs, gate != "", pieces)
@@ -75,6 +78,28 @@ def float_linear(
             return out
     tile = few_tile(x, num_outputs, pieces, _is_small(weight)) if is_few else None
     return fixed_parts(x, weight, bias, out, residual, pieces, rounds=rounds, gate=gate, tile=tile)
+
+
+def multiplies_rows(x: Tensor, weight: Tensor, out: Tensor, pieces: int = 1) -> bool:
+    """Return True if `fixed_few` computes x [M, K] times the weight."""
+    return GLUON and 0 < len(x) <= CHOICE.fixed_row_tokens and fixed_few.supports(x, weight, out, pieces)
+
+
+def _norm_and_rows(
+    x: Tensor,
+    norm: tuple[Tensor, float],
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    gate: Gate | Literal[""] = "",
+) -> bool:
+    """Compute the norm of x and its product in one kernel, if there is one for it."""
+    if not isinstance(weight, Tensor) or not multiplies_rows(x, weight, out) or not fixed_few.norms(x, norm[0]):
+        return False
+    if len(weight) > CHOICE.small_batch_outputs:
+        return False
+    fixed_few.launch(fixed_few.Normed(x, *norm), weight, bias, out, gate=gate)
+    return True
 
 
 def _is_small(weight: Tensor) -> bool:
@@ -91,8 +116,10 @@ def linear_add_norm(
 
 def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu") -> Tensor:
     """See `kernels.reference.linear_gated`."""
-    if isinstance(x, Tensor) and isinstance(weight, Tensor) and (_is_small(weight) or len(x) > CHOICE.fixed_few_tokens):
-        return float_linear(x, weight, bias, x.new_empty(len(x), len(weight) // 2), gate=gate)
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        out = x.new_empty(len(x), len(weight) // 2)
+        if _is_small(weight) or len(x) > CHOICE.fixed_few_tokens or multiplies_rows(x, weight, out):
+            return float_linear(x, weight, bias, out, gate=gate)
     return gate_and_mul(linear(x, weight, bias), gate)
 
 
@@ -100,9 +127,15 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
+    writes_out = isinstance(weight, Tensor) and (out is None or (out.dtype == x.dtype and out.stride(1) == 1))
+    if writes_out:
+        into = x.new_empty(len(x), len(weight)) if out is None else out
+        if _norm_and_rows(x, (norm_weight, eps), weight, bias, into):
+            return into
     normed = rms_norm(x, norm_weight, eps)
-    if isinstance(weight, Tensor) and out is not None and out.dtype == x.dtype and out.stride(1) == 1:
-        return float_linear(normed, weight, bias, out)
+    if writes_out:
+        assert isinstance(weight, Tensor)
+        return float_linear(normed, weight, bias, into)
     result = linear(normed, weight, bias)
     return result if out is None else out.copy_(result)
 
@@ -111,6 +144,10 @@ def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Weight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
+    if isinstance(weight, Tensor):
+        out = x.new_empty(len(x), len(weight) // 2)
+        if _norm_and_rows(x, (norm_weight, eps), weight, bias, out, gate):
+            return out
     return linear_gated(rms_norm(x, norm_weight, eps), weight, bias, gate)
 
 

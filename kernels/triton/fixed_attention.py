@@ -172,12 +172,13 @@ def _counters(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and queries of a program, how many of them share a sequence's ranges, and stages."""
+    """Rows and queries of a program, how many of them share a sequence's ranges, stages and warps."""
 
     rows: int
     queries: int
     splits: int = 1
     stages: int = 3
+    warps: int = 4
 
 
 def prefill(
@@ -204,8 +205,12 @@ def decode(
     out: Tensor,
     rows: int = 16,
     stages: int = 2,
+    warps: int = 4,
 ) -> None:
-    """Compute the attention of the query [B, H, D] of each sequence into `out`. rows: of a tile of 16-bit queries."""
+    """Compute the attention of the query [B, H, D] of each sequence into `out`.
+
+    rows: of a tile of 16-bit queries, with so many stages and warps.
+    """
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = context.key_cache.shape
     ranges, splits = cdiv(context.block_tables.shape[1] * page, RANGE), 1
@@ -213,10 +218,11 @@ def decode(
         most = PROGRAMS * num_multiprocessors(query.device)
         while 2 * splits <= ranges and 2 * splits * num_seqs * num_kv_heads <= most:
             splits *= 2
-    block_m = prefill_block_m(head_dim, query.dtype)
-    if query.itemsize == 2 and head_dim <= 128:  # with 64 a tile of as many rows as a warpgroup multiplies
-        block_m = rows if num_heads // num_kv_heads <= rows else 64
-    _launch(query, context.lens, context, args, None, out, Tile(block_m, 1, splits, stages))
+    tile = Tile(prefill_block_m(head_dim, query.dtype), 1, splits, stages)
+    if query.itemsize == 2 and head_dim <= 128:
+        is_low = num_heads // num_kv_heads <= rows  # else as many rows as a warpgroup multiplies
+        tile = tile._replace(rows=rows, warps=warps) if is_low else tile._replace(rows=64)
+    _launch(query, context.lens, context, args, None, out, tile)
 
 
 def _launch(
@@ -252,5 +258,5 @@ def _launch(
         SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else tile.stages,
         SPLITS=tile.splits, DECODE=tiles is None, SUM_BY_DOT=query.itemsize == 2,
-        num_warps=8 if tile.rows == 128 else 4, **pdl_options(query.device),
+        num_warps=8 if tile.rows == 128 else tile.warps, **pdl_options(query.device),
     )  # fmt: skip

@@ -24,10 +24,12 @@ from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
 from engine.models.shard import Shard
 from kernels import FORMS, AttentionArgs, PagedContext, SplitWeight
+from kernels.cuda import attention as cuda_attention
 from kernels.cuda import deterministic, linear, split_sums
 from kernels.cuda.choice import CHOICE
-from kernels.gluon.linear import fixed
-from kernels.triton import fixed_attention
+from kernels.data.plan import DecodePlan
+from kernels.gluon.linear import fixed, fixed_few
+from kernels.triton import attention_decode, fixed_attention
 from kernels.triton.activation import gate_and_mul
 from kernels.triton.fixed_linear import fixed_linear
 from kernels.triton.fixed_parts import Tile, fixed_parts
@@ -36,7 +38,11 @@ from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
 SIZES = (1, 2, 3, 7, 16, 17, 63, 64, 65, 129, 256, 300, 511, 512, 513, 1024, 2049, 4095)
 MOST = 4096
 # Forms of deterministic mode that wait for their checks.
-FORMS_BY_NAME: dict[str, dict[str, Any]] = {}
+FORMS_BY_NAME: dict[str, dict[str, Any]] = {
+    "rows of 1": {"fixed_row_tokens": 1},
+    "rows of 8": {"fixed_row_tokens": 8},
+    "rows of 16": {"fixed_row_tokens": 16},
+}
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
     *((4096, 1024, 2), (1024, 3072, 8), (6144, 4096, 2)),
@@ -131,6 +137,8 @@ def _check_tiles(checks: Checks, name: str, x: Tensor, n: int, pieces: int) -> N
     for tile in (*tiles, Tile(16, 32, 128, 4, 4)):
         found = wrong(partial(fixed_parts, tile=tile), (1, 5, 64, 300, MOST))
         checks.add(f"{name}: {tile.block_m} x {tile.block_n} x {tile.block_k}: {found} of 5 differ", found, 0)
+    found = wrong(fixed_few.launch, (1, 2, 5, 8, 9, 16))
+    checks.add(f"{name}: rows: {found} of 6 differ", found, 0)
     for config in (fixed.Config(64, 1), fixed.Config(128, 1), fixed.Config(64, 2), fixed.Config(128, 2)):
         if pieces == 1 or config.halves == 1:
             found = wrong(partial(_launched, config), (1, 65, 256, 300, 1024, MOST))
@@ -157,7 +165,10 @@ def _check_gated(checks: Checks, name: str, x: Tensor, weight: Tensor) -> None:
             for config in (fixed.Config(64, 2), fixed.Config(128, 2)):
                 fixed.launch(x[:size].clone(), weight, None, out, config, gate=gate)
                 wrong += not torch.equal(out, want[:size])
-        checks.add(f"{name} {gate}: {wrong} of 21 differ", wrong, 0)
+            if size <= fixed_few.TOKENS:
+                fixed_few.launch(x[:size].clone(), weight, None, out, gate=gate)
+                wrong += not torch.equal(out, want[:size])
+        checks.add(f"{name} {gate}: {wrong} of 23 differ", wrong, 0)
 
 
 def check_deterministic_layer_times(checks: Checks) -> None:
@@ -222,12 +233,23 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
     want = torch.empty_like(query)
     fixed_attention.decode(query, context, args, want)
     num_bytes = int(lens.sum()) * kv_heads * dim * 4
-    for rows, stages in ((64, 3), (64, 2), (16, 2)):
+    for rows, stages, warps in ((64, 2, 4), (16, 2, 4), (16, 3, 4), (16, 2, 2), (16, 3, 2), (16, 2, 1), (16, 3, 1)):
         out = torch.empty_like(query)
-        call = partial(fixed_attention.decode, query, context, args, out, rows, stages)
+        call = partial(fixed_attention.decode, query, context, args, out, rows, stages, warps)
         call()
         wrong = int((out != want).flatten(1).any(1).sum())
-        checks.add(f"{name}: {rows} rows, {stages} stages: {wrong} differ", wrong, 0, call, num_bytes, graph=True)
+        how = f"{rows} rows, {stages} stages, {warps} warps"
+        checks.add(f"{name}: {how}: {wrong} differ", wrong, 0, call, num_bytes, graph=True)
+    plan = DecodePlan.allocate(count, heads, kv_heads, dim, query.device, kv_dtype=query.dtype)
+    attention_decode.plan_decode(lens, context.rows, plan)
+    without = partial(
+        cuda_attention.paged_attention_decode, query, context, args, plan=plan, out=torch.empty_like(want)
+    )
+    checks.add(f"{name}: without the mode", 0, 0, without, num_bytes, graph=True)
+    for size in (64, 128):
+        with mock.patch.object(fixed_attention, "RANGE", size):
+            call = partial(fixed_attention.decode, query, context, args, torch.empty_like(want))
+            checks.add(f"{name}: ranges of {size}", 0, 0, call, num_bytes, graph=True)
 
 
 def check_norms_of_sums(checks: Checks) -> None:
@@ -240,8 +262,25 @@ def check_norms_of_sums(checks: Checks) -> None:
             want = kernels.add_rms_norm(residual, x, weight, 1e-6)
             wrong = int((kernels.rms_norm(residual, weight, 1e-6) != want).any(1).sum())
             checks.add(f"deterministic norms of sums {hidden} {dtype}: {wrong} differ", wrong, 0)
+            if dtype == BF16:
+                _check_norms_of_rows(checks, f"deterministic norms of sums {hidden} and rows", residual, weight, want)
     finally:
         FORMS.choose(False)
+
+
+def _check_norms_of_rows(checks: Checks, name: str, x: Tensor, norm: Tensor, normed: Tensor) -> None:
+    """The product's kernel computes the norm of one token with the same bytes, x [300, K] and `normed`."""
+    matrix = checks.random(512, x.shape[1]) / x.shape[1] ** 0.5
+    both, single = x.new_empty(300, 512), [x[i : i + 1].clone() for i in range(0, 300, 5)]
+    fixed_linear(normed, matrix, None, both)
+    gates, wrong = gate_and_mul(both, "silu"), 0
+    for i, row in zip(range(0, 300, 5), single, strict=True):
+        out, gated = both.new_empty(1, 512), both.new_empty(1, 256)
+        one = fixed_few.Normed(row, norm, 1e-6)
+        fixed_few.launch(one, matrix, None, out)
+        fixed_few.launch(one, matrix, None, gated, gate="silu")
+        wrong += not torch.equal(out[0], both[i]) or not torch.equal(gated[0], gates[i])
+    checks.add(f"{name}: {wrong} of 60 differ", wrong, 0)
 
 
 def check_deterministic_speed(checks: Checks) -> None:

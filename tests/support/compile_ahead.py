@@ -380,6 +380,23 @@ def fixed_many() -> None:
             fixed.launch(x, weight, None, tensor(600, 2048, dtype=F32), fixed.Config(block_m, 1), pieces=pieces)
 
 
+def fixed_few() -> None:
+    """Deterministic mode's GEMM of few tokens."""
+    from kernels.gluon.linear import fixed_few
+
+    weight, residual = tensor(2048, 1024), tensor(9, 2048)
+    for tokens in (1, 9):
+        x = tensor(tokens, 1024)
+        fixed_few.launch(x, weight, weight[0], residual[:tokens], residual=residual[:tokens], rounds=True, pieces=8)
+        fixed_few.launch(x, weight, None, tensor(tokens, 2048, dtype=F32), pieces=4)
+        fixed_few.launch(x, weight, weight[0], tensor(tokens, 1024), gate="silu")
+    x = tensor(1, 4096)
+    normed = fixed_few.Normed(x, tensor(4096), 1e-6)
+    fixed_few.launch(normed, tensor(6144, 4096), None, tensor(1, 6144))
+    fixed_few.launch(normed, tensor(6144, 4096), None, tensor(1, 3072), gate="gelu_tanh")
+    fixed_few.launch(x.half(), tensor(4096, 4096, dtype=F16), None, tensor(1, 4096, dtype=F16))
+
+
 def blocks(num_bytes: int) -> None:
     from kernels.triton.blocks import gather_blocks, scatter_blocks
 
@@ -665,6 +682,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 128, 7, 16, BF16, E4M3, few=False),
     functools.partial(attention, 80, 8, 64, F16, E4M3, window=1024, alibi_slopes=True),
     fixed_many,
+    fixed_few,
     functools.partial(wide_pages, 256, 2, 16, window=1024, soft_cap=50.0),
     functools.partial(wide_pages, 80, 7, 64, F16),
     *(functools.partial(compressed_experts, tokens) for tokens in (1, 3, 60, 400, 1000, 5000)),
@@ -672,7 +690,7 @@ HOPPER_VARIANTS: list[Callable[[], None]] = [
 
 HOPPER_FILES = (  # for compute capability 9.0 alone
     "attention.decode", "attention.prefill", "attention.latent_decode", "linear.weight_only", "linear.scaled",
-    "linear.block_weight_only",
+    "linear.block_weight_only", "linear.fixed_few",
     "linear.fixed", "moe.compressed", "moe.compressed_small_batch", "moe.decompress", "moe.weight_only", "moe.scaled",
 )  # fmt: skip
 HOPPER = (*(f"kernels.gluon.{name}" for name in HOPPER_FILES), "kernels.triton.wide_pages")
