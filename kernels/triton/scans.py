@@ -14,6 +14,7 @@ from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
 from kernels.triton.scan_decode import decode_kernel
+from kernels.triton.state_pass import keep_kernel, pass_kernel
 
 CHUNK = 64
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
@@ -27,6 +28,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 WIDE = "tf32x3"  # precision of products of float32 activations
 NARROW, EXACT = "tf32", "tf32"  # of 16 bits, and of the equations of their updates
 RARE = "ieee"  # of the states that blocks keep, which are few
+KEEPS_APART = False  # compute the states that blocks keep in a kernel of their own, see `state_pass`
+KEEP = {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class _Layer:
         c, s, sizes, x = context, self.states, self.sizes, self.inputs
         num_heads, key_dim, value_dim = sizes["NUM_VALUES"], sizes["DK"], sizes["DV"]
         num_chunks, is_delta, wide = cdiv(len(x), CHUNK), self.skip is None, x.dtype == torch.float32
+        num_seqs = len(c.rows) - num_decodes
         num_padded, of_v = num_chunks * CHUNK, max(next_power_of_2(value_dim), 16)
         skip, operands = self.rate if self.skip is None else self.skip, WIDE if wide else NARROW
         sizes |= {"CHUNK": CHUNK, "TYPE": TYPES[x.dtype], "PRECISION": operands}
@@ -91,7 +95,7 @@ class _Layer:
         seen = x.new_empty(num_chunks, num_heads, CHUNK, CHUNK)
         weights = x.new_empty(len(x) if is_delta else 0, num_heads, key_dim)
         solved = x.new_empty(len(x), num_heads, value_dim)
-        starts = x.new_empty(num_chunks + len(c.rows) - num_decodes, num_heads, key_dim, value_dim)
+        starts = x.new_empty(num_chunks + num_seqs, num_heads, key_dim, value_dim)
         assert c.sequence_of is not None
         solve_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
@@ -100,13 +104,20 @@ class _Layer:
         )  # fmt: skip
         sizes |= {"SIZE": c.block_size, "BLOCK_T": max(next_power_of_2(c.block_size), 16)}
         block_v = min(of_v, STATES_V)
-        states_kernel[(num_heads, cdiv(value_dim, block_v), len(c.rows) - num_decodes)](
+        entries, rare = next_power_of_2(cdiv(CHUNK, c.block_size)), WIDE if wide else RARE
+        (pass_kernel if KEEPS_APART else states_kernel)[(num_heads, cdiv(value_dim, block_v), num_seqs)](
             x, scalars, weights, solved, starts, s.before, s.keys, s.updates, s.decays,
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
-            **sizes, BLOCK_V=block_v, ENTRIES=next_power_of_2(cdiv(CHUNK, c.block_size)),
-            RARE=WIDE if wide else RARE, STAGES=WIDE_STAGES if wide else STAGES, **STATES,
+            **sizes, BLOCK_V=block_v, ENTRIES=entries, RARE=rare, STAGES=WIDE_STAGES if wide else STAGES, **STATES,
         )  # fmt: skip
+        if KEEPS_APART:
+            own = {k: v for k, v in sizes.items() if k not in ("BLOCK_T", "TYPE", "PRECISION")}
+            keep_kernel[(num_chunks, num_heads)](
+                x, scalars, solved, s.before, c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of,
+                len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), c.block_tables.stride(0),
+                **own, ENTRIES=entries, RARE=rare, **KEEP,
+            )  # fmt: skip
         block_v = min(of_v, OUTPUTS_V)
         outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
             x, skip, scalars, seen, solved, starts, s.keys, s.updates, s.decays, out,

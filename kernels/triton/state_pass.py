@@ -1,0 +1,169 @@
+"""The states before each chunk of a prompt, as `chunk_states.states_kernel` computes them, in two kernels.
+
+A held block's state is computed apart, by `keep_kernel`: the loop over chunks only stores the state before the chunk in
+which the block begins. So the loop needs half of the shared memory, and two of its programs fit a multiprocessor.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.scan_decode import offsets
+
+
+@triton.jit
+def _blocks_that_begin(table, position, low, high, SIZE: tl.constexpr, ENTRIES: tl.constexpr):
+    """Return the blocks [ENTRIES] that begin with one of a sequence's tokens low to high - 1, and
+    their first tokens; -1 where no block is held. position: of token low.
+    """
+    index = (position + SIZE - 1) // SIZE + tl.arange(0, ENTRIES)
+    begin = low + index * SIZE - position
+    return tl.load(table + index, mask=begin < high, other=-1), begin
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_sequence", "num_padded"])
+def pass_kernel(
+    inputs, scalars, weights, solved, starts, before, keys, updates, decays,
+    block_tables, rows, query_start, context_lens, num_rows, first_sequence, num_padded, stride_inputs, stride_table,
+    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, RARE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_V value channels of a head of a sequence. ENTRIES: at most as many blocks begin in a chunk.
+
+    solved: becomes the updates. starts [chunks + sequences, Hv, DK, DV]: the state before each chunk of a sequence, at
+    the sum of both numbers. before: of the last held block that begins in a chunk, the state before the chunk.
+    """
+    head, sequence = tl.program_id(0), tl.program_id(2) + first_sequence
+    key_head = head // (NUM_VALUES // NUM_KEYS)
+    row = tl.load(rows + sequence)
+    start = tl.load(query_start + sequence)
+    end = tl.load(query_start + sequence + 1)
+    is_real = (row < num_rows - 1) & (end > start)
+    first = tl.load(context_lens + sequence) - (end - start)  # position of the first token
+    table = block_tables + row.to(tl.int64) * stride_table
+    t, k_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)[None, :]
+    v_at = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    is_k, is_v = k_at < DK, v_at < DV
+
+    source_index = tl.maximum(first - 1, 0) // SIZE
+    num_old = tl.where(is_real, first - source_index * SIZE, 0)
+    source = tl.load(table + source_index, mask=num_old > 0, other=0).to(tl.int64)
+    at_state = tl.trans(k_at) * DV + v_at  # [K, V]
+    is_state = tl.trans(is_k) & is_v
+    before += head * (DK * DV)
+    starts += head * (DK * DV)
+    state = tl.load(
+        before + source * (NUM_VALUES * DK * DV) + at_state,
+        mask=is_state & (num_old > 0) & (source_index > 0),
+        other=0.0,
+    ).to(tl.float32)
+    if num_old > 0:
+        o = tl.arange(0, BLOCK_T)
+        is_old, old_slot = o < num_old, source * SIZE + o
+        old_decays = tl.load(decays + old_slot * NUM_VALUES + head, mask=is_old, other=0.0)
+        since_old = tl.sum(tl.where(o == num_old - 1, old_decays, 0.0), 0)
+        old_key = tl.load(
+            keys + (old_slot[:, None] * NUM_KEYS + key_head) * DK + k_at, mask=is_old[:, None] & is_k, other=0.0
+        ).to(tl.float32)
+        of_old = tl.where(is_old, tl.exp(since_old - old_decays), 0.0)
+        if DELTA:
+            of_old *= tl.rsqrt(tl.sum(old_key * old_key, 1) + 1e-6)
+        old_update = tl.load(
+            updates + (old_slot[:, None] * NUM_VALUES + head) * DV + v_at, mask=is_old[:, None] & is_v, other=0.0
+        )
+        added = tl.dot(tl.trans(old_key * of_old[:, None]), old_update, input_precision=RARE)
+        state = tl.exp(since_old) * state + added
+
+    _, key_at, _ = offsets(head, NUM_KEYS, NUM_VALUES, DK, DV, DELTA)
+    since_of_head = scalars + head.to(tl.int64) * num_padded
+    factors_of_head = since_of_head + 2 * num_padded.to(tl.int64) * NUM_VALUES
+    at_key = t[:, None] * stride_inputs + k_at
+    at_weight = t[:, None] * (NUM_VALUES * DK) + k_at
+    at_update = t[:, None] * (NUM_VALUES * DV) + v_at
+    end = tl.where(is_real, end, start // CHUNK * CHUNK)
+    for chunk in tl.range(start // CHUNK, tl.cdiv(end, CHUNK), num_stages=STAGES):
+        low, high = tl.maximum(start, chunk * CHUNK), tl.minimum(end, chunk * CHUNK + CHUNK)
+        begin = start.to(tl.int64) + (chunk * CHUNK - start)
+        is_own = (begin + t >= low) & (begin + t < high)
+        is_key = is_own[:, None] & is_k
+        since, of_key = tl.load(since_of_head + begin + t), tl.load(factors_of_head + begin + t)
+        total = tl.load(since_of_head + high - 1)
+        key = tl.load(inputs + begin * stride_inputs + key_at + at_key, mask=is_key, other=0.0)
+        to_update = solved + (begin * NUM_VALUES + head) * DV + at_update
+        update = tl.load(to_update, mask=is_own[:, None] & is_v, other=0.0).to(tl.float32)
+        part = (chunk + tl.program_id(2)).to(tl.int64) * (NUM_VALUES * DK * DV)
+        narrow = state.to(starts.dtype.element_ty)
+        tl.store(starts + part + at_state, narrow, mask=is_state)
+        if DELTA:
+            weight = tl.load(weights + (begin * NUM_VALUES + head) * DK + at_weight, mask=is_key, other=0.0)
+            update -= tl.dot(weight.to(TYPE), state.to(TYPE), input_precision=PRECISION)
+            tl.store(to_update, update.to(solved.dtype.element_ty), mask=is_own[:, None] & is_v)
+        blocks, _begins = _blocks_that_begin(table, first + low - start, low, high, SIZE, ENTRIES)
+        block = tl.max(blocks, 0)
+        if block >= 0:
+            tl.store(before + block.to(tl.int64) * (NUM_VALUES * DK * DV) + at_state, state, mask=is_state)
+        left = (tl.exp(tl.minimum(total - since, 0.0)) * of_key)[:, None]
+        added = tl.dot(tl.trans(key).to(TYPE), (update * left).to(TYPE), input_precision=PRECISION)
+        state = tl.exp(total) * state + added
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_sequence", "num_tokens", "num_padded"])
+def keep_kernel(
+    inputs, scalars, solved, before, block_tables, rows, query_start, context_lens, sequence_of,
+    num_rows, first_sequence, num_tokens, num_padded, stride_inputs, stride_table,
+    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr,
+    RARE: tl.constexpr,
+):  # fmt: skip
+    """One program for a chunk and a head: the states before held blocks that begin in the chunk."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    t, k_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)[None, :]
+    token = chunk * CHUNK + t
+    wide_token = token.to(tl.int64)
+    stride = num_padded.to(tl.int64) * NUM_VALUES
+    at = scalars + head.to(tl.int64) * num_padded + wide_token
+    since, of_key = tl.load(at), tl.load(at + 2 * stride)
+    _, key_at, _ = offsets(head, NUM_KEYS, NUM_VALUES, DK, DV, DELTA)
+    last_sequence = tl.load(sequence_of + tl.minimum(chunk * CHUNK + CHUNK, num_tokens) - 1)
+    for sequence in range(tl.maximum(tl.load(sequence_of + chunk * CHUNK), first_sequence), last_sequence + 1):
+        row = tl.load(rows + sequence)
+        start = tl.load(query_start + sequence)
+        end = tl.load(query_start + sequence + 1)
+        low, high = tl.maximum(start, chunk * CHUNK), tl.minimum(end, chunk * CHUNK + CHUNK)
+        if (row < num_rows - 1) & (high > low):
+            position = tl.load(context_lens + sequence) - (end - low)
+            table = block_tables + row.to(tl.int64) * stride_table
+            blocks, begins = _blocks_that_begin(table, position, low, high, SIZE, ENTRIES)
+            newest = tl.max(blocks, 0).to(tl.int64)
+            if newest >= 0:
+                for first in range(0, DV, BLOCK_V):
+                    v_at = (first + tl.arange(0, BLOCK_V))[None, :]
+                    is_state = tl.trans(k_at < DK) & (v_at < DV)
+                    at_state = head.to(tl.int64) * (DK * DV) + tl.trans(k_at) * DV + v_at
+                    start_state = tl.load(before + newest * (NUM_VALUES * DK * DV) + at_state, mask=is_state, other=0.0)
+                    tl.debug_barrier()  # this memory is written below
+                    for entry in range(ENTRIES):
+                        block = tl.sum(tl.where(tl.arange(0, ENTRIES) == entry, blocks, 0), 0).to(tl.int64)
+                        if block >= 0:
+                            cut = tl.sum(tl.where(tl.arange(0, ENTRIES) == entry, begins, 0), 0)
+                            to_cut = tl.sum(tl.where((token == cut - 1) & (cut > low), since, 0.0), 0)
+                            is_past = (token >= low) & (token < cut)
+                            of_past = tl.where(is_past, tl.exp(tl.minimum(to_cut - since, 0.0)) * of_key, 0.0)
+                            key = tl.load(
+                                inputs + wide_token[:, None] * stride_inputs + key_at + k_at,
+                                mask=is_past[:, None] & (k_at < DK),
+                                other=0.0,
+                            ).to(tl.float32)
+                            update = tl.load(
+                                solved + (wide_token[:, None] * NUM_VALUES + head) * DV + v_at,
+                                mask=is_past[:, None] & (v_at < DV),
+                                other=0.0,
+                            ).to(tl.float32)
+                            then = tl.exp(to_cut) * start_state.to(tl.float32)
+                            then += tl.dot(tl.trans(key), update * of_past[:, None], input_precision=RARE)
+                            to = before + block * (NUM_VALUES * DK * DV) + at_state
+                            tl.store(to, then, mask=is_state)
