@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import kernels
 from engine.models.altup import AltUp, Streams, Sublayers
 from engine.models.attention import Attention, AttentionMetadata
+from engine.models.disentangled import DisentangledAttention, RelativeEmbeddings
 from engine.models.errors import ModelError
 from engine.models.formats import formats_of_tied_head
 from engine.models.layers import Embedding, Linear, LMHead, PositionEmbedding, TokenTypes
@@ -146,10 +147,16 @@ class Decoder(nn.Module):
                 reader.kv_scale = owner.kv_scale
 
     def _share_biases(self, spec: ModelSpec, body: Scope) -> None:
-        """Let all layers read the model's biases of scores by distance, if it has such."""
+        """Let all layers read the model's biases of scores by distance, or vectors of distances, if it has such."""
         self.relative_bias: RelativeBias | None = None
+        self.relative_embeddings: RelativeEmbeddings | None = None
         for layer in self.layers:
             attention = cast(DecoderLayer, layer).attention
+            if isinstance(attention, DisentangledAttention) and attention.spec.disentangled is not None:
+                if self.relative_embeddings is None:
+                    own = spec.hidden_size, spec.norm_eps, body / "relative_embeddings"
+                    self.relative_embeddings = RelativeEmbeddings(attention.spec.disentangled, *own)
+                attention.distances = self.relative_embeddings
             if isinstance(attention, Attention) and attention.spec.relative:
                 if self.relative_bias is None:
                     mixer = cast(AttentionSpec, spec.layers[0].mixer)
@@ -278,7 +285,7 @@ class Decoder(nn.Module):
 class ImageTokens(NamedTuple):
     """The n tokens of a step that stand for images."""
 
-    indices: Tensor | None = None  # [n] int64: their places in the step; None: this stage does not embed them
+    indices: Tensor | None = None  # [n] int64: their distances in the step; None: this stage does not embed them
     embeddings: Tensor | None = None  # [n, hidden]
     deepstack: Sequence[Tensor] = ()  # [n, hidden] each: added after the first layers
     spans: Sequence[ImageSpan] = ()  # those that see each other

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from engine.models.attention import Attention
+from engine.models.disentangled import DisentangledAttention
 from engine.models.kda import KimiDeltaAttention
 from engine.models.latent import LatentAttention
 from engine.models.mamba2 import Mamba2
@@ -33,7 +34,8 @@ def make_mixer(
         assert cos_sin is not None
         return LatentAttention(spec, hidden_size, cos_sin, scope / "self_attn")
     if isinstance(spec, AttentionSpec):
-        return Attention(spec, hidden_size, cos_sin, make_norm, scope / "self_attn")
+        kind = Attention if spec.disentangled is None else DisentangledAttention
+        return kind(spec, hidden_size, cos_sin, make_norm, scope / "self_attn")
     if isinstance(spec, DeltaNetSpec):
         return GatedDeltaNet(spec, hidden_size, scope / "linear_attn")
     if isinstance(spec, Mamba2Spec):

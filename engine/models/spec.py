@@ -62,6 +62,20 @@ class GateSpec:
     of_heads: bool = False  # a head has one gate, else each channel has
 
 
+@dataclass(frozen=True, slots=True)
+class DisentangledSpec:
+    """Scores by relative positions (DeBERTa), see `engine.models.disentangled`."""
+
+    max_distance: int
+    num_buckets: int = 0  # of distances to one side; 0: each has its own
+    norm: bool = True  # the vectors of relative positions are normalised
+
+    @property
+    def span(self) -> int:
+        """Learnt vectors to one side."""
+        return self.num_buckets or self.max_distance
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention."""
@@ -79,6 +93,7 @@ class AttentionSpec:
     # Fields of `kernels.AttentionArgs` that are learnt numbers per head, in the checkpoint under these names.
     learnt: tuple[str, ...] = ()
     relative: bool = False  # the model's learnt biases of scores by the distance of query and key, see `RelativeBias`
+    disentangled: DisentangledSpec | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head

@@ -33,6 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "JinaEmbeddingsV3": {},
     "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
     "Electra": {"embedding_size": 32},
+    "DebertaV2": {
+        "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
+        "position_buckets": 16, "position_biased_input": False, "tie_word_embeddings": False,
+    },
     "ModernBert": {"local_attention": 32, "num_hidden_layers": 4, "cls_token_id": None, "sep_token_id": None},
     "EuroBert": {"mask_token_id": 2},
     "Gemma3Text": {
@@ -40,6 +44,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
+DEBERTA = {"architectures": ["DebertaV2Model"]} | FAMILIES["DebertaV2"]
+# transformers' DeBERTa scripts functions.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 PROMPTS = [[(7 * i + k * k) % 250 + 3 for k in range(n)] for i, n in enumerate((1, 16, 33, 200, 90, 2, 64))]
 
 
@@ -93,7 +100,16 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("family", "num_labels"),
-    [("Bert", 1), ("XLMRoberta", 1), ("DistilBert", 3), ("ModernBert", 3), ("MPNet", 2), ("Albert", 2), ("Electra", 1)],
+    [
+        ("Bert", 1),
+        ("XLMRoberta", 1),
+        ("DistilBert", 3),
+        ("ModernBert", 3),
+        ("MPNet", 2),
+        ("Albert", 2),
+        ("Electra", 1),
+        ("DebertaV2", 1),
+    ],
 )
 def test_scores_of_texts(family: str, num_labels: int, tmp_path: Path) -> None:
     labels = {"id2label": {i: f"label {i}" for i in range(num_labels)}}
@@ -233,10 +249,32 @@ def test_files_of_jina_are_those_of_roberta(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_buckets": -1, "max_relative_positions": 40},  # distances have vectors of their own, up to 40
+        {"position_biased_input": True, "type_vocab_size": 2, "norm_rel_ebd": "none"},
+    ],
+    ids=["no buckets", "positions added"],
+)
+def test_relative_positions_of_deberta(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = reference(tmp_path, "DebertaV2", "ForTokenClassification", num_labels=3, **changes)
+    llm = start(tmp_path, max_num_batched_tokens=256)
+    prompts = [*PROMPTS, PROMPTS[0]]
+    for prompt, logits in zip(prompts, embedded(llm, prompts), strict=True):
+        close(logits.view(len(prompt), 3), states(model, prompt))
+    llm.close()
+
+
 @pytest.mark.usefixtures("forked")
-def test_two_ranks(tmp_path: Path) -> None:
-    model = reference(tmp_path, "Albert", "ForSequenceClassification", num_labels=3)
-    llm = start(tmp_path, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("Albert", {"tensor_parallel_size": 2}), ("DebertaV2", {"tensor_parallel_size": 2}),
+     ("DebertaV2", {"pipeline_parallel_size": 2})],
+)  # fmt: skip
+def test_two_ranks(family: str, settings: dict[str, int], tmp_path: Path) -> None:
+    model = reference(tmp_path, family, "ForSequenceClassification", num_labels=3)
+    llm = start(tmp_path, **settings)
     for prompt, logits in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
         close(logits, states(model, prompt))
     llm.close()
@@ -270,7 +308,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"position_embedding_type": "relative_key"}, "'position_embedding_type' must be absolute"),
         ({"is_decoder": True}, "'is_decoder' must be false"),
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
-        ({"architectures": ["DebertaV2Model"]}, "it needs attention by relative positions"),
+        ({"architectures": ["DebertaModel"]}, "it needs attention by relative positions"),
+        (DEBERTA | {"position_buckets": 2}, r"'position_buckets' \(2\) do not divide 256 distances"),
+        (DEBERTA | {"conv_kernel_size": 3}, "'conv_kernel_size' must be 0 for DeBERTa, got 3"),
+        ({"architectures": ["DebertaV2Model"]}, "'relative_attention' must be True for DeBERTa"),
         ({"lora_adaptation": "a", "position_embedding_type": "rotary", "architectures": ["RobertaModel"]}, "'lora_ad"),
         ({"architectures": ["NomicBertModel"], "num_experts": 8}, "experts are not supported in NomicBERT"),
     ],

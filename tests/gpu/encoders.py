@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,8 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "XLMRoberta": {"max_position_embeddings": 602},
     "Albert": {"embedding_size": 64},
+    "DebertaV2": {
+        "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
+        "position_buckets": 64, "position_biased_input": False, "tie_word_embeddings": False,
+    },
     "ModernBert": {"local_attention": 64, "cls_token_id": None, "sep_token_id": None},
-}
+}  # fmt: skip
 BGE_LARGE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "vocab_size": 30522, "max_position_embeddings": 512,
@@ -100,7 +105,8 @@ def _compare(checks: Checks, family: str, changes: dict[str, Any], dtype: str) -
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**SMALL | changes))
     prompts = _prompts(LENGTHS, SMALL["vocab_size"])
-    with tempfile.TemporaryDirectory() as folder:
+    own = mock.patch("engine.models.disentangled.ON_GPUS", True)
+    with tempfile.TemporaryDirectory() as folder, own:
         model.save_pretrained(folder)
         llm = LLM(model=folder, device=checks.device, dtype=dtype, skip_tokenizer_init=True, max_num_seqs=64)
         found = llm.embed(prompts, pooling="mean", normalize=False, use_tqdm=False)

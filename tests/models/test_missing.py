@@ -24,7 +24,7 @@ from engine.models.families import read_spec
             "sparse attention",
         ),
         ("ApertusForCausalLM", {}, "an activation with learnt parameters"),
-        ("DebertaV2ForMaskedLM", {}, "attention by relative positions"),
+        ("DebertaForMaskedLM", {}, "attention by relative positions"),
         ("InternLM9ForCausalLM", {"auto_map": {"AutoModel": "x.Y"}}, "code that comes with the model"),
         ("Llama7ForCausalLM", {}, "a function of about ten lines in engine/models/families"),
     ],

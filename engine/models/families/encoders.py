@@ -16,6 +16,7 @@ from engine.models.spec import (
     AdaptationSpec,
     AttentionSpec,
     DenseSpec,
+    DisentangledSpec,
     HeadLayerSpec,
     HeadSpec,
     LearntPositions,
@@ -106,6 +107,15 @@ MPNET = (
     (".attention.attn.v.", ".attention.self.value."),
     (".attention.attn.o.", ".attention.output.dense."),
     (".attention.LayerNorm.", ".attention.output.LayerNorm."),
+    *BERT,
+)
+DEBERTA = (
+    ("^deberta.", ""),
+    ("^encoder.rel_embeddings.", "model.relative_embeddings."),
+    ("^encoder.LayerNorm.", "model.relative_embeddings.norm."),
+    (".attention.self.query_proj.", ".attention.self.query."),
+    (".attention.self.key_proj.", ".attention.self.key."),
+    (".attention.self.value_proj.", ".attention.self.value."),
     *BERT,
 )
 MODERN = (
@@ -227,6 +237,44 @@ def mpnet(config: Config) -> ModelSpec:
         first_position=2,
     )
     return _with_mixers(spec, relative=True)
+
+
+def deberta(config: Config) -> ModelSpec:
+    """DeBERTa v2 and v3 (mxbai-rerank, NLI, zero-shot classifiers): BERT with scores by relative positions; on CPUs."""
+    terms = config.get("pos_att_type")
+    terms = terms.split("|") if isinstance(terms, str) else terms or []
+    for name, found, value in (
+        ("relative_attention", flag(config, "relative_attention"), True),
+        ("share_att_key", flag(config, "share_att_key"), True),
+        ("pos_att_type", sorted(str(term).strip() for term in terms), ["c2p", "p2c"]),
+        ("conv_kernel_size", integer(config, "conv_kernel_size", 0, minimum=0), 0),
+        ("embedding_size", config.get("embedding_size") or config.get("hidden_size"), config.get("hidden_size")),
+    ):
+        if found != value:
+            raise ModelError(f"{name!r} must be {value!r} for DeBERTa, got {found!r}")
+    config = {"layer_norm_eps": 1e-7, "type_vocab_size": 0, **config}
+    longest = integer(config, "max_relative_positions", -1, minimum=-1)
+    distances = DisentangledSpec(
+        max_distance=longest if longest >= 1 else integer(config, "max_position_embeddings"),
+        num_buckets=max(integer(config, "position_buckets", -1, minimum=-1), 0),
+        norm="layer_norm" in str(config.get("norm_rel_ebd", "none")),
+    )
+    if distances.num_buckets and not 1 < distances.num_buckets // 2 < distances.max_distance - 1:
+        raise ModelError(
+            f"'position_buckets' ({distances.num_buckets}) do not divide {distances.max_distance} distances"
+        )
+    pooler = HeadLayerSpec(
+        name="pooler.dense",
+        num_outputs=integer(config, "pooler_hidden_size", config.get("hidden_size")),
+        activation=_activation(config.get("pooler_hidden_act") or "gelu"),
+    )
+    spec = _bert(config, DEBERTA, lambda size: (pooler,))
+    if not flag(config, "position_biased_input", True):
+        spec = replace(spec, positions=None)
+    spec = replace(spec, unused=(*spec.unused, "lm_predictions.", "mask_predictions."))
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return _with_mixers(spec, disentangled=distances, scale=(3 * mixer.head_dim) ** -0.5)  # a sum of three products
 
 
 def gte(config: Config) -> ModelSpec:
@@ -463,6 +511,7 @@ _BODIES = {
     "JinaEmbeddingsV3": jina_v3,
     "Albert": albert,
     "Electra": electra,
+    "DebertaV2": deberta,
     "New": gte,
 }
 _HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)

@@ -24,7 +24,7 @@ ELSEWHERE = {
     *("RWForCausalLM", "ChatGLMForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     *("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel", "NomicBertModel"),
     *("ModernBertModel", "EuroBertModel", "Gemma3TextModel", "MPNetModel", "NewModel"),
-    *("AlbertModel", "ElectraModel", "JinaEmbeddingsV3Model", "Gemma3nForConditionalGeneration"),
+    *("AlbertModel", "ElectraModel", "DebertaV2Model", "JinaEmbeddingsV3Model", "Gemma3nForConditionalGeneration"),
     *("Phi3SmallForCausalLM", "DeciLMForCausalLM"),
     *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 }
