@@ -166,13 +166,16 @@ class InFlightSteps:
         num_tokens = len(request.token_ids)
         if request.finish_reason != "error" and num_tokens >= request.next_commit:
             self._blocks.commit(request)
+        if num_tokens >= request.next_return and request.finish_reason is None:
+            self._blocks.give_back_passed(request)
         if request.finish_reason is not None:
             self._finish(request)
             if self._drafts is not None:
                 self._drafts.finish(request)
         elif not request.needs_full_output:
             if not request.is_rewound:  # the next step must say so
-                request.steady_until = min(request.num_slots, request.max_num_tokens - 1, request.next_commit - 1)
+                events = request.next_commit - 1, request.next_return - 1
+                request.steady_until = min(request.num_slots, request.max_num_tokens - 1, *events)
             if num_known > request.num_prompt_tokens:
                 return None
         return request.output(new_token_ids, logprobs)

@@ -53,6 +53,7 @@ class Request:
         self.num_slots = 0  # tokens that fit in the blocks
         self.block_hashes: list[bytes] = []  # of the first full blocks
         self.next_commit = sys.maxsize  # number of tokens at which the next block is full
+        self.next_return = sys.maxsize  # number of known tokens at which it can give back states that it has passed
         # First blocks of each table that the prefix cache held when the request was admitted; tokens known by then.
         self.num_cached_blocks = self.num_admitted_tokens = 0
         # Index of the last block of a cached prefix that no state was kept for: one is kept there now. -1: none.

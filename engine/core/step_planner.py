@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,7 @@ class Plan:
     drafts: dict[str, list[int]] = field(default_factory=dict)  # of its requests
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_proposals: int = 0  # see `SchedulerOutput`
+    lacks_states: bool = False  # a running request waits for a state
     time: float = 0.0  # when it was made
 
     def __bool__(self) -> bool:
@@ -103,6 +105,9 @@ class StepPlanner:
     recomputed later, mostly from the prefix cache. The first request in queue order therefore always makes progress,
     and every request finishes. A waiting request takes the row or the blocks of the last running one only if its own
     tenant has far fewer running requests (`should_give_way`). A better priority alone is no reason to preempt.
+
+    **States.** At the start of a block, a request needs a second state for two steps. When none is free, but another
+    running request is about to give one back, it is not in the step instead: requests that began together come apart.
 
     **Step length.** A new request waits for the steps in flight. So while several tenants have requests, a step
     computes at most as many tokens as take the time of a few short steps (`StepTimes`). While an idle tenant is
@@ -190,7 +195,7 @@ class StepPlanner:
         running = iter(queues.running)  # preemption pops the tail, never an earlier request than the current one
         others_pause = queues.has_favoured and self._num_paused < PAUSED_STEPS
         budget = self._continue(self._part(islice(running, num_first)), budget, plan)
-        if others_pause and num_preemptions == self._requests.num_preemptions:
+        if others_pause and num_preemptions == self._requests.num_preemptions and not plan.lacks_states:
             self._admit_waiting(budget, plan, favoured=True)
         if others_pause and plan:
             self._num_paused += 1
@@ -198,7 +203,8 @@ class StepPlanner:
             return
         self._num_paused = 0
         budget = self._continue(self._part(running), budget, plan)
-        if num_preemptions == self._requests.num_preemptions:  # otherwise there are too few blocks to admit a request
+        # Otherwise there are too few blocks to admit a request.
+        if num_preemptions == self._requests.num_preemptions and not plan.lacks_states:
             self._admit_waiting(budget, plan)
 
     def _part(self, requests: Iterable[Request]) -> Iterable[Request]:
@@ -227,6 +233,8 @@ class StepPlanner:
                     continue
                 granted = self._grant(request, most, plan)
                 if not granted:
+                    if request.block_tables:  # it waits for a state
+                        continue
                     break
                 if request.is_unsent:
                     plan.send(request, start)
@@ -281,7 +289,7 @@ class StepPlanner:
         """Schedule as many of the request's tokens as the budget allows, and return how many.
 
         Missing blocks are taken from the last running requests by preemption. Returns 0 if this request was one of
-        them.
+        them, or waits for a state.
         """
         # A deferred request has computed all its tokens: it computes the last one again.
         start = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -295,6 +303,9 @@ class StepPlanner:
             self._grow_ahead(request, end, plan)
         if end > request.num_slots:
             while (grown := self._blocks.grow(request, end)) is None:
+                if self._awaits_return(request, end, plan):
+                    plan.lacks_states = True
+                    return 0
                 if self._requests.preempt_last() is request:
                     return 0
             plan.add_blocks(request, grown)
@@ -323,6 +334,14 @@ class StepPlanner:
             plan.lengths.append(granted)
             plan.num_drafts.append(num_drafts)
         return granted
+
+    def _awaits_return(self, request: Request, end: int, plan: Plan) -> bool:
+        """Return whether a request lacks states for the tokens before `end`, and another will soon give one back: steps
+        go on until then.
+        """
+        if not (plan or self._steps) or not self._blocks.lacks_states(request, end):
+            return False
+        return any(each.next_return < sys.maxsize for each in self._queues.running)
 
     def _room(self, request: Request, budget: int, plan: Plan, start: int) -> int:
         """Return how many tokens from index `start` on a request may compute within the budgets of tokens and of the

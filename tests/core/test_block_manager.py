@@ -453,17 +453,20 @@ def test_without_a_prefix_cache_a_state_group_holds_the_newest_states() -> None:
 def test_passed_states_of_an_output_are_emptied() -> None:
     blocks, r = with_states(), request(9)
     compute(blocks, r)
-    for token in range(40):
+    for token in range(41):
         r.token_ids.append(token)
         r.num_tokens += 1
         if r.num_tokens > r.num_slots:
             assert blocks.grow(r, r.num_tokens) is not None
         r.num_computed_tokens = r.num_tokens
         blocks.commit(r)
+        if len(r.token_ids) >= r.next_return:
+            blocks.give_back_passed(r)
         blocks.check([r])
     pool = blocks.pools.of_group[1]
     published = [block_id for block_id in range(20) if pool.name_of(block_id) is not None]
     assert len(published) == 2, "the end of the prompt, and the last full block"
+    assert blocks.num_free_states == blocks.num_states - 1, "neither is held"
     blocks.release(r)
     blocks.start_step()
     assert len(blocks.match_prefix(request(r.token_ids))[0]) == 12

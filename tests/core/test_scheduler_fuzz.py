@@ -22,7 +22,7 @@ from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
 from engine.core.engine_request import EngineRequest, ImageInput
 from engine.core.fairness import deadlines, request_queues, step_budget, step_time
-from engine.core.kv import state_blocks
+from engine.core.kv import block_pools, state_blocks
 from engine.core.kv.block_pool import Name
 from engine.core.kv.block_pools import UNHELD
 from engine.core.kv.cache_groups import FULL, CacheGroup, most_blocks
@@ -92,6 +92,7 @@ EXPECTED_EVENTS = [
     "states are kept where a prompt leaves a cached one",
     "waits for the state of a prompt that is computed",
     "states between the two ends of a prompt",
+    "waits for a state that another one gives back",
     "blocks to the host",
     "blocks from the host",
     "loads of several requests at a time",
@@ -203,6 +204,8 @@ class Workload:
             if self.groups[-1].is_state:
                 wanted[-1] = max(int(needed[-1] * Random(seed).choice([0.8, 1])), 1)
                 wanted[-1] += Random(seed).randint(0, 3 * max_num_seqs)
+                if seed % 4 == 0:  # states are what is short
+                    wanted = [8 * count for count in wanted[:-1]] + [needed[-1]]
             self.num_blocks, num_blocks = sum(wanted), wanted
         self.num_batches = Random(seed).choice([1, 1, 1, 2, 4])
         self.scheduler = Scheduler(
@@ -247,6 +250,7 @@ class Workload:
         self.in_flight: deque[Launched] = deque()  # the oldest step first
         self.token_time = self.tenants.choice([0, 0, 0.1, 1])
         self.events: Counter[str] = Counter()
+        self.planned = self.scheduler._planner.plan
 
     def _drafts(self) -> DraftPolicy | None:
         """Drafts that are all true, all wrong or guessed; verified at random, or when they pay."""
@@ -289,6 +293,8 @@ class Workload:
             patch.object(step_time, "SHORT_TOKENS", 2),
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
+            patch.object(self.scheduler._planner, "plan", self._plan),
+            patch.object(block_pools, "SPARE_STATES", block_pools.SPARE_STATES if self.seed % 4 else 1000),
             patch.object(step_planner, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):
@@ -395,6 +401,11 @@ class Workload:
         loads = self.runner.loads
         while loads and rng.random() >= self.delay:
             self.scheduler.arrived([self.runner.arrive(rng.randrange(len(loads)))])
+
+    def _plan(self) -> step_planner.Plan | None:
+        plan = self.planned()
+        self.events["waits for a state that another one gives back"] += plan is not None and plan.lacks_states
+        return plan
 
     def _observe_states(self) -> None:
         if not self.groups[-1].is_state:

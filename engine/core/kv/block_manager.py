@@ -161,7 +161,7 @@ class BlockManager:
         """
         size, of_group = self.block_size, self.pools.of_group
         if request.block_tables and self._passing:
-            self._give_back_passed(request)
+            self.give_back_passed(request)
         growth = self._growth(request, num_tokens, cached, num_spare, step_end or num_tokens)
         if not self.pools.has_room(growth.counts, growth.held, num_spare):
             return None
@@ -182,12 +182,18 @@ class BlockManager:
             table += new_ids[g]
         request.block_tables, request.num_passed = tables, growth.num_passed
         request.num_slots = min(map(len, tables)) * size
+        self._plan_return(request)
         return new_ids
 
     def fits(self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int) -> bool:
         """Return whether `grow` would succeed for a request that holds no block."""
         growth = self._growth(request, num_tokens, cached, num_spare, num_tokens)
         return self.pools.has_room(growth.counts, growth.held, num_spare)
+
+    def lacks_states(self, request: Request, num_tokens: int) -> bool:
+        """Return whether there are too few states for the next step of a request, up to `num_tokens` tokens."""
+        counts, of_group = self._growth(request, num_tokens, (), 0, num_tokens).counts, self.pools.of_group
+        return any(counts[g] > of_group[g].num_free for g in self._states.groups)
 
     def _growth(
         self, request: Request, num_tokens: int, cached: Sequence[Sequence[int]], num_spare: int, step_end: int
@@ -214,20 +220,26 @@ class BlockManager:
             counts.append(max(-(-end // size) - first, 0))
         return _Growth(tables, num_passed, held, counts, wanted)
 
-    def _give_back_passed(self, request: Request) -> None:
+    def give_back_passed(self, request: Request) -> None:
         """Release the blocks before the window of every later query, and states that are passed.
 
         The next query may be the one of the newest token that the CPU knows: that is how far a retraction goes back.
         """
         position = min(request.num_computed_tokens, len(request.token_ids) - 1)
         for g, group in self._passing:
-            needed = group.first_needed(position) // self.block_size
-            first = min(self._states.first_held(position) if group.is_state else needed, len(request.block_tables[g]))
+            first = min(group.first_needed(position) // self.block_size, len(request.block_tables[g]))
             if group.is_state:
-                self._states.pass_by(request, g, first)
+                self._states.pass_by(request, g, first, self._prefixes.hash)
             else:
                 self.pools.release(g, request.block_tables[g][request.num_passed[g] : first])
             request.num_passed[g] = max(request.num_passed[g], first)
+        self._plan_return(request)
+
+    def _plan_return(self, request: Request) -> None:
+        """Note at how many known tokens the newest state of the request is the only one that it reads."""
+        newest = {g: len(request.block_tables[g]) - 1 for g in self._states.groups}
+        waits = any(request.num_passed[g] < index for g, index in newest.items())
+        request.next_return = max(newest.values()) * self.block_size + 2 if waits else sys.maxsize
 
     def commit(self, request: Request) -> None:
         """Publish the request's full blocks whose tokens are both known and computed."""
@@ -268,7 +280,7 @@ class BlockManager:
             self.pools.release(g, reversed(table[num_passed:]))
         request.block_tables, request.num_passed = [], []
         request.num_slots = 0
-        request.next_commit = sys.maxsize
+        request.next_commit = request.next_return = sys.maxsize
 
     def reset(self) -> bool:
         """Empty the prefix cache. Returns False, without any change, while a request or a load holds a block."""

@@ -56,7 +56,7 @@ class BlockPools:
 
     def has_room(self, counts: Sequence[int], held: Sequence[Sequence[int]], num_spare: int) -> bool:
         """Return whether each group can take `counts` new blocks and hold published ones, with `num_spare` blocks for
-        each group left free in every pool. Of states, fewer are: a request needs a third one for a few tokens only.
+        each group left free in every pool. Of states, fewer are: a request needs a second one for a few tokens only.
         """
         for pool, groups, has_states in zip(self.pools, self._groups_of, self._have_states, strict=True):
             num_taken = -(-num_spare // SPARE_STATES) if has_states else num_spare * len(groups)

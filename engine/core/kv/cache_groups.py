@@ -35,8 +35,9 @@ class CacheGroup:
 
 
 FULL = CacheGroup()
-# The most blocks of a state group that a request without drafts holds at a time: the newest and the one before it, from
-# before a step; the same two after it; the end of its prompt, and where its prompt leaves a cached one.
+# The most blocks of a state group that a request without drafts holds at a time, in the step that computes its prompt:
+# the newest and the one before it, from before the step; the same two after it; the end of its prompt, and where its
+# prompt leaves a cached one. A request that decodes holds one or two.
 MAX_STATES = 6
 
 

@@ -16,8 +16,9 @@ class StateBlocks:
 
     **Checkpoints.** These states stay in the prefix cache: the last full block of a prompt, that where a prompt leaves
     a cached one whose state is not kept, the ends of a long prompt's chunks, one of each `CHECKPOINT_TOKENS` tokens,
-    and the last full block of a finished request. All others are emptied once a request has passed them, so that long
-    outputs do not evict checkpoints.
+    and the last full block of a request. All others are emptied once a request has passed them, so that long outputs do
+    not evict checkpoints. A request holds no checkpoint for longer than it reads it: while it decodes, it holds one
+    state, and at the start of a block for two steps a second one. So checkpoints give way when states are short.
 
     **Order in a step.** A recurrent layer reads the states of all sequences of a step before it has written any. So a
     state cannot be found in the step that computes it: a request that would continue from it waits for the next step.
@@ -81,17 +82,19 @@ class StateBlocks:
         room = (self._pools.of_group[group].num_empty - num_spare - MAX_STATES) // 2
         return set(at[-room:]) if room > 0 else set()
 
-    def first_held(self, position: int) -> int:
-        """Return the index of the first block that a request holds whose next query is at `position`."""
-        if self._caches:
-            return max(position // self._size - 1, 0)
-        return max(position - 1, 0) // self._size
-
-    def pass_by(self, request: Request, group: int, first: int) -> None:
-        """Release the request's blocks before index `first`, and empty those that are no checkpoints."""
-        size, table = self._size, request.block_tables[group]
-        passed = [(i, table[i]) for i in range(request.num_passed[group], first) if table[i] != UNHELD]
+    def pass_by(self, request: Request, group: int, first: int, name: Callable[[Request, int], bytes]) -> None:
+        """Release the request's blocks before index `first`. The last of them stays in the prefix cache until the
+        request has passed the next one, checkpoints until they are evicted; the others are emptied. `name`: of a
+        block of the request, by its index.
+        """
+        size, table, num_passed = self._size, request.block_tables[group], request.num_passed[group]
+        passed = [(i, table[i]) for i in range(num_passed, first) if table[i] != UNHELD]
         self._pools.release(group, [block_id for _, block_id in passed])
+        if not self._caches or first <= num_passed:
+            return
+        if num_passed:
+            last = self._pools.finder(group)(name(request, num_passed - 1))
+            passed += [] if last is None else [(num_passed - 1, last)]
         in_prompt = max(self._end_of_prompt(request), request.branch)
-        rest = [each for i, each in passed if i > in_prompt and (i + 1) * size % CHECKPOINT_TOKENS]
+        rest = [each for i, each in passed if in_prompt < i < first - 1 and (i + 1) * size % CHECKPOINT_TOKENS]
         self._pools.of_group[group].discard(rest)
