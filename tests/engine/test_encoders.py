@@ -249,6 +249,33 @@ def test_files_of_jina_are_those_of_roberta(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.parametrize("family", ["Bert", "Electra", "Albert"])
+def test_models_saved_with_what_they_were_trained_with(family: str, tmp_path: Path) -> None:
+    model = reference(tmp_path, family, "ForPreTraining")
+    llm = start(tmp_path)
+    for prompt, found in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        close(found, states(model.base_model, prompt).mean(0))
+    llm.close()
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_llama_in_both_directions(scores: bool, tmp_path: Path) -> None:
+    """NVIDIA's files: EuroBERT's layers under other names of architecture and head."""
+    model = reference(tmp_path, "EuroBert")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"pooling": "avg", "id2label": {"0": "LABEL_0"}}
+    config["architectures"] = ["LlamaBidirectionalForSequenceClassification" if scores else "LlamaBidirectionalModel"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = torch.randn(1, 64)
+    if scores:
+        tensors = {f"model.{name}": each for name, each in load_file(tmp_path / "model.safetensors").items()}
+        save_file(tensors | {"score.weight": weight}, tmp_path / "model.safetensors")
+    llm = start(tmp_path)
+    for prompt, found in zip(PROMPTS, embedded(llm, PROMPTS), strict=True):
+        want = states(model, prompt).mean(0)
+        close(found, weight @ want if scores else want)
+    llm.close()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

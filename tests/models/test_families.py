@@ -255,8 +255,9 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "architecture"),
-    [("llama", "LlamaForCausalLM"), ("seed_oss", "SeedOssForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
-)
+    [("llama", "LlamaForCausalLM"), ("seed_oss", "SeedOssForCausalLM"), ("qwen3", "Qwen3ForCausalLM"),
+     ("xlm-roberta", "XLMRobertaModel"), ("modernbert", "ModernBertModel")],
+)  # fmt: skip
 def test_an_architecture_by_its_model_type(read: Any, model_type: str, architecture: str) -> None:
     assert read(architectures=..., model_type=model_type, head_dim=16).architecture == architecture
     assert read(architectures=None, model_type=model_type, head_dim=16).architecture == architecture

@@ -75,9 +75,9 @@ def read_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> Model
 
 def _architecture_of_type(model_type: Any, config: Config) -> str | None:
     """Return the architecture of a `model_type`, as transformers names both, or None."""
-    stem = str(model_type).removesuffix("_text").replace("_", "")
+    stem = str(model_type).removesuffix("_text").replace("_", "").replace("-", "")
     suffixes = ("ForConditionalGeneration", "ForCausalLM")
-    for suffix in suffixes if "vision_config" in config else suffixes[::-1]:
+    for suffix in (*(suffixes if "vision_config" in config else suffixes[::-1]), "Model"):
         for name in FAMILIES:
             if name.endswith(suffix) and name.removesuffix(suffix).lower().replace("_", "") == stem:
                 return name

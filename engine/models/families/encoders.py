@@ -78,6 +78,7 @@ DISTILBERT = (
 )
 GTE = (
     ("^new.", ""),
+    ("^gte.", ""),
     (".attention.qkv_proj.", ".self_attn.qkv_proj."),
     (".attention.o_proj.", ".self_attn.o_proj."),
     (".attn_ln.", ".attention_norm."),
@@ -278,7 +279,7 @@ def deberta(config: Config) -> ModelSpec:
 
 
 def gte(config: Config) -> ModelSpec:
-    """gte 1.5 and gte-multilingual (NewModel): BERT with RoPE and a gated MLP."""
+    """gte 1.5 and gte-multilingual (NewModel), arctic-embed-m-v2.0 (GteModel): BERT with RoPE and a gated MLP."""
     for name, value in (("position_embedding_type", "rope"), ("layer_norm_type", "layer_norm"), ("hidden_act", "gelu")):
         if config.get(name, value) != value:
             raise ModelError(f"{name!r} must be {value}, got {config[name]!r}")
@@ -401,6 +402,18 @@ def eurobert(config: Config) -> ModelSpec:
     return _both_ways(llama_like.llama(config))
 
 
+def llama_both_ways(config: Config) -> ModelSpec:
+    """NVIDIA's llama-nemotron-embed and -rerank: Llama with attention in both directions."""
+    spec, pooling = _both_ways(llama_like.llama(config)), config.get("pooling", "avg")
+    if not _is_classifier(config):
+        return spec
+    if pooling != "avg" or config.get("temperature", 1.0) != 1:
+        raise ModelError(f"'pooling' must be avg and 'temperature' 1 for classification, got {pooling!r}")
+    spec = _with_head(config, with_names(spec, (("^score.", "classifier."),)), (), "mean")
+    assert spec.head is not None
+    return replace(spec, head=replace(spec.head, layers=(replace(spec.head.layers[0], bias=False),)))
+
+
 def _both_ways(spec: ModelSpec, window_of: Callable[[int], int] = lambda window: window) -> ModelSpec:
     """Let the tokens of a decoder see later ones."""
     layers = []
@@ -513,11 +526,14 @@ _BODIES = {
     "Electra": electra,
     "DebertaV2": deberta,
     "New": gte,
+    "Gte": gte,
 }
-_HEADS = ("Model", "ForMaskedLM", CLASSIFIER, TOKEN_CLASSIFIER)
+_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER, TOKEN_CLASSIFIER)
 ENCODERS: dict[str, Callable[[Config], ModelSpec]] = {
     **{body + head: family for body, family in _BODIES.items() for head in _HEADS},
     "NomicBertModel": nomic_bert,
     "Gemma3TextModel": gemma3_encoder,
     "EuroBertModel": eurobert,
+    "LlamaBidirectionalModel": llama_both_ways,
+    "LlamaBidirectionalForSequenceClassification": llama_both_ways,
 }
