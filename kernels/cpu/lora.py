@@ -1,5 +1,5 @@
-"""LoRA on a CPU: of few tokens by a kernel of our own, so that decode steps can be captured. In larger steps adapters
-with many tokens are computed by PyTorch, one after the other, and those of all other tokens by that kernel.
+"""LoRA on a CPU by a kernel of our own, so that decode steps can be captured. Large ranks of many tokens are computed
+by PyTorch, one adapter after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kernels.data.layout import ADAPTER, RowState
 from kernels.data.lora import AdapterTokens, LoraWeights
 from kernels.data.quantized_weight import Weight
 
-FEW_TOKENS = 64  # as many as captured steps have; with more, a matrix is read for several tokens at once
+FEW_TOKENS = 64  # as many as captured steps have
+# Of large ranks, PyTorch is faster with more tokens of an adapter, since it computes tiles of tokens and ranks.
+MOST_RANK, FEW_OF_ADAPTER = 64, 16
 
 
 class _Slots(ctypes.Structure):
@@ -68,8 +70,8 @@ def _is_native(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens
     )
 
 
-def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> None:
-    """Compute `lora_add` in C++, each token by itself."""
+def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:
+    """Compute `lora_add` in C++. A token's bits do not depend on the others."""
     native, w = library(), weights
     assert native is not None
     ranks = w.down.shape[1]
@@ -81,18 +83,22 @@ def _native_add(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> No
         x.stride(0), w.down.stride(0), w.up.stride(0), w.factor.stride(0), y.dtype == torch.bfloat16,
     )  # fmt: skip
     native.call("quire_lora_add", struct, tensors)
+    return y
+
+
+def _suits(num_tokens: int, rank: int, tokens: AdapterTokens) -> bool:
+    """Return whether the C++ kernel is at least as fast as PyTorch."""
+    if rank <= MOST_RANK or num_tokens <= FEW_TOKENS:
+        return True
+    return num_tokens <= FEW_OF_ADAPTER * len(tokens.by_slot)
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:
     """See `kernels.reference.lora_add`."""
-    is_native, rank = _is_native(y, x, weights, tokens), weights.rank
-    if is_native and len(y) <= FEW_TOKENS:
-        _native_add(y, x, weights, tokens.slots)
-        return y
-    few, many = tokens.by_size if is_native else (None, tokens.by_slot)
-    if few is not None:
-        _native_add(y, x, weights, few)
-    for slot, some in many:
+    rank = weights.rank
+    if _is_native(y, x, weights, tokens) and _suits(len(y), rank, tokens):
+        return _native_add(y, x, weights, tokens.slots)
+    for slot, some in tokens.by_slot:
         own = x if some is None else x[some]
         inner = own @ weights.down[slot].T
         change = torch.cat(

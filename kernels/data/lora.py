@@ -16,7 +16,6 @@ BLOCK_ROWS, WIDE_ROWS = 64, 256  # rows of a layer's result that a program compu
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens that a program computes
 LARGE_STEP = 1024  # tokens from which tiles are large
 UNUSED = -2  # slot of an unused tile
-FEW_OF_ADAPTER = 8  # tokens of one adapter that a CPU computes one by one
 COUNTERS = 256  # kernels whose counters are zeroed together: of most models, all of a step
 
 
@@ -131,17 +130,6 @@ class AdapterTokens:
         return [
             (number, None if len(at) == len(self.slots) else at) for number, (_, at) in zip(numbers, found, strict=True)
         ]
-
-    @cached_property
-    def by_size(self) -> tuple[Tensor, list[tuple[int, Tensor | None]]]:
-        """The slots [T] int32 of tokens whose adapter has few, -1 elsewhere, and `by_slot` of the other adapters."""
-        assert self.numbers is None
-        few, many = self.slots.clone(), []
-        for slot, at in self.by_slot:
-            if len(self.slots if at is None else at) > FEW_OF_ADAPTER:
-                many.append((slot, at))
-                few[... if at is None else at] = -1
-        return few, many
 
     @cached_property
     def tiles(self) -> Tiles:

@@ -9,7 +9,6 @@ from torch import Tensor
 from kernels import AdapterTokens, reference
 from kernels.cpu import lora as cpu
 from kernels.data.layout import ADAPTER, RowState
-from kernels.data.lora import FEW_OF_ADAPTER
 from tests.oracles.random_adapters import merged, random_slots
 
 SLOTS = [2, -1, 0, 2, 2, -1, 3, 0, 2]
@@ -47,21 +46,31 @@ def test_the_kernel_of_a_cpu_in_each_instruction_set(backend: str, dtype: torch.
 
 
 @pytest.mark.parametrize("group_rows", [(40,), (24, 8, 8)])
-def test_adapters_with_few_and_with_many_tokens_of_a_large_step(backend: str, group_rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("rank", "num_of_each"), [(16, (60, 3, 2, 9)), (80, (60, 3, 2, 9)), (80, (20, 18, 10, 20))])
+def test_a_large_step(backend: str, rank: int, num_of_each: tuple[int, ...], group_rows: tuple[int, ...]) -> None:
+    """Large ranks of many tokens take another way: a few more tokens of an adapter on average, or a few less."""
     torch.manual_seed(0)
-    given = [0] * 60 + [1] * 3 + [-1] * 5 + [2] * FEW_OF_ADAPTER + [3] * (FEW_OF_ADAPTER + 1) + [1]
+    given = [slot for slot, count in enumerate(num_of_each) for _ in range(count)] + [-1] * 5
     slots = torch.tensor(given, dtype=torch.int32)[torch.randperm(len(given))]
-    weights, x, y = random_slots(4, 16, 48, group_rows), torch.randn(len(given), 48), torch.randn(len(given), 40)
-    tokens = AdapterTokens(slots, 4)
-    few, many = tokens.by_size
-    assert {slot for slot, _ in many} == {0, 3}
-    assert torch.equal(few, torch.where((slots == 1) | (slots == 2), slots, -1).int())
+    weights, x, y = random_slots(4, rank, 48, group_rows), torch.randn(len(given), 48), torch.randn(len(given), 40)
     want = merged(y, x, weights, slots)
-    torch.testing.assert_close(cpu.lora_add(y, x, weights, tokens).double(), want, atol=1e-5, rtol=1e-5)
-    alone = AdapterTokens(torch.zeros(70, dtype=torch.int32), 4)
-    x, y = torch.randn(70, 48), torch.randn(70, 40)
-    want = merged(y, x, weights, alone.slots)
-    torch.testing.assert_close(cpu.lora_add(y, x, weights, alone).double(), want, atol=1e-5, rtol=1e-5)
+    got = cpu.lora_add(y, x, weights, AdapterTokens(slots, 4))
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_number_of_tokens_of_an_adapter_changes_no_bit(backend: str) -> None:
+    if backend == "no compiler":
+        pytest.skip("PyTorch's products depend on it")
+    torch.manual_seed(0)
+    weights, x, y = random_slots(2, 24, 37, (40, 7)), torch.randn(9, 37), torch.randn(9, 47)
+    alone = [cpu.lora_add(y[i : i + 1].clone(), x[i : i + 1], weights, tokens_of([i % 2])) for i in range(9)]
+    for count in range(1, 10):
+        got = cpu.lora_add(y[:count].clone(), x[:count], weights, tokens_of([i % 2 for i in range(count)]))
+        assert torch.equal(got, torch.cat(alone[:count]))
+
+
+def tokens_of(slots: list[int]) -> AdapterTokens:
+    return AdapterTokens(torch.tensor(slots, dtype=torch.int32), 2)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 9])
