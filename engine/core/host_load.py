@@ -11,17 +11,17 @@ class HostLoad:
 
     number: int = 0
     names: list[tuple[int, bytes]] = field(default_factory=list)  # cache group, and the hash of the prefix
-    slots: list[int | None] = field(default_factory=list)  # in host memory; None: the block is in the file
+    slots: list[int | None] = field(default_factory=list)  # in host memory; None: the block is in a file
     block_ids: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)  # of each group: these blocks and the prefix's others, held
-    num_ways: int = 0  # of host memory and file: from how many of them blocks are still to come
-    failed: set[tuple[int, bytes]] = field(default_factory=set)  # names of blocks that the file does not have after all
+    num_ways: int = 0  # of host memory and files: from how many of them blocks are still to come
+    failed: set[tuple[int, bytes]] = field(default_factory=set)  # names of blocks that a file does not have after all
     is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FileLoad:
-    """The part of a load that comes from the file."""
+    """The part of a load that comes from one file."""
 
     number: int
     blocks: list[tuple[int, tuple[int, bytes], int]]  # slot in the file, name, block on the device

@@ -227,7 +227,7 @@ class Scheduler:
             "external_hits": tier.hits,
             "num_host_blocks": tier.num_slots,
             "num_used_host_blocks": tier.num_used,
-            "num_file_blocks": 0 if tier.saved is None else len(tier.saved),
+            "num_file_blocks": tier.num_saved,
             "num_damaged_blocks": tier.num_damaged,
         }
 

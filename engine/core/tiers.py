@@ -102,8 +102,8 @@ class HostTier:
     see `BlockMoves`. A load takes blocks and holds them, with those of the prefix that are on the device, until it has
     arrived. Then they are published. The request waits in the queue meanwhile, and others run.
 
-    Below it may be a file, see `PrefixCacheStore`, with blocks of the first pool. It may have no slots then. What is
-    loaded from the file goes straight to the device.
+    Below it may be a file for each pool, see `PrefixCacheStore`. It may have no slots then. What is loaded from a file
+    goes straight to the device.
     """
 
     def __init__(self, pools: BlockPools) -> None:
@@ -114,12 +114,13 @@ class HostTier:
         self._loading: dict[Name, HostLoad] = {}  # blocks to publish once they have arrived
         self._num_begun = 0
         self._moves = BlockMoves([], [], [])
-        self.saved: SavedBlocks | None = None  # what the file has; None: there is no file
-        self._file_loads: list[FileLoad] = []  # not begun
+        self.saved: list[SavedBlocks | None] = [None] * len(self._slots)  # what each pool's file has; None: it has none
+        self._file_loads: list[list[FileLoad]] = [[] for _ in self._slots]  # from each pool's file, not begun
         self._copying: set[int] = set()  # loads that still copy from host memory
-        self._saving: list[tuple[Name, int]] = []  # blocks that are written to the file from their slots
-        self.on_keep: Callable[[Name], None] | None = None  # called with each block of the first pool that gets a slot
-        self.num_damaged = 0  # blocks that the file had lost
+        self._saving: list[tuple[Name, int]] = []  # blocks that are written to a file from their slots
+        # Called with each block of a pool that gets a slot.
+        self.on_keep: list[Callable[[Name], None] | None] = [None] * len(self._slots)
+        self.num_damaged = 0  # blocks that a file had lost
         self.queries = self.hits = 0  # prompt tokens: looked up here, since they are not on the device, and found
         for index, pool in enumerate(pools.pools):
             pool.on_evict = partial(self._keep, index)
@@ -134,6 +135,11 @@ class HostTier:
         return sum(slots.num_slots for slots in self._slots)
 
     @property
+    def num_saved(self) -> int:
+        """Number of blocks in the files."""
+        return sum(len(saved) for saved in self.saved if saved is not None)
+
+    @property
     def num_used(self) -> int:
         """Number of slots with blocks."""
         return sum(len(slots) for slots in self._slots)
@@ -141,8 +147,8 @@ class HostTier:
     def _keep(self, pool: int, name: Name, block_id: int) -> None:
         if (slot := self._slots[pool].keep(name)) is not None:
             self._moves.spills.append((pool, block_id, slot))
-            if self.on_keep is not None and not pool:
-                self.on_keep(name)
+            if (on_keep := self.on_keep[pool]) is not None:
+                on_keep(name)
 
     def take_moves(self) -> BlockMoves | None:
         """Return what to copy before the planned step; None: nothing."""
@@ -155,7 +161,7 @@ class HostTier:
     def finder(self, group: int, find: Callable[[bytes], int | None]) -> Callable[[bytes], int | None]:
         """Return a function that finds a group's block as `find` does, or says that it is `IN_HOST`."""
         pool = self._pool_of[group]
-        slots, saved = self._slots[pool], None if pool else self.saved
+        slots, saved = self._slots[pool], self.saved[pool]
 
         def found(block_hash: bytes) -> int | None:
             block_id = find(block_hash)
@@ -167,21 +173,19 @@ class HostTier:
         return found
 
     def pin(self, name: Name) -> int | None:
-        """Return the slot of a block of the first pool, which keeps its content until `unpin`; None: it has none."""
-        if self._slots[0].slot(name) is None:
-            return None
-        slot = self._slots[0].pin(name)
-        self._saving.append((name, slot))
+        """Return the slot of a block, which keeps its content until `unpin`; None: it has none."""
+        if (slot := self._pinned(name)) is not None:
+            self._saving.append((name, slot))
         return slot
 
     def unpin(self, name: Name, slot: int) -> None:
         """End `pin`."""
         self._saving.remove((name, slot))
-        self._slots[0].unpin(slot, name)
+        self._slots[self._pool_of[name[0]]].unpin(slot, name)
 
-    def take_file_loads(self) -> list[FileLoad]:
-        """Return what to read from the file. Its blocks are free for that once the planned step is launched."""
-        loads, self._file_loads = self._file_loads, []
+    def take_file_loads(self, pool: int) -> list[FileLoad]:
+        """Return what to read from a pool's file. Its blocks are free for that once the planned step is launched."""
+        loads, self._file_loads[pool] = self._file_loads[pool], []
         return loads
 
     @property
@@ -225,19 +229,23 @@ class HostTier:
         return slots.pin(name) if name in slots else None
 
     def _begin_ways(self, load: HostLoad) -> None:
-        copies, blocks = list[tuple[int, int, int]](), list[tuple[int, Name, int]]()
+        copies = list[tuple[int, int, int]]()
+        of_files: list[list[tuple[int, Name, int]]] = [[] for _ in self._slots]
         for name, slot, block_id in zip(load.names, load.slots, load.block_ids, strict=True):
+            pool = self._pool_of[name[0]]
             if slot is not None:
-                copies.append((self._pool_of[name[0]], slot, block_id))
+                copies.append((pool, slot, block_id))
             else:
-                assert self.saved is not None
-                blocks.append((self.saved.use(name), name, block_id))
+                saved = self.saved[pool]
+                assert saved is not None
+                of_files[pool].append((saved.use(name), name, block_id))
         if copies:
             self._moves.loads.append(BlockLoad(load.number, copies))
             self._copying.add(load.number)
-        if blocks:
-            self._file_loads.append(FileLoad(load.number, blocks))
-        load.num_ways = bool(copies) + bool(blocks)
+        for pool, blocks in enumerate(of_files):
+            if blocks:
+                self._file_loads[pool].append(FileLoad(load.number, blocks))
+        load.num_ways = bool(copies) + sum(map(bool, of_files))
 
     def record(self, num_queried: int, load: HostLoad, num_found: int) -> None:
         """Count the prompt tokens of a new request that were not on the device, and those that `load` brings."""
@@ -257,7 +265,7 @@ class HostTier:
         return number in self._loads
 
     def read(self, number: int, failed: Collection[Name]) -> None:
-        """Record that what a load reads from the file is on the device, but for the blocks that `failed`."""
+        """Record that what a load reads from one file is on the device, but for the blocks that `failed`."""
         if (load := self._loads.get(number)) is not None:
             load.failed.update(failed)
             self._end_way(load)
@@ -286,12 +294,13 @@ class HostTier:
 
     def forget(self, group: int, block_hashes: Iterable[bytes]) -> None:
         """Drop blocks whose content may be corrupt."""
-        slots = self._slots[self._pool_of[group]]
+        pool = self._pool_of[group]
+        slots, saved = self._slots[pool], self.saved[pool]
         for block_hash in block_hashes:
             slots.forget((group, block_hash))
             self._loading.pop((group, block_hash), None)
-            if self.saved is not None:
-                self.saved.forget((group, block_hash))
+            if saved is not None:
+                saved.forget((group, block_hash))
 
     def clear(self) -> None:
         """Drop all blocks, and the loads: either there are none, or the worker has dropped them, too."""
@@ -299,7 +308,8 @@ class HostTier:
         for load in self._loads.values():
             self._end(load)
         self._loads.clear()
-        self._file_loads.clear()
+        for loads in self._file_loads:
+            loads.clear()
         self._copying.clear()
         for slots in self._slots:
             slots.clear()
@@ -312,6 +322,6 @@ class HostTier:
     def check(self) -> None:
         """Assert all invariants."""
         for index, slots in enumerate(self._slots):
-            pairs = [pair for load in self._loads.values() for pair in zip(load.names, load.slots, strict=True)]
-            pins = [slot for (group, _), slot in pairs if slot is not None and self._pool_of[group] == index]
-            slots.check([*pins, *(slot for _, slot in self._saving)] if not index else pins)
+            loading = [pair for load in self._loads.values() for pair in zip(load.names, load.slots, strict=True)]
+            pairs = [*loading, *self._saving]
+            slots.check(slot for (group, _), slot in pairs if slot is not None and self._pool_of[group] == index)

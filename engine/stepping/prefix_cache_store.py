@@ -53,9 +53,13 @@ class PrefixCacheStore:
         clock: Callable[[], float] = time.monotonic,
         tier: HostTier | None = None,
         in_host: bool = False,
+        number: int = 0,
     ) -> None:
-        """Owns the file. `in_host`: the tier has slots in host memory, from which blocks are saved."""
+        """Owns the file. `in_host`: the tier has slots in host memory, from which blocks are saved. `number`: of
+        the pool in the tier.
+        """
         self._file, self._pool, self._clock, self._tier, self._in_host = file, pool, clock, tier, in_host
+        self._number = number
         self._use(SavedBlocks(file.num_slots))
         self._sweep: Iterator[Save | None] = iter(())  # over the published blocks
         self._num_seen = self._num_swept = pool.num_publications  # when last called; when the last sweep began
@@ -64,14 +68,14 @@ class PrefixCacheStore:
         # The number of the step before which a block was published, or kept in host memory; its name and id.
         self._unsaved: deque[tuple[int, Name, int]] = deque(maxlen=MAX_UNSAVED)
         if tier is not None and in_host:
-            tier.on_keep = lambda name: self._unsaved.append((self._num_steps, name, -1))
+            tier.on_keep[number] = lambda name: self._unsaved.append((self._num_steps, name, -1))
         elif tier is not None:
             pool.on_publish = lambda name, block_id: self._unsaved.append((self._num_steps, name, block_id))
 
     def _use(self, saved: SavedBlocks) -> None:
         self._saved = saved
         if self._tier is not None:
-            self._tier.saved = saved
+            self._tier.saved[self._number] = saved
 
     def load(self, seconds: float) -> int:
         """Fill empty blocks, the hottest first, for at most `seconds`. Returns how many. Forgets slots that are not
@@ -110,7 +114,7 @@ class PrefixCacheStore:
     def begin_reads(self) -> None:
         """Begin to read what the planned step's loads need. Call it once that step is launched."""
         if self._tier is not None:
-            for load in self._tier.take_file_loads():
+            for load in self._tier.take_file_loads(self._number):
                 self._file.reads.begin(load.number, load.blocks)
 
     def wait(self) -> None:
@@ -224,7 +228,7 @@ class PrefixCacheStore:
             for save in self._file.ended_saves():
                 if save.host_slot is not None:
                     tier.unpin(save.name, save.host_slot)
-            tier.on_keep = tier.saved = None
+            tier.on_keep[self._number] = tier.saved[self._number] = None
 
 
 class Store(Protocol):
@@ -247,17 +251,22 @@ class StoreOfPools:
     """One store for the blocks of each pool."""
 
     def __init__(self, stores: Sequence[PrefixCacheStore]) -> None:
-        """`stores`: without a tier, so nothing is due between steps."""
         self._stores = stores
 
     def step(self) -> None:
         """See `PrefixCacheStore.step`."""
+        for store in self._stores:
+            store.step()
 
     def begin_reads(self) -> None:
         """See `PrefixCacheStore.begin_reads`."""
+        for store in self._stores:
+            store.begin_reads()
 
     def wait(self) -> None:
-        """See `PrefixCacheStore.wait`."""
+        """See `PrefixCacheStore.wait`. A store that reads nothing does not wait."""
+        for store in self._stores:
+            store.wait()
 
     def idle(self) -> bool:
         """See `PrefixCacheStore.idle`. States, which are few and large, after all KV blocks."""
@@ -282,8 +291,7 @@ def open_store(
 ) -> Store | None:
     """Open the store of `config.prefix_cache_file` and load its blocks. None, with a warning, if it cannot be used.
 
-    States of recurrent layers are in a file beside it, FILE.states. Each has half of the size then, and neither is a
-    tier: a prefix is read from both files, or not at all.
+    States of recurrent layers are in a file beside it, FILE.states. Each has half of the size then.
     """
     assert config.prefix_cache_file is not None
     path = Path(config.prefix_cache_file).expanduser().absolute()
@@ -297,10 +305,8 @@ def open_store(
             for other in stores:
                 other.close(save=False)
             return None
-        is_tier = len(pools) == 1 and config.num_ranks == 1
-        stores.append(
-            PrefixCacheStore(file, pool, tier=blocks.tier if is_tier else None, in_host=options.host_cache_bytes > 0)
-        )
+        tier = blocks.tier if config.num_ranks == 1 else None
+        stores.append(PrefixCacheStore(file, pool, tier=tier, in_host=options.host_cache_bytes > 0, number=i))
         start = time.monotonic()
         num_blocks = stores[-1].load(LOAD_SECONDS)
         _log.info("%s: %d blocks of the prefix cache in %.1f s", paths[i], num_blocks, time.monotonic() - start)

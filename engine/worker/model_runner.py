@@ -127,7 +127,7 @@ class ModelRunner:
             copier = BlockCopier(cache, layout, self.device, max_blocks)
         file = open_block_file(options, copier, peers or NoPeers(), self._file_thread)
         if file is not None and self.host is not None:
-            file.use_host(self.host)
+            file.use_host(self.host, options.pool)
         return file
 
     def close(self) -> None:

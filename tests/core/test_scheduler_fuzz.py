@@ -31,7 +31,7 @@ from engine.core.params.sampling import SamplingParams
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.stepping import prefix_cache_store
-from engine.stepping.prefix_cache_store import PrefixCacheStore
+from engine.stepping.prefix_cache_store import PrefixCacheStore, Store, StoreOfPools
 from tests.support.toy import POISON, Launched, ToyRunner, single_answer, single_embedding, states_of
 from tests.support.toy_file import ToyFile
 
@@ -113,6 +113,7 @@ EXPECTED_EVENTS = [
 EXPECTED_OF_FILES = [
     "blocks to the file",
     "blocks from the file",
+    "blocks from another pool's file",
     "blocks that the file has lost",
     "blocks that the disk had no room for",
     "NaN in blocks in the file",
@@ -181,10 +182,8 @@ class _Answer:
 class Workload:
     """A scheduler of random size, and clients that come, wait and leave at random."""
 
-    def __init__(
-        self, seed: int, has_tier: bool = False, left: dict[int, tuple[Name, list[int]]] | None = None
-    ) -> None:
-        """`left`: what another workload has left in a file; None: in half of those with a tier, there is a file."""
+    def __init__(self, seed: int, has_tier: bool = False, left: list[Left] | None = None) -> None:
+        """`left`: what another workload has left in the files; None: in half of those with a tier, there are files."""
         self.rng = rng = Random(seed)
         self.seed = seed
         self.now = 0.0  # the time: a step takes one, and more for each token
@@ -217,7 +216,7 @@ class Workload:
         self.delay = self.delays.choice([0, 0.5, 0.9])  # the part of the steps in which a load does not arrive
         self.most_slots = self.delays.choice([0, 3, 40, 1000])
         self.runner = ToyRunner(num_blocks, self.block_size, max_num_seqs, budget, self.vocab_size, self.groups)
-        self.file, self.store = self._file(Random(seed), left)
+        self.files, self.store = self._files(Random(seed), left)
         self.one_ahead = rng.random() < 0.9
         self.abort_rate = rng.choice([0, 0, 0.02, 0.2])
         self.reset_rate = rng.choice([0, 0, 0.02])
@@ -261,17 +260,21 @@ class Workload:
         adaptive, by_model = rng.random() < 0.3, Random(self.seed).choice([0, 0, 1, limit])
         return DraftPolicy(Drafter(self), limits, adaptive, by_model) if limit else None
 
-    def _file(self, rng: Random, left: Left | None) -> tuple[ToyFile | None, PrefixCacheStore | None]:
-        """A file below the tier."""
+    def _files(self, rng: Random, left: list[Left] | None) -> tuple[list[Any], Store | None]:
+        """A file for each pool below the tier."""
         if self.tier is None or (left is None and rng.random() < 0.5):
-            return None, None
+            return [], None
         self.most_slots = rng.choice([0, 0, 2, 20])
-        file: Any = ToyFile(self.runner, rng, rng.choice([3, 1000, 1000]), rng.choice([0, 0.05, 0.3]))
-        pool = self.scheduler.blocks.pools.pools[0]
-        file.slots |= left or {}
-        store = PrefixCacheStore(file, pool, lambda: self.now, self.tier, in_host=self.most_slots > 0)
-        assert not store.load(0)
-        return file, store
+        files, stores = list[Any](), list[PrefixCacheStore]()
+        for number, pool in enumerate(self.scheduler.blocks.pools.pools):
+            file: Any = ToyFile(self.runner, rng, rng.choice([3, 1000, 1000]), rng.choice([0, 0.05, 0.3]), number)
+            if left:
+                file.slots |= left[number]
+            files.append(file)
+            in_host = self.most_slots > 0
+            stores.append(PrefixCacheStore(file, pool, lambda: self.now, self.tier, in_host, number))
+            assert not stores[-1].load(0)
+        return files, stores[0] if len(stores) == 1 else StoreOfPools(stores)
 
     def _groups(self, rng: Random) -> tuple[CacheGroup, ...]:
         def window() -> CacheGroup:
@@ -463,8 +466,8 @@ class Workload:
                     (g, block_hash) in slots for slots in self.tier._slots for g in range(2) for block_hash in hashes
                 )
                 self.events["NaN in blocks in the file"] += self.tier is not None and any(
-                    self.tier.saved is not None and (g, block_hash) in self.tier.saved
-                    for g in range(2) for block_hash in hashes
+                    saved is not None and (g, block_hash) in saved
+                    for saved in self.tier.saved for g in range(2) for block_hash in hashes
                 )  # fmt: skip
                 self.events["NaN in blocks that others hold"] += any(own & other for other in running.values())
             at += count
@@ -704,8 +707,8 @@ class Workload:
             assert self.store is not None
             self.store.begin_reads()
             self.store.step()
-        if self.file is not None:
-            self.events += self.file.events
+        for file in self.files:
+            self.events += file.events
         scheduler.check()
         stats = scheduler.stats()
         assert not self.in_flight
@@ -753,10 +756,9 @@ def test_what_a_workload_leaves_in_a_file_is_right_in_the_next_one(part: int) ->
     events: Counter[str] = Counter()
     for seed in range(part, 1500, 20):
         try:
-            first = Workload(seed, True, {})
+            first = Workload(seed, True, [])
             first.run()
-            left = {} if first.file is None else first.file.slots
-            events += Workload(seed, True, left).run()
+            events += Workload(seed, True, [file.slots for file in first.files]).run()
         except BaseException as error:
             error.add_note(f"workload seed {seed}")
             raise

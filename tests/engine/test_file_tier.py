@@ -18,8 +18,10 @@ from engine.core.engine_request import EngineRequest
 from engine.core.params.sampling import SamplingParams
 from engine.engine import Engine
 from engine.stepping import prefix_cache_store
+from engine.worker.block_store.block_file import BlockFile
 from engine.worker.block_store.cache_file import CacheFile
 from tests.engine.stepping.test_prefix_cache_store import store_of
+from tests.oracles.hybrids import make_hybrid
 from tests.support.answers import greedy_answers, two_turns
 
 PROMPTS = [[(7 * i * i + n) % 250 for i in range(60 + n)] for n in range(5)]
@@ -47,8 +49,8 @@ def start(tiny_model: Path, path: Path) -> Iterator[Start]:
 
     def start_one(**settings: Any) -> Engine:
         settings = {"num_gpu_blocks_override": 16, "prefix_cache_file": str(path), "dtype": "float32", **settings}
-        settings |= {"model": str(tiny_model), "device": "cpu", "skip_tokenizer_init": True, "debug_checks": True}
-        engines.append(Engine(EngineConfig(max_model_len=128, block_size=8, **settings)))
+        settings = {"model": str(tiny_model), "max_model_len": 128, "block_size": 8, **settings}
+        engines.append(Engine(EngineConfig(device="cpu", skip_tokenizer_init=True, debug_checks=True, **settings)))
         return engines[-1]
 
     yield start_one
@@ -67,11 +69,16 @@ def expected(tiny_model: Path) -> list[list[int]]:
     return found
 
 
+def files_of(engine: Engine) -> list[BlockFile]:
+    store: Any = engine._store
+    return [each._file for each in getattr(store, "_stores", [store])]
+
+
 def written(engine: Engine) -> None:
-    """Wait until the file has what was to be saved."""
+    """Wait until the files have what was to be saved."""
     for _ in range(100):
         engine.idle()
-        store_of(engine)._file._io.submit(int).result()
+        files_of(engine)[0]._io.submit(int).result()  # the thread that writes all of them
 
 
 @pytest.mark.parametrize(
@@ -188,6 +195,30 @@ def test_what_turns_out_to_be_corrupt_leaves_the_file(start: Start) -> None:
     written(engine)
     assert engine.stats().num_file_blocks == 1, "that of the answer"
     assert len(store_of(engine)._file.entries()) == 1
+
+
+@pytest.mark.parametrize("host", [{}, {"kv_offloading_size": 0.2 / 1024}], ids=["file", "host memory and file"])
+def test_states_of_recurrent_layers(tmp_path: Path, start: Start, host: dict[str, float]) -> None:
+    """Each answer follows from states and keys of both files, which a restart finds, too."""
+    prompts, answers = make_hybrid("lfm2", tmp_path)
+    few = {"model": str(tmp_path), "num_gpu_blocks_override": 20, "num_states_override": 6, "max_model_len": 256}
+    few["block_size"] = 16
+    engine = start(**few, **host)
+    for turn in range(3):
+        hits = engine.stats().external_hits
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert greedy_answers(engine, [prompt], len(answer)) == [answer], turn
+        written(engine)
+    assert engine.stats().external_hits - hits > 50
+    assert min(len(file.entries()) for file in files_of(engine)) > 2
+    engine.close()
+    engine._store = None
+    again = start(**few, **host)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert greedy_answers(again, [prompt], len(answer)) == [answer]
+    assert again.stats().external_hits > 50
+    assert again.reset_prefix_cache()
+    assert again.stats().num_file_blocks == 0
 
 
 @pytest.mark.parametrize("num_rounds", [12, pytest.param(300, marks=pytest.mark.slow)])

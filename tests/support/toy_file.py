@@ -19,8 +19,8 @@ class ToyFile:
 
     path = Path("toy")
 
-    def __init__(self, runner: ToyRunner, rng: Random, num_slots: int, faults: float) -> None:
-        """`faults`: the part of the blocks that cannot be written, and of those that are lost."""
+    def __init__(self, runner: ToyRunner, rng: Random, num_slots: int, faults: float, pool: int) -> None:
+        """`faults`: the part of the blocks that cannot be written, and of those that are lost. `pool`: whose blocks."""
         self.num_slots, self.max_blocks = num_slots, rng.choice([1, 3, 8])
         self.block_bytes = rng.choice([1 << 16, 1 << 20])  # blocks that are saved at a time: several, or one
         self.has_failed = False
@@ -28,6 +28,7 @@ class ToyFile:
         self.reads = self
         self.events: Counter[str] = Counter()
         self._runner, self._rng, self._faults, self._pace = runner, rng, faults, rng.choice([0.2, 0.8, 1.0])
+        self._pool = pool
         self._jobs: deque[tuple[Callable[..., list[EndedSave]], Any]] = deque()
         self._ended: list[EndedSave] = []
         self._wanted: list[tuple[int, Sequence[tuple[int, Name, int]]]] = []
@@ -44,7 +45,7 @@ class ToyFile:
 
     def save(self, blocks: Sequence[tuple[int, int, Name, int]]) -> None:
         assert len(blocks) <= self.max_blocks
-        contents = [self._runner.read_block(block_id) for block_id, *_ in blocks]
+        contents = [self._runner.read_block(block_id, self._pool) for block_id, *_ in blocks]
         pairs = zip(blocks, contents, strict=True)
         self._jobs.append((self._write, [(None, slot, name, content) for (_, slot, name, _), content in pairs]))
 
@@ -55,7 +56,7 @@ class ToyFile:
     def _write(self, blocks: list[tuple[int | None, int, Name, list[int] | None]]) -> list[EndedSave]:
         ended = []
         for place, slot, name, given in blocks:
-            content = given if place is None else self._runner.host[0, place]
+            content = given if place is None else self._runner.host[self._pool, place]
             assert content is not None
             assert POISON not in content, "a block that is not there is saved"
             self.slots.pop(slot, None)
@@ -93,7 +94,7 @@ class ToyFile:
         self.slots.clear()
 
     def begin(self, number: int, blocks: Sequence[tuple[int, Name, int]]) -> None:
-        self._runner.poison(block_id for *_, block_id in blocks)
+        self._runner.poison((block_id for *_, block_id in blocks), self._pool)
         self._wanted.append((number, blocks))
 
     def finished(self, is_wanted: Callable[[int], bool]) -> list[tuple[int, list[tuple[int, Name]]]]:
@@ -108,8 +109,9 @@ class ToyFile:
                 if found != name:
                     failed.append((slot, name))
                 elif is_wanted(number):
-                    self._runner.write_block(block_id, content)
+                    self._runner.write_block(block_id, content, self._pool)
                     self.events["blocks from the file"] += 1
+                    self.events["blocks from another pool's file"] += self._pool > 0
             self.events["blocks that the file has lost"] += len(failed)
             ended.append((number, failed))
         return ended

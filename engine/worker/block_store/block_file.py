@@ -99,6 +99,7 @@ class BlockFile:
         self._has_warned = False  # since something was saved
         self.reads = BlockReads(file, copier)  # on demand, by a single rank
         self._host: HostBlocks | None = None
+        self._pool = 0  # whose blocks there
         self._is_single = isinstance(peers, NoPeers)
         self._ended: deque[EndedSave] = deque()
         self._file, self._copier, self._peers = file, copier, peers
@@ -162,16 +163,16 @@ class BlockFile:
         event = self._copier.read([block_id for block_id, *_ in blocks], buffer)
         self._io.submit(self._write_buffer, blocks, buffer, event)
 
-    def use_host(self, host: HostBlocks) -> None:
-        """Let `save_from_host` read this memory. For a single rank."""
-        self._host = host
+    def use_host(self, host: HostBlocks, pool: int) -> None:
+        """Let `save_from_host` read a pool's blocks in this memory. For a single rank."""
+        self._host, self._pool = host, pool
 
     def save_from_host(self, blocks: Sequence[tuple[int, int, Name, int]]) -> None:
         """Write blocks from their slots in host memory, given slot there, slot, name and heat of each. Their content
         must not change until `ended_saves` has them.
         """
         assert self._host is not None
-        rows = self._host.rows(0, [slot for slot, *_ in blocks])
+        rows = self._host.rows(self._pool, [slot for slot, *_ in blocks])
         self._io.submit(self._write, blocks, rows, self._host.last_spill, True)
 
     def _write_buffer(self, blocks: Sequence[tuple[int, int, Name, int]], buffer: Tensor, event: Event) -> None:

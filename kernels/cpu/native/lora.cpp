@@ -51,7 +51,8 @@ std::vector<Group> groups_of(const Lora& a) {
     std::vector<Group> groups;
     for (int32_t token : tokens) {
         const int64_t slot = a.slots[token];
-        if (groups.empty() || groups.back().slot != slot || groups.back().count == MOST) groups.push_back({slot, 0, {}});
+        const bool goes_on = !groups.empty() && groups.back().slot == slot && groups.back().count < MOST;
+        if (!goes_on) groups.push_back({slot, 0, {}});
         Group& last = groups.back();
         last.tokens[last.count++] = token;
     }
