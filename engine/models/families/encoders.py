@@ -11,6 +11,7 @@ from engine.models.families import llama_like, other_norms
 from engine.models.families.classic import ACTIVATIONS
 from engine.models.families.common import MAX_LAYERS, attention, decoder, num_layers, with_names
 from engine.models.families.fields import Config, flag, integer, number
+from engine.models.families.mpt import alibi_slopes
 from engine.models.quantization import Renames
 from engine.models.spec import (
     AdaptationSpec,
@@ -85,6 +86,12 @@ GTE = (
     (".mlp_ln.", ".output_norm."),
     *BERT,
 )
+JINA = (
+    (".mlp.layernorm.", ".output_norm."),
+    (".mlp.gated_layers.", ".mlp.gate_up."),
+    (".mlp.wo.", ".mlp.down_proj."),
+    *BERT,
+)
 ALBERT = (
     ("^albert.", ""),
     ("^encoder.embedding_hidden_mapping_in.", "model.embed_projection."),
@@ -152,6 +159,32 @@ def roberta(config: Config) -> ModelSpec:
         first_position=integer(config, "pad_token_id", 1, minimum=0) + 1,
     )
     return _with_mixers(spec, fused=True) if is_flash else spec
+
+
+def jina_v2(config: Config) -> ModelSpec:
+    """jina-embeddings-v2 and jina-reranker-v1: BERT with ALiBi to both sides and a gated MLP."""
+    if "qk-post-norm" in str(config.get("auto_map")):
+        raise ModelError("norms of queries and keys over all heads (jina-embeddings-v2-base-code) are not supported")
+    for name, value in (("position_embedding_type", "alibi"), ("feed_forward_type", "geglu"), ("hidden_act", "gelu")):
+        if config.get(name) != value:
+            raise ModelError(f"{name!r} must be {value}, got {config.get(name)!r}")
+    mixer = replace(_attention(config, bias=True), rope=None)
+    mlp = DenseSpec(
+        intermediate_size=integer(config, "intermediate_size"), activation="gelu", fused="gate_up", down_bias=True
+    )
+    config = {"layer_norm_eps": 1e-12, **config}
+    spec = decoder(
+        config,
+        replace(mixer, alibi=alibi_slopes(mixer.num_heads)),
+        mlp,
+        norms=AFTER_SUMS,
+        eps_name="layer_norm_eps",
+    )
+    is_sequence = str(config["architectures"][0]).endswith(CLASSIFIER)
+    unused = tuple(name for name in UNUSED if name != "pooler." or not is_sequence)
+    spec = replace(with_names(spec, JINA, unused=unused), context_length=integer(config, "max_position_embeddings"))
+    pooler = HeadLayerSpec(name="pooler.dense", num_outputs=spec.hidden_size, activation="tanh")
+    return _with_head(config, _with_embeddings(config, spec), (pooler,), "cls")
 
 
 def jina_v3(config: Config) -> ModelSpec:
@@ -521,6 +554,7 @@ _BODIES = {
     "DistilBert": distilbert,
     "ModernBert": modern_bert,
     "MPNet": mpnet,
+    "JinaBert": jina_v2,
     "JinaEmbeddingsV3": jina_v3,
     "Albert": albert,
     "Electra": electra,

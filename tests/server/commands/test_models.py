@@ -23,15 +23,9 @@ ELSEWHERE = {
     *("KimiVLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
     *("RWForCausalLM", "ChatGLMForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     *("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel", "NomicBertModel"),
-    *("ModernBertModel", "EuroBertModel", "Gemma3TextModel", "MPNetModel", "NewModel", "GteModel"),
-    *(
-        "AlbertModel",
-        "ElectraModel",
-        "DebertaV2Model",
-        "LlamaBidirectionalModel",
-        "JinaEmbeddingsV3Model",
-        "Gemma3nForConditionalGeneration",
-    ),
+    *("ModernBertModel", "EuroBertModel", "Gemma3TextModel", "MPNetModel", "NewModel", "GteModel", "JinaBertModel"),
+    *("AlbertModel", "ElectraModel", "DebertaV2Model", "LlamaBidirectionalModel", "JinaEmbeddingsV3Model"),
+    *("Gemma3nForConditionalGeneration",),
     *("Phi3SmallForCausalLM", "DeciLMForCausalLM"),
     *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 }
