@@ -113,7 +113,7 @@ class _KnownAnswer:
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
         first = len(token_ids) - self._num_prompt
         right = self._answer[first : first + most]
-        return Proposal([token if self._dice.random() < self._truth else token ^ 1 for token in right])
+        return Proposal([token if self._dice.random() < self._truth else token ^ 1 for token in right], basis=3)
 
 
 def main(argv: list[str]) -> int:

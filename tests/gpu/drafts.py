@@ -13,6 +13,7 @@ from unittest import mock
 
 from benchmarks.model_shapes import model_folder
 from engine import LLM, SamplingParams
+from engine.core.drafts.acceptance import LOOKED_UP, PRIOR
 from engine.core.drafts.policy import DraftPolicy
 from engine.core.drafts.proposer import Guesses, Proposal
 from engine.core.engine_request import EngineRequest
@@ -99,7 +100,7 @@ class Offered:
         self._policy._best = self._best  # type: ignore[method-assign]
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{self._policy._acceptance.of_kind(kind):.2f}" for kind in range(4))
+        kinds = ", ".join(f"{self._policy._acceptance.of_kind(kind):.2f}" for kind in range(LOOKED_UP, len(PRIOR)))
         return (
             f"{self.num_asked} steps had offers, {self.num_offers} of {self.num_tokens} tokens, {self.num_chosen} "
             f"chosen; acceptance by kind {kinds}"

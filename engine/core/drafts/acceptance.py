@@ -9,9 +9,10 @@ from engine.core.drafts.proposer import BY_MODEL
 
 # Kinds of drafts by what they rest on (`Proposal.basis`): each from so many on. Then those of a drafter by position:
 # the first, the second … the last kind is of all further ones.
-KINDS = (0, 6, 16, 1 << 20)
+KINDS = (0, 1, 6, 16, 1 << 20)
+LOOKED_UP = 1  # the kind of what follows the fewest tokens that agree
 POSITIONS = 6
-PRIOR = (0.4, 0.6, 0.8, 0.95, *[0.7] * POSITIONS)  # probability of each kind before any was tried
+PRIOR = (0.4, 0.4, 0.6, 0.8, 0.95, *[0.7] * POSITIONS)  # probability of each kind before any was tried
 PRIOR_WEIGHT = 3.0  # of what is known of all requests, in trials
 OWN_DECAY = 0.9  # weight of a request's earlier trials, for each trial since
 ALL_DECAY = 0.98

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 
 from engine.core.batch import ScheduledBatch
-from engine.core.drafts.acceptance import Acceptance, kind_of
+from engine.core.drafts.acceptance import LOOKED_UP, Acceptance, kind_of
 from engine.core.drafts.ledger import Ledger
 from engine.core.drafts.proposer import BY_MODEL, NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
@@ -63,7 +63,7 @@ class _Drafting:
         self._tried = NO_PROPOSAL  # one that is compared with the tokens that come
         self._position = 0  # of its first token
         self.pause_until = 0  # tokens, before which there is no proposal
-        self._patience = PATIENCE if earlier.of_kind(0) >= HOPELESS else MOST_PATIENCE // 2
+        self._patience = PATIENCE if earlier.of_kind(LOOKED_UP) >= HOPELESS else MOST_PATIENCE // 2
         self._num_without = 0  # times in a row that there was none, or that it gave no drafts
 
     def next(self, token_ids: list[int], most: int) -> Proposal:
@@ -111,7 +111,7 @@ class _Drafting:
         self.acceptance.record(basis, num_right, len(guessed))
         if num_right:
             self._patience = PATIENCE
-        elif self.acceptance.of_kind(kind_of(basis)) < HOPELESS:
+        elif basis and self.acceptance.of_kind(kind_of(basis)) < HOPELESS:  # of 0, a lookup may find more
             self.pause_until = len(token_ids) + self._patience
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._tried = NO_PROPOSAL

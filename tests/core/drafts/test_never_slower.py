@@ -116,6 +116,14 @@ def test_wrong_drafts_cost_nothing(num_seqs: int, seconds: Callable[[int, bool],
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
+def test_wrong_drafts_that_rest_on_nothing_cost_little(num_seqs: int) -> None:
+    """These delay no lookup, so they are proposed more often than others."""
+    policy = DraftPolicy(Guesser([0.0], basis=0), DraftLimits(8, 64, 64))
+    drafted = simulated(policy, num_seqs, bound_by_weights, after=0.3, lookup=0.02)
+    assert simulated(None, num_seqs, bound_by_weights) / drafted >= 0.98
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def test_drafts_that_turn_wrong_cost_little(num_seqs: int) -> None:
     assert ratio([0.0, 0.9, 0.0, 0.9, 0.0], num_seqs, bound_by_weights, True) >= 1.05
     assert ratio([0.0, 0.4, 0.0, 0.4, 0.0], num_seqs, bound_by_arithmetic, False) >= 0.97

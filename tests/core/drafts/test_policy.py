@@ -10,7 +10,7 @@ import pytest
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import PRIOR, Acceptance, kind_of
 from engine.core.drafts.ledger import Ledger
-from engine.core.drafts.policy import LEAST_GAIN, DraftLimits, DraftPolicy
+from engine.core.drafts.policy import LEAST_GAIN, MOST_SKIPPED, DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import CERTAIN, Proposal
 from engine.core.drafts.step_costs import STALE, StepCosts, size_class
 from engine.core.engine_request import EngineRequest
@@ -51,28 +51,28 @@ def read(policy: DraftPolicy, seconds: float, num_seqs: int, num_drafts: int = 0
 
 
 def test_tokens_that_rest_on_more_are_of_another_kind() -> None:
-    assert [kind_of(basis) for basis in (0, 3, 5, 6, 15, 16, 9999, CERTAIN)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert [kind_of(basis) for basis in (0, 3, 5, 6, 15, 16, 9999, CERTAIN)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_acceptance_is_learned_by_request_and_passed_on_to_the_next_one() -> None:
     everyone = Acceptance()
     own, other = Acceptance(everyone), Acceptance(everyone)
-    assert own.survival(3, 2) == pytest.approx([PRIOR[0], PRIOR[0] ** 2])
+    assert own.survival(3, 2) == pytest.approx([PRIOR[1], PRIOR[1] ** 2])
     for _ in range(50):
         own.record(3, num_right=0, num_tried=4)
-    assert own.of_kind(0) < 0.05
-    assert own.of_kind(0) < other.of_kind(0) < PRIOR[0]
+    assert own.of_kind(1) < 0.05
+    assert own.of_kind(1) < other.of_kind(1) < PRIOR[1]
     for _ in range(50):
         own.record(3, num_right=2, num_tried=2)
-    assert own.of_kind(0) > 0.9
+    assert own.of_kind(1) > 0.9
 
 
 def test_only_tokens_up_to_the_first_wrong_one_are_trials() -> None:
     acceptance = Acceptance()
-    acceptance.record(5, num_right=1, num_tried=8)  # one of kind 0 was right, one of kind 1 wrong
-    assert acceptance.of_kind(0) > PRIOR[0]
-    assert acceptance.of_kind(1) < PRIOR[1]
-    assert acceptance.of_kind(2) == pytest.approx(PRIOR[2])
+    acceptance.record(5, num_right=1, num_tried=8)  # one of kind 1 was right, one of kind 2 wrong
+    assert acceptance.of_kind(1) > PRIOR[1]
+    assert acceptance.of_kind(2) < PRIOR[2]
+    assert acceptance.of_kind(3) == pytest.approx(PRIOR[3])
 
 
 def test_the_second_measurement_of_a_size_counts() -> None:
@@ -157,7 +157,7 @@ def test_a_proposal_that_is_not_verified_is_compared_with_what_comes() -> None:
         assert policy.choose([request], 1, 100) == {}
         request.token_ids.append(4)
         request.num_tokens = len(request.token_ids)
-    assert policy._acceptance.of_kind(0) < 0.25
+    assert policy._acceptance.of_kind(kind_of(3)) < 0.25
 
 
 def test_a_request_waits_for_its_token_in_flight_if_the_drafts_after_it_pay() -> None:
@@ -239,3 +239,17 @@ def test_padded_sizes_are_estimated_by_the_devices_own_time() -> None:
     assert list(costs.numbers(5, 2)) == [2]
     assert list(costs.numbers(8, 2)) == []
     assert list(StepCosts().numbers(1, 20)) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("basis", "pauses"), [(0, False), (3, True)])
+def test_a_wrong_guess_that_rests_on_nothing_delays_no_lookup(basis: int, pauses: bool) -> None:
+    policy = DraftPolicy(Fixed([5, 6, 7], basis), DraftLimits(4, 100, 64))
+    read(policy, 1.0, 1)
+    read(policy, 3.0, 1, num_drafts=1)
+    request, longest = decoding(), 0
+    for _ in range(40):
+        assert policy.choose([request], 1, 100) == {}
+        request.token_ids.append(4)
+        request.num_tokens = len(request.token_ids)
+        longest = max(longest, request.drafts_from - request.num_tokens)
+    assert (longest > MOST_SKIPPED) == pauses
