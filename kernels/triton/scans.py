@@ -27,9 +27,10 @@ STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
 WIDE = "tf32x3"  # precision of products of float32 activations
 NARROW, EXACT = "tf32", "tf32"  # of 16 bits, and of the equations of their updates
+EQUATIONS = "float32"  # type of these equations' factors; float16 is as exact and half as large
 RARE = "ieee"  # of the states that blocks keep, which are few
 KEEPS_APART = False  # compute the states that blocks keep in a kernel of their own, see `state_pass`
-KEEP = {"BLOCK_V": 32, "num_warps": 4, "num_stages": 1}
+KEEP = {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class _Layer:
         solve_kernel[(num_chunks, num_heads)](
             x, self.gates, self.rate, self.bias, c.rows, c.query_start, c.sequence_of, len(c.block_tables), len(x),
             num_padded, scalars, seen, weights, solved, *self.limits, x.stride(0), self.gates.stride(0),
-            **sizes, EXACT=WIDE if wide else EXACT, **SOLVE,
+            **sizes, EXACT=WIDE if wide else EXACT, EQUATIONS=tl.float32 if wide else getattr(tl, EQUATIONS), **SOLVE,
         )  # fmt: skip
         sizes |= {"SIZE": c.block_size, "BLOCK_T": max(next_power_of_2(c.block_size), 16)}
         block_v = min(of_v, STATES_V)
@@ -116,7 +117,7 @@ class _Layer:
             keep_kernel[(num_chunks, num_heads)](
                 x, scalars, solved, s.before, c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of,
                 len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), c.block_tables.stride(0),
-                **own, ENTRIES=entries, RARE=rare, **KEEP,
+                **own, ENTRIES=entries, RARE=WIDE, **KEEP,
             )  # fmt: skip
         block_v = min(of_v, OUTPUTS_V)
         outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](

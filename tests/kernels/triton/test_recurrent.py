@@ -151,6 +151,28 @@ def test_delta_rule_of_one_key_that_comes_again_and_again() -> None:
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["unlike keys", "one key"])
+def test_equations_by_float16_give_what_tokens_give_one_by_one(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key that comes again makes all entries of a chunk's equations as large as they get."""
+    monkeypatch.setattr(scans, "EQUATIONS", "float16")
+    torch.manual_seed(0)
+    lengths, heads = [40, 133], (1, 2, 16, 16)
+    steps = StateSteps(2, lengths, 16)
+    qkv = torch.randn(sum(lengths), 64)
+    gates = torch.tensor([9.0, 9.0, -9.0, -9.0]).expand(sum(lengths), 4)  # β ≈ 1, hardly any decay
+    if again:
+        qkv[:, 16:32] = qkv[0, 16:32]
+    qkv, gates = qkv.bfloat16(), gates.bfloat16()
+    rate, bias = torch.ones(2), torch.zeros(2)
+    expected = whole_delta_rule(qkv, gates, rate, bias, lengths, heads)
+    states = steps.states(heads, torch.bfloat16)
+
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        return scans.delta_rule(part, own, rate, bias, states, context)  # type: ignore[no-any-return]
+
+    steps.compare(compute, (qkv, gates), expected, 0.03)
+
+
 @pytest.mark.parametrize("module", [reference, cpu_kda, kda], ids=["reference", "cpu", "triton"])
 @pytest.mark.parametrize(("block_size", "only_decodes"), [(16, False), (4, True), (32, False)])
 def test_kimi_delta_attention_in_chunks_is_that_token_by_token(
