@@ -14,7 +14,7 @@ from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
 from kernels.triton.scan_decode import decode_kernel
-from kernels.triton.state_pass import keep_kernel, pass_kernel
+from kernels.triton.state_pass import keep_kernel, pass_kernel, read_kernel
 
 CHUNK = 64
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
@@ -112,18 +112,25 @@ class _Layer:
             x.stride(0), c.block_tables.stride(0),
             **sizes, BLOCK_V=block_v, ENTRIES=entries, RARE=rare, STAGES=WIDE_STAGES if wide else STAGES, **STATES,
         )  # fmt: skip
-        if KEEPS_APART:
-            own = {k: v for k, v in sizes.items() if k not in ("BLOCK_T", "TYPE", "PRECISION")}
-            keep_kernel[(num_chunks, num_heads)](
-                x, scalars, solved, s.before, c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of,
-                len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), c.block_tables.stride(0),
-                **own, ENTRIES=entries, RARE=WIDE, **KEEP,
+        block_v, values = min(of_v, OUTPUTS_V), cdiv(value_dim, min(of_v, OUTPUTS_V))
+        if not KEEPS_APART:
+            outputs_kernel[(num_chunks, num_heads, values)](
+                x, skip, scalars, seen, solved, starts, s.keys, s.updates, s.decays, out,
+                c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of, len(c.block_tables), num_decodes,
+                len(x), num_padded, x.stride(0), c.block_tables.stride(0), **sizes, BLOCK_V=block_v, **OUTPUTS,
             )  # fmt: skip
-        block_v = min(of_v, OUTPUTS_V)
-        outputs_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
-            x, skip, scalars, seen, solved, starts, s.keys, s.updates, s.decays, out,
-            c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of, len(c.block_tables), num_decodes,
-            len(x), num_padded, x.stride(0), c.block_tables.stride(0), **sizes, BLOCK_V=block_v, **OUTPUTS,
+            return
+        own = {k: v for k, v in sizes.items() if k not in ("TYPE", "PRECISION")}
+        keep_kernel[(num_chunks, num_heads)](
+            x, scalars, solved, s.before, s.keys, s.updates, s.decays,
+            c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of,
+            len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), c.block_tables.stride(0),
+            **own, ENTRIES=entries, RARE=WIDE, **KEEP,
+        )  # fmt: skip
+        own = {k: v for k, v in sizes.items() if k not in ("BLOCK_T", "SIZE")}
+        read_kernel[(num_chunks, num_heads, values)](
+            x, skip, scalars, seen, solved, starts, out, c.rows, c.query_start, c.sequence_of,
+            len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), **own, BLOCK_V=block_v, **OUTPUTS,
         )  # fmt: skip
 
 
