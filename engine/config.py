@@ -152,7 +152,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)
     num_gpu_blocks_override: int | None = flag(None, "number of KV cache blocks, on any device", at_least=1)
     num_states_override: int | None = flag(
-        None, "number of states in the cache, for models with recurrent layers (LFM2, Qwen3.5)", at_least=MAX_STATES
+        None, "states of recurrent layers (LFM2, Qwen3.5) in the cache; each request needs 1.25", at_least=MAX_STATES
     )
     block_size: int = flag(16, "tokens in a KV cache block, a power of two", at_least=1, at_most=256)
     kv_cache_dtype: str = flag(

@@ -178,8 +178,12 @@ class Plan:
     def num_requests(self, context: int) -> float:
         """Return how many requests of `context` tokens the KV cache holds at once."""
         most = self.layout.most_blocks(context, self.options.max_num_batched_tokens)
-        by_states = self.num_states / STATES_PER_REQUEST if self.num_states else math.inf
-        return min(self.num_blocks / most, by_states)
+        return min(self.num_blocks / most, self.most_by_states if self.num_states else math.inf)
+
+    @property
+    def most_by_states(self) -> int:
+        """The number of requests for which there are states."""
+        return int(self.num_states / STATES_PER_REQUEST)
 
     def kv_bytes(self, context: int) -> int:
         """Return the bytes that a step reads of the KV cache for a request of `context` tokens."""

@@ -21,7 +21,7 @@ from engine.worker.device import Device, Memory
 from engine.worker.draft_cache import DraftCache
 from engine.worker.options import RunnerOptions
 from engine.worker.sampling.token_history import history_bytes
-from engine.worker.state_cache import StateLayout
+from engine.worker.state_cache import TYPICAL_TOKENS, StateLayout
 
 T = TypeVar("T")
 
@@ -278,7 +278,13 @@ class KVCacheLayout:
             return 0
         if options.num_states_override is not None:
             return options.num_states_override
-        return self.states.wanted(options) if num_bytes is None else self.states.that_fit(num_bytes, options)
+        if num_bytes is None:
+            return self.states.wanted(options)
+        typical, longest = (
+            self.memory_of_block * self.most_blocks(num_tokens, options.max_num_batched_tokens)
+            for num_tokens in (min(TYPICAL_TOKENS, options.max_model_len), options.max_model_len)
+        )
+        return self.states.that_fit(num_bytes, typical, longest, options)
 
     @property
     def state_bytes(self) -> int:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.kv.cache_groups import MAX_STATES
+from engine.core.kv.cache_groups import MAX_STATES, SPARE_STATES
 from engine.models.recurrent_spec import RecurrentSpec, StateTensor
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device
 from engine.worker.options import RunnerOptions
 
-STATES_PER_REQUEST = 2  # that a running request holds: the newest, and the last full block
+STATES_PER_REQUEST = 1 + 1 / SPARE_STATES  # that a running request holds, with what is left free for its next block
 CHECKPOINTS = 64  # states for prefixes that no running request has, and as many as there may be requests
+TYPICAL_TOKENS = 2048  # of requests that use up states and KV blocks at the same number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,19 @@ class StateLayout:
 
     def wanted(self, options: RunnerOptions) -> int:
         """Return the number of blocks for as many requests as may run at once, and for checkpoints."""
-        return (STATES_PER_REQUEST + 1) * options.max_num_seqs + CHECKPOINTS
+        return math.ceil((STATES_PER_REQUEST + 1) * options.max_num_seqs) + CHECKPOINTS
 
-    def that_fit(self, num_bytes: int, options: RunnerOptions) -> int:
-        """Return the number of blocks in a cache of `num_bytes`: at most half of it is for states."""
-        most = num_bytes // 2 // max(self.block_bytes, 1)
-        return max(min(self.wanted(options), most), MAX_STATES)
+    def that_fit(self, num_bytes: int, typical: int, longest: int, options: RunnerOptions) -> int:
+        """Return the number of blocks in a cache of `num_bytes`: as many requests of `TYPICAL_TOKENS` find states as
+        find KV blocks, or all that are `wanted`. They get two thirds of the memory at most, and above half of it they
+        leave room for a whole context.
+
+        typical, longest: bytes of the KV blocks of a request of `TYPICAL_TOKENS`, and of one whole context.
+        """
+        size = max(self.block_bytes, 1)
+        num_requests = num_bytes / (STATES_PER_REQUEST * size + typical)
+        most = min(num_bytes * 2 // 3, max(num_bytes // 2, num_bytes - longest)) // size
+        return max(min(self.wanted(options), int(STATES_PER_REQUEST * num_requests), most), MAX_STATES)
 
     def allocate(self, num_states: int, layer: int, device: Device) -> Sequence[Tensor]:
         """Allocate the parts of a layer's blocks, [num_states, ...] each."""

@@ -161,7 +161,8 @@ def _states(plan: Plan) -> list[tuple[str, str, str]]:
     num_bytes = plan.layout.state_bytes
     if not plan.num_states:
         return []
-    return [("states", _gib(plan.num_states * num_bytes), f"{plan.num_states:,} × {num_bytes / 2**20:,.1f} MiB")]
+    about = f"{plan.num_states:,} × {num_bytes / 2**20:,.1f} MiB: enough for {plan.most_by_states:,} requests at once"
+    return [("states", _gib(plan.num_states * num_bytes), about)]
 
 
 def _adapters(plan: Plan) -> list[tuple[str, str, str]]:

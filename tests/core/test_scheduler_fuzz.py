@@ -22,7 +22,7 @@ from engine.core.drafts.policy import DraftLimits, DraftPolicy
 from engine.core.drafts.proposer import Proposal
 from engine.core.engine_request import EngineRequest, ImageInput
 from engine.core.fairness import deadlines, request_queues, step_budget, step_time
-from engine.core.kv import block_pools, state_blocks
+from engine.core.kv import block_pools, cache_groups, state_blocks
 from engine.core.kv.block_pool import Name
 from engine.core.kv.block_pools import UNHELD
 from engine.core.kv.cache_groups import FULL, CacheGroup, most_blocks
@@ -297,7 +297,7 @@ class Workload:
             patch.object(step_budget, "SHARED_STEPS", 4),
             patch.object(state_blocks, "CHECKPOINT_TOKENS", self.turns.choice([8, 24, 1024])),
             patch.object(self.scheduler._planner, "plan", self._plan),
-            patch.object(block_pools, "SPARE_STATES", block_pools.SPARE_STATES if self.seed % 4 else 1000),
+            patch.object(block_pools, "SPARE_STATES", cache_groups.SPARE_STATES if self.seed % 4 else 1000),
             patch.object(step_planner, "PAUSED_STEPS", self.turns.choice([2, 16])),
             patch.object(request_queues, "FAVOURED_STEPS", self.turns.choice([3, 32])),
         ):

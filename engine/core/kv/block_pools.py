@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.kv.block_pool import BlockPool
-from engine.core.kv.cache_groups import CacheGroup
+from engine.core.kv.cache_groups import SPARE_STATES, CacheGroup
 
-SPARE_STATES = 4  # running requests for which one state is left free when another request starts
 UNHELD = -1  # block table entry where the request holds no block: no query reads or writes it
 
 

@@ -39,6 +39,7 @@ FULL = CacheGroup()
 # the newest and the one before it, from before the step; the same two after it; the end of its prompt, and where its
 # prompt leaves a cached one. A request that decodes holds one or two.
 MAX_STATES = 6
+SPARE_STATES = 4  # running requests for which one state is left free when another request starts
 
 
 def kept_blocks(start: int, end: int, block_size: int, caches: bool, max_retracted: int = 1) -> set[int]:
