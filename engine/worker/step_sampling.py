@@ -121,7 +121,9 @@ class StepSampling:
         tokens: Tensor,
     ) -> Tensor:
         """Return the drafter's proposals after a sampled step, in the CPU's memory: [n, k] int64."""
-        counts = count_kept(self._step, packed.members.samples, tokens, handle.unsampled, self._imposed)
+        counts = count_kept(
+            self._step, packed.members.samples, tokens, handle.unsampled, self._device.upload, self._imposed
+        )
         drafter, hidden = proposer
         num_proposals, num_blocks = handle.output.num_proposals, self._batch.num_blocks(packed)
         found = drafter.propose(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,34 +99,33 @@ def count_kept(
     samples: BatchSamples,
     tokens: Tensor,
     unsampled: Sequence[int],
+    upload: Callable[[Tensor], Tensor],
     imposed: ImposedAcceptance | None = None,
 ) -> Tensor:
     """Return how many of its samples each request keeps: those up to the first that differs from its draft, [n] int64.
 
-    tokens [S] int64. The `unsampled` ones have no token. `imposed`: see `Verification`.
+    tokens [S] int64. The `unsampled` ones have no token. `upload`: see `Device`. `imposed`: see `Verification`.
     """
-    device, n = tokens.device, samples.num_requests
+    n, end = samples.num_requests, len(samples)
     valid = tokens >= 0
     if unsampled:
-        valid[torch.tensor(list(unsampled), device=device)] = False
+        valid[upload(torch.tensor(list(unsampled)))] = False
     if not samples.has_drafts:
         return valid.long()
-    width = max(len(samples.of_request(i)) for i in range(n))
-    index = np.full((n, width), len(samples), dtype=np.int64)  # of a sample that is never right
-    following = np.full((n, width), len(samples), dtype=np.int64)
-    for i in range(n):
-        of_request = samples.of_request(i)
-        index[i, : len(of_request)] = of_request
-        following[i, : len(of_request) - 1] = of_request[1:]
-    at, after = (torch.from_numpy(each).to(device) for each in (index, following))
-    token_index = torch.tensor([*samples.token_index, 0], device=device)
+    first = np.array(samples.first)
+    index = first[:-1, None] + np.arange(np.diff(first).max())  # [n, width]
+    next_first = first[1:, None]
+    # The sample `end` is never right.
+    indices = np.where(index < next_first, index, end), np.where(index + 1 < next_first, index + 1, end)
+    at, after = upload(torch.from_numpy(np.stack(indices)))
+    token_index = upload(torch.tensor([*samples.token_index, 0]))
     drafts = step.input_ids[token_index]  # [S + 1]: the token before each sample
     found = torch.cat([torch.where(valid, tokens, -1), tokens.new_full((1,), -1)])
     if imposed is None:
         is_accepted = found[at] == drafts[after]
     else:
-        positions = torch.cat([step.samples.next_position[: len(samples)], tokens.new_zeros(1)])
+        positions = torch.cat([step.samples.next_position[:end], tokens.new_zeros(1)])
         is_accepted = imposed.accepts(positions[at])
-    is_right = is_accepted & (after < len(samples)) & (found[at] >= 0)
+    is_right = is_accepted & (after < end) & (found[at] >= 0)
     before = torch.cat([is_right.new_ones(n, 1), is_right[:, :-1]], dim=1).long().cumprod(1)
     return (before * (found[at] >= 0)).sum(1)

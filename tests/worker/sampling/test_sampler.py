@@ -332,6 +332,11 @@ def test_a_request_keeps_the_tokens_up_to_the_first_that_is_no_draft() -> None:
     tokens = [9, 5, 6, 4, 7, 0, 8, 1, 2, 3, 3]
     assert verification.kept(tokens, []) == ([9, 5, 6, 4, 7, 0, 1, 2, 3, 3], [1, 3, 2, 4])
     assert verification.kept(tokens, [9, 4]) == ([9, 5, 6, 4, 1, 2], [1, 3, 0, 2]), "without the third of d, none of c"
+    step = StepTensors.allocate(4, 11, 1, torch.device("cpu"), 11)
+    step.input_ids[:11] = torch.tensor([0, 0, *drafts["b"], 0, *drafts["c"], 0, *drafts["d"]])
+    for unsampled in ([], [9, 4]):
+        counts = verification.kept(tokens, unsampled)[1]
+        assert count_kept(step, samples, torch.tensor(tokens), unsampled, CPU.upload).tolist() == counts
 
 
 def test_imposed_acceptance_keeps_drafts_whatever_was_sampled() -> None:
@@ -346,7 +351,7 @@ def test_imposed_acceptance_keeps_drafts_whatever_was_sampled() -> None:
         kept, numbers = verification.kept([1] * 8, [])
         assert kept == [*drafts["a"][: numbers[0] - 1], 1, *drafts["b"][: numbers[1] - 1], 1]
         step.samples.next_position[:8] = torch.from_numpy(positions)
-        of_device += count_kept(step, samples, torch.ones(8, dtype=torch.int64), [], imposed).tolist()
+        of_device += count_kept(step, samples, torch.ones(8, dtype=torch.int64), [], CPU.upload, imposed).tolist()
         counts += numbers
     assert counts == of_device
     assert sum(counts) / len(counts) == pytest.approx(2.5, abs=0.1)
