@@ -24,7 +24,7 @@ from engine.models.weights import decoder_of_shapes
 FOLDER = Path(os.environ.get("QUIRE_TEST_CONFIGS", "/nonexistent"))
 LAYERS = 4
 # Text models of transformers 5.17 whose default configurations are read; among several hundred of all kinds.
-LEAST = 85
+LEAST = 100
 
 
 def configs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -129,6 +129,54 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # parts of published files that were r
         "vision_config": {"depth": 32, "hidden_size": 1280},
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "vocab_size": 151936,
+    },
+    "Qwen3.6-27B-NVFP4": {  # fp8 and nvfp4 by module, and a quantised output head
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5",
+        "text_config": {
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_text",
+            "num_attention_heads": 24,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "output_gate_type": "swish",
+            "partial_rotary_factor": 0.25,
+            "vocab_size": 248320,
+        },
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 5120,
+            "patch_size": 16,
+        },
+        "quantization_config": {
+            "ignore": ["mtp*"],
+            "producer": {"name": "modelopt", "version": "0.45.0"},
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "lm_head": {"group_size": 16, "quant_algo": "W4A16_NVFP4"},
+                "model.language_model.layers.0.linear_attn.in_proj_qkv": {"quant_algo": "FP8"},
+                "model.language_model.layers.0.linear_attn.in_proj_z": {"quant_algo": "FP8"},
+                "model.language_model.layers.0.mlp.gate_proj": {"group_size": 16, "quant_algo": "W4A16_NVFP4"},
+                "model.language_model.layers.0.mlp.up_proj": {"group_size": 16, "quant_algo": "W4A16_NVFP4"},
+            },
+            "quant_method": "modelopt",
+        },
     },
     "falcon-7b": {
         "alibi": False,
