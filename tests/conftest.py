@@ -120,10 +120,23 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     server.close()
 
 
+def _can_fork() -> bool:
+    """Return False where coverage follows each process."""
+    return sys.platform == "linux" and not any(name.startswith("COV") for name in os.environ)
+
+
+@pytest.fixture(scope="session")
+def quick_quire(request: pytest.FixtureRequest) -> list[str]:
+    """The words of the command `quire` whose engine processes are forks of one that has imported everything."""
+    if not _can_fork():
+        return [sys.executable, "-m", "quire"]
+    return [sys.executable, "-m", "tests.support.forked_quire", request.getfixturevalue("fork_server").address]
+
+
 @pytest.fixture(scope="module")
 def forked_engines(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engine processes are forks of one that has imported everything; not where coverage follows each process."""
-    if sys.platform != "linux" or any(name.startswith("COV") for name in os.environ):
+    """Engine processes are forks of one that has imported everything."""
+    if not _can_fork():
         yield
         return
     server = request.getfixturevalue("fork_server")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def quire(*words: str, stdin: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+def quire(*words: str, stdin: str = "", command: Sequence[str] = QUIRE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*QUIRE, *words], cwd=ROOT, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=250, **more
+        [*command, *words], cwd=ROOT, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=250
     )
 
 
 class Server:
     """A `quire serve` of its own."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, quire: Sequence[str] = QUIRE) -> None:
         self.process = subprocess.Popen(
-            [*QUIRE, "serve", *words],
+            [*quire, "serve", *words],
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=subprocess.PIPE,
@@ -90,8 +90,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *words: str) -> Iterator[Server]:
-    server = Server(str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "0", *SMALL, *words)
+def serving(model: Path, *words: str, quire: Sequence[str] = QUIRE) -> Iterator[Server]:
+    common = ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "0", *SMALL]
+    server = Server(str(model), *common, *words, quire=quire)
     try:
         yield server.wait_ready()
     finally:
@@ -350,11 +351,11 @@ def test_ctrl_c_while_python_imports_is_quiet(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_signal_ends_streams_and_clients_that_do_nothing_and_exits_with_0(model: Path) -> None:
+def test_signal_ends_streams_and_clients_that_do_nothing_and_exits_with_0(model: Path, quick_quire: list[str]) -> None:
     """Uploads that do not go on, answers that are not read, connections without a request."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     body = b'{"prompt": "a", "ignore_eos": true, "max_tokens": 1000, "stream": true, "logprobs": 5}'
-    with serving(model, "--shutdown-timeout", "0.1") as server, contextlib.ExitStack() as stack:
+    with serving(model, "--shutdown-timeout", "0.1", quire=quick_quire) as server, contextlib.ExitStack() as stack:
         finished: list[str] = []
         threads = [stream(server.url, finished) for _ in range(3)]
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
@@ -377,8 +378,8 @@ def test_signal_ends_streams_and_clients_that_do_nothing_and_exits_with_0(model:
         assert "Traceback" not in "".join(server.errors)
 
 
-def test_second_signal_ends_the_patience(model: Path) -> None:
-    with serving(model, "--shutdown-timeout", "100") as server:
+def test_second_signal_ends_the_patience(model: Path, quick_quire: list[str]) -> None:
+    with serving(model, "--shutdown-timeout", "100", quire=quick_quire) as server:
         finished: list[str] = []
         thread = stream(server.url, finished)
         server.process.send_signal(signal.SIGINT)
@@ -390,8 +391,8 @@ def test_second_signal_ends_the_patience(model: Path) -> None:
         assert "Traceback" not in "".join(server.errors)
 
 
-def test_replicas_are_restarted_one_after_the_other(model: Path) -> None:
-    with serving(model, "--data-parallel-size", "2", "--shutdown-timeout", "100") as server:
+def test_replicas_are_restarted_one_after_the_other(model: Path, quick_quire: list[str]) -> None:
+    with serving(model, "--data-parallel-size", "2", "--shutdown-timeout", "100", quire=quick_quire) as server:
         finished: list[str] = []
         threads = [stream(server.url, finished, max_tokens=20) for _ in range(4)]
         server.process.send_signal(signal.SIGHUP)
@@ -432,9 +433,9 @@ def test_stopped_while_starting(model: Path) -> None:
     assert "Traceback" not in "".join(server.errors)
 
 
-def test_unix_socket(model: Path, tmp_path: Path) -> None:
+def test_unix_socket(model: Path, tmp_path: Path, quick_quire: list[str]) -> None:
     path = tmp_path / "quire.sock"
-    with serving(model, "--uds", str(path)) as server:
+    with serving(model, "--uds", str(path), quire=quick_quire) as server:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client:
             assert client.get("http://quire/health").status_code == 200
         taken = quire("serve", str(model), "--uds", str(path))
@@ -443,8 +444,9 @@ def test_unix_socket(model: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_model_that_cannot_start_is_one_line(model: Path) -> None:
-    result = quire("serve", str(model), "--port", "0", "--device", "cpu", "--num-gpu-blocks-override", "2")
+def test_model_that_cannot_start_is_one_line(model: Path, quick_quire: list[str]) -> None:
+    words = ["serve", str(model), "--port", "0", "--device", "cpu", "--num-gpu-blocks-override", "2"]
+    result = quire(*words, command=quick_quire)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert last.startswith("quire serve: error: the KV cache has room for 32 tokens")

@@ -98,8 +98,8 @@ class Understood(Exception):
 
 
 @pytest.fixture(scope="module")
-def url(demo_model: Path) -> Iterator[str]:
-    with serve(demo_model, "--max-model-len", "2048") as url:
+def url(demo_model: Path, quick_quire: list[str]) -> Iterator[str]:
+    with serve(demo_model, "--max-model-len", "2048", quire=quick_quire) as url:
         yield url
 
 

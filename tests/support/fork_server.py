@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 MODULES = {"engine.replicas.process_main", "engine.worker.parallel.follower", "tests.composition.faulty_process"}
-OWN = {"PYTEST_CURRENT_TEST", "PYTHONPATH"}  # variables that may change after the imports
+OWN = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "QUIRE_LOG_FORMAT", "CUDA_VISIBLE_DEVICES"}
 MAX_MESSAGE, MAX_FILES = 1 << 20, 16
 HIGH = 500  # no process has so many descriptors open
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -18,24 +18,14 @@ import httpx
 from benchmarks.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+QUIRE = (sys.executable, "-m", "quire")
 
 
 @contextlib.contextmanager
-def serve(model: Path, *flags: str) -> Iterator[str]:
-    """The base URL of a server that answers; at the end it must stop in peace."""
+def serve(model: Path, *flags: str, quire: Sequence[str] = QUIRE) -> Iterator[str]:
+    """The base URL of a server that answers; at the end it must stop in peace. `quire`: words of the command."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        str(model),
-        *flags,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [*quire, "serve", str(model), *flags, "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)

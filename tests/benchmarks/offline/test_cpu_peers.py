@@ -70,6 +70,7 @@ def test_the_table(programs: Path, tmp_path: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.usefixtures("known_machine")
 def test_the_second_turn(programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quire's turns are measured with the first one cached; llama.cpp's new tokens are computed behind the others."""
     for name, tokens in (("FIRST", 30), ("ANSWER", 10), ("NEXT", 12)):
@@ -87,6 +88,7 @@ def test_the_second_turn(programs: Path, tmp_path: Path, tiny_model: Path, monke
     assert "-p 52" in whole
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_another_checkout_is_measured_beside(
     programs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

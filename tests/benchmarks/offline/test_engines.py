@@ -207,6 +207,7 @@ class LLM:
 """
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_another_checkout_is_an_engine(model: Path, tmp_path: Path) -> None:
     before = tmp_path / "before"
     (before / "engine").mkdir(parents=True)
@@ -299,6 +300,7 @@ class LLM:
 """
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_the_same_adapters_on_quire_and_vllm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm" / "lora").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text(VLLM)

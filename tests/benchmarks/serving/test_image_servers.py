@@ -95,8 +95,8 @@ def test_the_folder_is_one_that_transformers_reads(folder: Path) -> None:
     assert found["image_grid_thw"].tolist() == [[1, 48, 64]]
 
 
-def test_a_real_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
+@pytest.mark.usefixtures("known_machine", "quick_servers")
+def test_a_real_server(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     words = ["--engines", "quire", "--model", str(folder), "--num-prompts", "4", "--max-concurrency", "2"]
     words += ["--height", "64", "--width", "96", "--num-distinct", "1", "--text-len", "8", "--output-len", "3"]
@@ -112,10 +112,10 @@ def test_a_real_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [each["name"] for each in result["ratios"]] == ["repeated ÷ unique: requests/s of quire"]
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_server_that_cannot_start_is_a_failure(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(image_servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
     words = ["--engines", "quire", "--model", str(folder), "--output-json", str(tmp_path / "r.json")]
     assert image_servers.main([*words, "--engine-args", '{"quire": {"block_size": 3}}']) == 1
     shown = capsys.readouterr()

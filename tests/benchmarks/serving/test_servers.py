@@ -61,6 +61,7 @@ def test_impossible_flags(given: dict[str, Any], message: str) -> None:
         flags(**given)
 
 
+@pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize(
     ("words", "measured"),
     [
@@ -75,7 +76,6 @@ def test_offline_speed_is_measured_once_for_the_engines_named(
 ) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr(servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
     monkeypatch.setattr(servers, "run_job", lambda job, *rest: jobs.append(job))
     monkeypatch.setattr(Comparison, "_serve", lambda self, job, number, scratch: None)
     words = [*words, "--models", str(model), "--rounds", "2", "--output-json", str(tmp_path / "result.json")]
@@ -137,10 +137,8 @@ def test_the_clients_options(tmp_path: Path) -> None:
     assert "--num-warmups 7" in words
 
 
-def test_a_real_server(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers, "describe_machine", lambda scratch: {"cpu_cores": 2})
+@pytest.mark.usefixtures("known_machine", "quick_servers")
+def test_a_real_server(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     words = ["--models", str(model), "--num-prompts", "8", "--max-concurrency", "4", "--input-len", "5"]
     words += ["--output-len", "4", "--rounds", "1", "--repeat", "2", "--output-json", str(path)]

@@ -76,9 +76,9 @@ HOSTILE: dict[str, Callable[[], dict[str, Any] | str]] = {
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path) -> Iterator[str]:
+def server(demo_model: Path, quick_quire: list[str]) -> Iterator[str]:
     """The bundled model, with a template that shows tools; the base URL."""
-    with serve(demo_model, "--chat-template", HERMES, "--kv-cache-memory-bytes", "64m") as url:
+    with serve(demo_model, "--chat-template", HERMES, "--kv-cache-memory-bytes", "64m", quire=quick_quire) as url:
         yield url
         assert blocks_in_use(url) == 0
 

@@ -51,8 +51,8 @@ Ask = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
-def url(tiny_model: Path) -> Iterator[str]:
-    with serve(tiny_model, "--dtype", "float32", "--max-model-len", "2048") as url:
+def url(tiny_model: Path, quick_quire: list[str]) -> Iterator[str]:
+    with serve(tiny_model, "--dtype", "float32", "--max-model-len", "2048", quire=quick_quire) as url:
         yield url
         assert blocks_in_use(url) == 0
 

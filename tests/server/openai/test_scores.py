@@ -47,9 +47,9 @@ class Scored:
 
 
 @pytest.fixture(scope="module", params=["tiny_model", "demo_model", "story_model"])
-def scored(request: pytest.FixtureRequest) -> Iterator[Scored]:
+def scored(request: pytest.FixtureRequest, quick_quire: list[str]) -> Iterator[Scored]:
     model = request.getfixturevalue(request.param)
-    with serve(model, "--dtype", "float32") as url:
+    with serve(model, "--dtype", "float32", quire=quick_quire) as url:
         scored = Scored(url, model)
         yield scored
         scored.http.close()
