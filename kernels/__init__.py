@@ -260,6 +260,14 @@ def record(work: Callable[[], R]) -> Recorded[R]:
     return result
 
 
+def call_batches(device: torch.device) -> Callable[[Callable[[], R]], R]:
+    """Return what does work on a device: on a CPU, see `kernels.cpu.call_batches`."""
+    if device.type != "cpu":
+        return lambda work: work()
+    run: Callable[[Callable[[], R]], R] = importlib.import_module("kernels.cpu.call_batches").CallBatches().run
+    return run
+
+
 def attention_backend(device: torch.device) -> str:
     """Return the attention implementation for a device, for display."""
     if device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,6 +73,10 @@ class ForwardPass:
         layers = layer_attention(model.spec, layout, options)
         self.attentions: Sequence[GroupAttention] = list(dict.fromkeys(layers))  # of all stages
         self._own = [layers[index] for index in layout.own_layers]
+        is_alone = link is None and model.lm_head.shard.size == 1  # ranks talk to each other in between
+        self._run_layers: Callable[[Callable[[], Tensor]], Tensor] = (
+            kernels.call_batches(device) if is_alone else lambda layers: layers()
+        )
         self.hidden: HiddenStates | None = None  # memory for those that a drafter reads
 
     def keep_hidden(self, layers: Sequence[int]) -> HiddenStates:
@@ -170,9 +175,11 @@ class ForwardPass:
         hidden = None if self._link is None else self._link.received(num_tokens)
         ids, positions = self.step.input_ids[:num_tokens], self.step.positions[:num_tokens]
         attention = [metadata[each] for each in self._own]
+        wanted = indices if self.hidden is None else None
+        layers = partial(self.model, ids, positions, self.kv_cache, attention, hidden, wanted, adapters, images)
+        hidden = self._run_layers(layers)
         if self.hidden is None:
-            return self.model(ids, positions, self.kv_cache, attention, hidden, indices, adapters, images)
-        hidden = self.model(ids, positions, self.kv_cache, attention, hidden, None, adapters, images)
+            return hidden
         self.hidden.last[:num_tokens].copy_(hidden)
         return hidden if indices is None else hidden[indices]
 

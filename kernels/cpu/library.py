@@ -14,6 +14,7 @@ import mmap
 import platform
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,23 @@ class Recording:
         return run
 
 
+class Waiting(Recording):
+    """Calls of this thread that are not made yet."""
+
+    def __init__(self, native: Native) -> None:
+        super().__init__()
+        self.thread, self._native = threading.get_ident(), native
+        self.num_calls, self.num_batches = 0, 0  # that were made
+
+    def make(self) -> None:
+        """Make the calls that wait, in one."""
+        if self._calls:
+            self.num_calls, self.num_batches = self.num_calls + len(self._calls), self.num_batches + 1
+            self.replayed_by(self._native)()
+            self._calls.clear()
+            self._kept.clear()
+
+
 class LargePages:
     """Memory of large pages, where the system has such, for what is read from end to end in every step."""
 
@@ -99,10 +117,14 @@ class Native:
         self.memory = LargePages()  # of packed weights
         functions.quire_replay.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self.recording: Recording | None = None
+        self.waiting: Waiting | None = None
 
     def call(self, name: str, struct: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """tensors: those that `struct` points to, for as long as a recording lasts."""
+        """tensors: those that `struct` points to, for as long as a recording lasts or the call waits."""
         function = getattr(self.functions, name)
+        if (waiting := self.waiting) is not None and waiting.thread == threading.get_ident():
+            waiting.add(function, struct, tensors)
+            return
         function(ctypes.byref(struct))
         if self.recording is not None:
             self.recording.add(function, struct, tensors)

@@ -20,7 +20,7 @@ from kernels.data.sampling import NOT_FINITE, NOTHING_ALLOWED
 
 R = TypeVar("R")
 
-# What PyTorch may do in a recorded step: it computes nothing.
+# What PyTorch may do in a recorded step: it computes nothing (of MAY_COPY, where nothing is copied).
 VIEWS = frozenset(
     {
         "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "flatten", "new_empty",
@@ -29,6 +29,7 @@ VIEWS = frozenset(
     }
 )  # fmt: skip
 
+MAY_COPY = frozenset({"flatten", "reshape"})  # where they cannot give a view
 MEMORY = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 
 
@@ -146,6 +147,10 @@ def store_tokens(newest: Tensor, rows: Tensor, tokens: Tensor) -> None:
     native.call("quire_store_tokens", struct, (newest, rows, tokens))
 
 
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 class _Watch(TorchDispatchMode):
     """Notes whether PyTorch computes anything itself, and how much memory is taken."""
 
@@ -159,7 +164,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        if name not in VIEWS:
+        if name not in VIEWS or (name in MAY_COPY and not _share_memory(result, args[0])):
             self.computed = True
         elif name in MEMORY:
             self.num_bytes += result.nbytes

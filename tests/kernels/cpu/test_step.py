@@ -55,6 +55,14 @@ def test_recorded_work_is_done_again_in_the_same_memory(backend: str) -> None:
     assert torch.equal(result, want)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_work_that_copies_what_cannot_be_viewed_is_not_recorded(backend: str, copies: bool) -> None:
+    table, ids = torch.randn(9, 32), torch.tensor([1, 2])
+    with unwritten_is_unknown(), torch.inference_mode():
+        _, again, _ = step.record(lambda: step.embedding(table, ids)[:, : 16 if copies else 32].reshape(-1))
+    assert (again is None) == (copies or backend == "no compiler")
+
+
 def test_work_that_pytorch_computes_in_part_is_not_recorded(backend: str) -> None:
     table, ids = torch.randn(9, 32), torch.tensor([1, 2])
     result, again, _ = step.record(lambda: step.embedding(table, ids).mul_(2))
