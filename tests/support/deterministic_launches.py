@@ -50,7 +50,7 @@ OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton
 # Their programs may share work, or have larger tiles: the order of sums stays, as `python -m tests.gpu` checks.
 SHARED = ("kernels.triton.fixed_attention",)
 OF_PROGRAMS = ("SPLITS", "BLOCK_M", "TILE_Q", "num_warps", "num_stages")
-GEMMS_IN_ORDER = ("_fixed_parts_kernel", "_fixed_many_kernel")  # one order of sums, in tiles of any size
+GEMMS_IN_ORDER = ("_fixed_parts_kernel", "_fixed_many_kernel", "_fixed_few_kernel")  # one order of sums, in tiles of any size
 OF_SUMS = ("K", "PIECES", "BIAS", "RESIDUAL", "ROUND")
 HEADS, KV_HEADS, DIM = 16, 8, 128
 
@@ -63,6 +63,8 @@ def launched(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **op
         return
     if kernel.__name__ in GEMMS_IN_ORDER:
         gate, n = options["GATE"], options["N"]
+        if options.get("NORM"):  # it rounds as the kernel apart
+            found.append(("norm", options["K"]))
         found.append(("GEMM", 2 * n if gate else n, *(options[name] for name in OF_SUMS)))
         if gate:  # it rounds as the kernel apart
             found.append(("gate", n, gate))
