@@ -34,9 +34,13 @@ class Choice:
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
     fixed_ranges: bool = True  # attention by ranges of keys, which programs share in decodes of few sequences
-    fixed_row_tokens: int = 0  # Gluon's GEMM whose warps multiply eight rows; off until it ran on a GPU
-    fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's
+    fixed_row_tokens: int = 8  # Gluon's GEMM whose warps multiply eight rows; then Triton's
+    fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's of many
     fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
+    # Decodes of deterministic mode, off until they ran: `tests.gpu.deterministic_speed.FORMS_BY_NAME`.
+    fixed_early: bool = False  # they ask for keys before the kernel ahead has ended
+    fixed_stages: int = 2  # of a program that has a sequence's ranges alone
+    fixed_shared_stages: int = 2  # of those that share them
     # Quantised weights.
     scaled_tokens: int = 256  # Gluon's GEMM of e4m3 codes; then cuBLAS
     scaled_min_tiles: int = 66  # with SwiGLU, whose K is not split: fewer leave too many multiprocessors idle

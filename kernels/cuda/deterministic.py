@@ -224,11 +224,13 @@ def paged_attention_decode(
     plan: object = None,
     out: Tensor | QuantizedRows | None = None,
 ) -> Tensor:
-    """See `kernels.reference.paged_attention_decode`. `plan` is not read."""
+    """See `kernels.reference.paged_attention_decode`. `plan` is not read; what it was made of was written with it."""
     assert not isinstance(out, QuantizedRows)
     if CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
         out = torch.empty_like(query) if out is None else out
-        fixed_attention.decode(query, context, args, out)
+        stages, shared_stages, early = CHOICE.fixed_stages, CHOICE.fixed_shared_stages, CHOICE.fixed_early
+        form = fixed_attention.DecodeForm(stages=stages, shared_stages=shared_stages, early=early and plan is not None)
+        fixed_attention.decode(query, context, args, out, form)
         return out
     return attention.decode_as_prefill(query, context, args, out, one_loop=True)
 

@@ -24,7 +24,7 @@ from kernels.data.capability import compute_capability
 
 __all__ = [
     "EARLY", "cdiv", "launch_dependents", "next_power_of_2", "pdl_options",
-    "prefer_shared_memory", "prefetch", "wait_for_inputs",
+    "prefer_shared_memory", "prefetch", "prefetch_lines", "wait_for_inputs",
 ]  # fmt: skip
 
 # For loads, before `wait_for_inputs`, of what an earlier kernel wrote and the one before this has waited for: from L2,
@@ -77,4 +77,13 @@ def prefetch(pointer, num_bytes):
         "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
         "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r", [pointer.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Prefetch the lines of 128 bytes at pointers into L2."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -19,7 +19,14 @@ from torch import Tensor
 from kernels.data.attention import AttentionArgs, KnownArgs, PagedContext
 from kernels.data.plan import prefill_block_m, prefill_tile_queries
 from kernels.gpu.device import num_multiprocessors
-from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
+from kernels.gpu.launch import (
+    cdiv,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    prefetch_lines,
+    wait_for_inputs,
+)
 from kernels.triton.attention_prefill import attend_tile
 from kernels.triton.paged_tile import no_sum, normalised
 
@@ -39,6 +46,28 @@ def _merged(acc, m, l, more, more_m, more_l):
     more *= weight[:, None]
     more_l *= weight
     return tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), more), new_m, tl.fma(l, rescale, more_l)
+
+
+@triton.jit
+def _prefetch_range(
+    key_cache, value_cache, block_tables, rows, context_lens, seq, head, split, stride_table, stride_block, stride_head,
+    stride_token, HEAD_DIM: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Prefetch a sequence's keys and values of the first range that a program reads in a decode."""
+    BYTES: tl.constexpr = key_cache.dtype.element_ty.primitive_bitwidth // 8
+    LINE: tl.constexpr = 128 // BYTES  # elements of a line of the cache
+    LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
+    context_len = tl.load(context_lens + seq, cache_modifier=".cg")
+    row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
+    oldest = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
+    at = (oldest // RANGE + split) * RANGE + tl.arange(0, RANGE)
+    inside = (at < context_len) & (at >= oldest)
+    block = tl.load(block_tables + row * stride_table + at // PAGE, mask=inside, other=0, cache_modifier=".cg")
+    offsets = block.to(tl.int64) * stride_block + (at % PAGE) * stride_token + head * stride_head
+    element = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
+    offsets = tl.where(inside, offsets, 0)[:, None] + element[None, :]
+    prefetch_lines(key_cache + offsets)
+    prefetch_lines(value_cache + offsets)
 
 
 @triton.jit(
@@ -61,17 +90,25 @@ def _fixed_attention_kernel(
     BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr, PDL: tl.constexpr,
+    SUM_BY_DOT: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for TILE_Q queries of a sequence and the GROUP heads of a KV head, and for one of SPLITS parts of
     the ranges. DECODE: each sequence has one query; query_start and tiles are not read.
-    SUM_BY_DOT: see `fold`; tiles of 16 rows then have the bytes of larger ones.
+    SUM_BY_DOT: see `fold`; tiles of 16 rows then have the bytes of larger ones. EARLY: lengths, rows and block tables
+    were written before the kernel ahead began, and the first range's keys are asked for before it has ended; and
+    results of four ranges are loaded at once.
 
     parts [sequences, num_ranges, H, D], stats [sequences, num_ranges, 2, H] float32: results of ranges. arrivals: 0
     before and after, one for each sequence and KV head.
     """
     if PDL:
         launch_dependents()
+        if EARLY:
+            _prefetch_range(
+                key_cache, value_cache, block_tables, rows, context_lens, tl.program_id(0) // NUM_KV_HEADS,
+                tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1), stride_table, stride_block, stride_head,
+                stride_token, HEAD_DIM, RANGE, PAGE, WINDOW,
+            )  # fmt: skip
         wait_for_inputs()
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -147,16 +184,22 @@ def _fixed_attention_kernel(
         tl.debug_barrier()
     if is_last:
         if SPLITS > 1:
-            for index in range(first_range, end_range):
-                at_part = seq.to(tl.int64) * num_ranges + index
-                at_head = at_part * (NUM_KV_HEADS * GROUP) + heads
-                at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
-                more = tl.load(
-                    parts + at_head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0, cache_modifier=".cg"
-                )
-                more_m = tl.load(at_stat, mask=row_mask, other=-float("inf"), cache_modifier=".cg")
-                more_l = tl.load(at_stat + NUM_KV_HEADS * GROUP, mask=row_mask, other=0.0, cache_modifier=".cg")
-                acc, m, l = _merged(acc, m, l, more, more_m, more_l)
+            TOGETHER: tl.constexpr = 4 if EARLY and BLOCK_M == 16 else 1  # what is no range changes nothing
+            for first in range(first_range, end_range, TOGETHER):
+                loaded = ()
+                for i in tl.static_range(TOGETHER):
+                    inside = row_mask & (first + i < end_range)
+                    at_part = seq.to(tl.int64) * num_ranges + first + i
+                    at_head = parts + (at_part * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + d[None, :]
+                    at_stat = stats + at_part * (2 * NUM_KV_HEADS * GROUP) + heads
+                    found = (
+                        tl.load(at_head, mask=q_mask & inside[:, None], other=0.0, cache_modifier=".cg"),
+                        tl.load(at_stat, mask=inside, other=-float("inf"), cache_modifier=".cg"),
+                        tl.load(at_stat + NUM_KV_HEADS * GROUP, mask=inside, other=0.0, cache_modifier=".cg"),
+                    )
+                    loaded = loaded + (found,)  # noqa: RUF005 - Triton has no unpacking
+                for i in tl.static_range(TOGETHER):
+                    acc, m, l = _merged(acc, m, l, loaded[i][0], loaded[i][1], loaded[i][2])
             tl.store(counter, 0)
         if SCALED:
             acc *= tl.load(kv_scale + NUM_KV_HEADS + head)
@@ -172,13 +215,32 @@ def _counters(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and queries of a program, how many of them share a sequence's ranges, stages and warps."""
+    """Rows and queries of a program, how many of them share a sequence's ranges, stages and warps. early: see the
+    kernel.
+    """
 
     rows: int
     queries: int
     splits: int = 1
     stages: int = 3
     warps: int = 4
+    early: bool = False
+
+
+class DecodeForm(NamedTuple):
+    """How decodes are computed, which changes no bit: rows of a tile of 16-bit queries, its warps, stages of a program
+    that has a sequence's ranges alone and of those that share them. early: lengths, rows and block tables were written
+    before the kernel ahead began.
+    """
+
+    rows: int = 16
+    warps: int = 4
+    stages: int = 2
+    shared_stages: int = 2
+    early: bool = False
+
+
+PLAIN = DecodeForm()
 
 
 def prefill(
@@ -198,19 +260,8 @@ def prefill(
     _launch(query, query_start, context, args, tiles, out, Tile(prefill_block_m(head_dim, query.dtype), queries))
 
 
-def decode(
-    query: Tensor,
-    context: PagedContext,
-    args: AttentionArgs,
-    out: Tensor,
-    rows: int = 16,
-    stages: int = 2,
-    warps: int = 4,
-) -> None:
-    """Compute the attention of the query [B, H, D] of each sequence into `out`.
-
-    rows: of a tile of 16-bit queries, with so many stages and warps.
-    """
+def decode(query: Tensor, context: PagedContext, args: AttentionArgs, out: Tensor, form: DecodeForm = PLAIN) -> None:
+    """Compute the attention of the query [B, H, D] of each sequence into `out`."""
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, page, _ = context.key_cache.shape
     ranges, splits = cdiv(context.block_tables.shape[1] * page, RANGE), 1
@@ -218,11 +269,19 @@ def decode(
         most = PROGRAMS * num_multiprocessors(query.device)
         while 2 * splits <= ranges and 2 * splits * num_seqs * num_kv_heads <= most:
             splits *= 2
-    tile = Tile(prefill_block_m(head_dim, query.dtype), 1, splits, stages)
+    stages = form.stages if splits == 1 else form.shared_stages
+    tile = Tile(prefill_block_m(head_dim, query.dtype), 1, splits, stages, early=form.early)
     if query.itemsize == 2 and head_dim <= 128:
-        is_low = num_heads // num_kv_heads <= rows  # else as many rows as a warpgroup multiplies
-        tile = tile._replace(rows=rows, warps=warps) if is_low else tile._replace(rows=64)
+        is_low = _sums_by_dot(query, context) and num_heads // num_kv_heads <= form.rows
+        tile = tile._replace(rows=form.rows, warps=form.warps) if is_low else tile._replace(rows=64)
     _launch(query, context.lens, context, args, None, out, tile)
+
+
+def _sums_by_dot(query: Tensor, context: PagedContext) -> bool:
+    """Return whether tensor cores add up probabilities. An e4m3 cache's channels are multiplied in another order by the
+    instruction of 16 rows, so they have no such tiles.
+    """
+    return query.itemsize == context.key_cache.itemsize == 2
 
 
 def _launch(
@@ -257,6 +316,6 @@ def _launch(
         RANGE=RANGE, PAGE=page, WINDOW=args.window, SOFT_CAP=args.soft_cap, ALIBI=args.alibi_slopes is not None,
         SINKS=args.sinks is not None, SCALED=args.kv_scale is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=2 if small else tile.stages,
-        SPLITS=tile.splits, DECODE=tiles is None, SUM_BY_DOT=query.itemsize == 2,
+        SPLITS=tile.splits, DECODE=tiles is None, SUM_BY_DOT=_sums_by_dot(query, context), EARLY=tile.early,
         num_warps=8 if tile.rows == 128 else tile.warps, **pdl_options(query.device),
     )  # fmt: skip

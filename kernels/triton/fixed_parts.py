@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.data.activation import Gate
 from kernels.data.capability import shared_memory
 from kernels.gpu.device import num_multiprocessors
-from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, wait_for_inputs
+from kernels.gpu.launch import cdiv, launch_dependents, pdl_options, prefetch_lines, wait_for_inputs
 from kernels.triton.activation import activate
 
 LARGE_STEP = 512  # tokens from which tiles are large
@@ -45,15 +45,6 @@ def _push(total, one, two, four, i: tl.constexpr):
             else:
                 total = four + total
     return total, one, two, four
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Prefetch the lines of 128 bytes at pointers into L2."""
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -97,9 +88,9 @@ def _fixed_parts_kernel(
             lines = tl.arange(0, PREFETCH // LINE) * LINE
             for at in range(split * OWN * WIDTH, (split + 1) * OWN * WIDTH, PREFETCH):
                 inside = weight + rows[:, None] * K + (at + lines)[None, :]
-                _prefetch(inside)
+                prefetch_lines(inside)
                 if GATE != "":
-                    _prefetch(inside + N * K)
+                    prefetch_lines(inside + N * K)
         wait_for_inputs()
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     one, two, four = total, total, total

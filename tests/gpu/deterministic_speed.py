@@ -39,9 +39,13 @@ SIZES = (1, 2, 3, 7, 16, 17, 63, 64, 65, 129, 256, 300, 511, 512, 513, 1024, 204
 MOST = 4096
 # Forms of deterministic mode that wait for their checks.
 FORMS_BY_NAME: dict[str, dict[str, Any]] = {
-    "rows of 1": {"fixed_row_tokens": 1},
-    "rows of 8": {"fixed_row_tokens": 8},
-    "rows of 16": {"fixed_row_tokens": 16},
+    "few by Triton": {"fixed_row_tokens": 0},
+    "early": {"fixed_early": True},
+    "stages": {"fixed_stages": 3, "fixed_shared_stages": 5},
+    "ranges of 64": {"keys": 64},
+    "all of 256": {"fixed_early": True, "fixed_stages": 3, "fixed_shared_stages": 5},
+    "all of 128": {"keys": 128, "fixed_early": True, "fixed_stages": 3, "fixed_shared_stages": 3},
+    "all of 64": {"keys": 64, "fixed_early": True, "fixed_stages": 3},
 }
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
@@ -57,10 +61,10 @@ WORK = {"latency1": (1, 512, 128), "decode": (256, 64, 128), "prefill": (32, 102
 
 
 @contextmanager
-def chosen(**forms: Any) -> Iterator[None]:
-    """Let deterministic mode compute by these forms."""
+def chosen(keys: int = fixed_attention.RANGE, **forms: Any) -> Iterator[None]:
+    """Let deterministic mode compute by these forms, and by ranges of so many keys."""
     choice = replace(CHOICE, **forms)
-    with mock.patch.object(deterministic, "CHOICE", choice):
+    with mock.patch.object(deterministic, "CHOICE", choice), mock.patch.object(fixed_attention, "RANGE", keys):
         yield
 
 
@@ -233,12 +237,22 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
     want = torch.empty_like(query)
     fixed_attention.decode(query, context, args, want)
     num_bytes = int(lens.sum()) * kv_heads * dim * 4
-    for rows, stages, warps in ((64, 2, 4), (16, 2, 4), (16, 3, 4), (16, 2, 2), (16, 3, 2), (16, 2, 1), (16, 3, 1)):
+    plain = fixed_attention.PLAIN
+    forms = {
+        "64 rows": plain._replace(rows=64),
+        "16 rows": plain,
+        "2 warps": plain._replace(warps=2),
+        "1 warp": plain._replace(warps=1),
+        "3 stages": plain._replace(stages=3, shared_stages=3),
+        "5 stages": plain._replace(stages=5, shared_stages=5),
+        "early": plain._replace(early=True),
+        "all": plain._replace(stages=3, shared_stages=5, early=True),
+    }
+    for how, form in forms.items():
         out = torch.empty_like(query)
-        call = partial(fixed_attention.decode, query, context, args, out, rows, stages, warps)
+        call = partial(fixed_attention.decode, query, context, args, out, form)
         call()
         wrong = int((out != want).flatten(1).any(1).sum())
-        how = f"{rows} rows, {stages} stages, {warps} warps"
         checks.add(f"{name}: {how}: {wrong} differ", wrong, 0, call, num_bytes, graph=True)
     plan = DecodePlan.allocate(count, heads, kv_heads, dim, query.device, kv_dtype=query.dtype)
     attention_decode.plan_decode(lens, context.rows, plan)
@@ -246,10 +260,11 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
         cuda_attention.paged_attention_decode, query, context, args, plan=plan, out=torch.empty_like(want)
     )
     checks.add(f"{name}: without the mode", 0, 0, without, num_bytes, graph=True)
-    for size in (64, 128):
+    for size, form in itertools.product((64, 128), (plain, forms["all"])):
         with mock.patch.object(fixed_attention, "RANGE", size):
-            call = partial(fixed_attention.decode, query, context, args, torch.empty_like(want))
-            checks.add(f"{name}: ranges of {size}", 0, 0, call, num_bytes, graph=True)
+            call = partial(fixed_attention.decode, query, context, args, torch.empty_like(want), form)
+            how = f"ranges of {size}{', all' * (form != plain)}"
+            checks.add(f"{name}: {how}", 0, 0, call, num_bytes, graph=True)
 
 
 def check_norms_of_sums(checks: Checks) -> None:

@@ -253,7 +253,7 @@ def deterministic(dtype: torch.dtype) -> None:
         args = kernels.AttentionArgs(0.1, window=window)
         context, out = kernels.PagedContext(cache[0], cache[1], tables, rows, rows), tensor(9, 8, 128, dtype=dtype)
         forms.paged_attention_decode(query, context, args)
-        fixed_attention.decode(query[:1], context, args, out[:1])
+        fixed_attention.decode(query[:1], context, args, out[:1], fixed_attention.DecodeForm(early=True))
         fixed_attention.prefill(query, rows, context, args, tensor(2, 2, dtype=I32), out)
     if dtype == BF16:
         stack = kernels.Experts(tensor(8, 512, 1024), tensor(8, 1024, 256))

@@ -49,8 +49,9 @@ TOKENS = (1, 2, 3, 7, 16, 17, 64, 65, 129, 257, 512, 513, 1023, 1024, 2049, 4097
 OF_INTEGERS = ("kernels.triton.pairs", "kernels.triton.prepare", "kernels.triton.blocks")
 # Their programs may share work, or have larger tiles: the order of sums stays, as `python -m tests.gpu` checks.
 SHARED = ("kernels.triton.fixed_attention",)
-OF_PROGRAMS = ("SPLITS", "BLOCK_M", "TILE_Q", "num_warps", "num_stages")
-GEMMS_IN_ORDER = ("_fixed_parts_kernel", "_fixed_many_kernel", "_fixed_few_kernel")  # one order of sums, in tiles of any size
+OF_PROGRAMS = ("SPLITS", "BLOCK_M", "TILE_Q", "EARLY", "STAGES", "num_warps", "num_stages")
+# One order of sums, in tiles of any size.
+GEMMS_IN_ORDER = ("_fixed_parts_kernel", "_fixed_many_kernel", "_fixed_few_kernel")
 OF_SUMS = ("K", "PIECES", "BIAS", "RESIDUAL", "ROUND")
 HEADS, KV_HEADS, DIM = 16, 8, 128
 

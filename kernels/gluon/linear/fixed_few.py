@@ -253,7 +253,7 @@ def config(x: Tensor, n: int, gated: bool, pieces: int) -> Config:
 def supports(x: Tensor, weight: Tensor, out: Tensor, pieces: int) -> bool:
     """Return whether `launch` computes x [M, K], M <= 16, times the weight."""
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        x.dtype == torch.bfloat16  # float16 is not checked yet
         and len(x) <= TOKENS
         and x.shape[1] % (16 * pieces) == out.shape[1] % 8 == 0
         and x.stride(0) % 4 == 0

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kernels import reference
 from kernels.cuda import deterministic
-from kernels.gluon.linear import fixed
+from kernels.gluon.linear import fixed, fixed_few
 from kernels.gluon.linear.fixed import Config
 from tests.support.gluon_on_tensors import run_on_tensors
 
@@ -90,6 +90,14 @@ def test_choice_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return launched.pop()[1]
 
     assert not isinstance(chosen(64, 4096, 1024), Config)
+    monkeypatch.setattr(fixed_few, "is_hopper", lambda device: True)
+    rows: list[int] = []
+    monkeypatch.setattr(fixed_few, "launch", lambda x, *_, **__: rows.append(len(x)))
+    for num_tokens in (1, 8):
+        with pytest.raises(IndexError):
+            chosen(num_tokens, 4096, 1024)
+    assert rows == [1, 8]
+    assert not isinstance(chosen(9, 4096, 1024), Config)
     assert chosen(256, 4096, 1024) == Config(64, 1)
     assert chosen(8192, 4096, 1024) == Config(128, 2)
     assert chosen(256, 3072, 1024, gate="silu") == Config(64, 2)
