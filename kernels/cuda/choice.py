@@ -37,8 +37,10 @@ class Choice:
     fixed_row_tokens: int = 8  # Gluon's GEMM whose warps multiply eight rows; then Triton's
     fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's of many
     fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
-    # Decodes of deterministic mode, off until they ran: `tests.gpu.deterministic_speed.FORMS_BY_NAME`.
-    fixed_early: bool = False  # they ask for keys before the kernel ahead has ended
+    # Forms that are off until they ran: `tests.gpu.deterministic_speed.FORMS_BY_NAME`.
+    fixed_overlaps: bool = False  # Gluon's GEMM of many tokens asks for products while others are computed
+    fixed_early: bool = False  # decodes ask for keys before the kernel ahead has ended
+    fixed_prompt_stages: int = 3  # of a tile of queries of a prompt
     fixed_stages: int = 2  # of a program that has a sequence's ranges alone
     fixed_shared_stages: int = 2  # of those that share them
     # Quantised weights.

@@ -74,6 +74,7 @@ def float_linear(
     if GLUON and not is_few and fixed.supports(x, weight, out, pieces):
         config = fixed.config(len(x), num_outputs, gate != "", pieces)
         if pieces == 1 or config.tiles(len(x), num_outputs, False) >= fixed.FEWEST_TILES:
+            config = config._replace(overlaps=CHOICE.fixed_overlaps)
             fixed.launch(x, weight, bias, out, config, residual=residual, rounds=rounds, pieces=pieces, gate=gate)
             return out
     tile = few_tile(x, num_outputs, pieces, _is_small(weight)) if is_few else None
@@ -252,7 +253,7 @@ def paged_attention_prefill(
         step = prefill_tile_queries(num_heads, packed, head_dim, query.dtype)
         tiles = attention.tiles_of(query_start, context.lens, step)
     if len(tiles) and CHOICE.fixed_ranges and fixed_attention.KNOWN.cover(args):
-        fixed_attention.prefill(query, query_start, context, args, tiles, out)
+        fixed_attention.prefill(query, query_start, context, args, tiles, out, CHOICE.fixed_prompt_stages)
     elif len(tiles):
         attention_prefill.launch(query, query_start, context, args, tiles, out, one_loop=True)
     return out

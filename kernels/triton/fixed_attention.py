@@ -197,7 +197,7 @@ def _fixed_attention_kernel(
                         tl.load(at_stat, mask=inside, other=-float("inf"), cache_modifier=".cg"),
                         tl.load(at_stat + NUM_KV_HEADS * GROUP, mask=inside, other=0.0, cache_modifier=".cg"),
                     )
-                    loaded = loaded + (found,)  # noqa: RUF005 - Triton has no unpacking
+                    loaded = loaded + (found,)  # type: ignore[assignment]  # noqa: RUF005
                 for i in tl.static_range(TOGETHER):
                     acc, m, l = _merged(acc, m, l, loaded[i][0], loaded[i][1], loaded[i][2])
             tl.store(counter, 0)
@@ -228,9 +228,10 @@ class Tile(NamedTuple):
 
 
 class DecodeForm(NamedTuple):
-    """How decodes are computed, which changes no bit: rows of a tile of 16-bit queries, its warps, stages of a program
-    that has a sequence's ranges alone and of those that share them. early: lengths, rows and block tables were written
-    before the kernel ahead began.
+    """A way to compute decodes, which changes no bit: rows of a tile of 16-bit queries, its warps, stages of a program
+    that has a sequence's ranges alone and of those that share them: with 2 to 4 there is room for one tile of keys,
+    then for one more each second stage. early: lengths, rows and block tables were written before the kernel ahead
+    began.
     """
 
     rows: int = 16
@@ -250,14 +251,16 @@ def prefill(
     args: AttentionArgs,
     tiles: Tensor,
     out: Tensor,
+    stages: int = 3,
 ) -> None:
     """Compute the attention of the queries [T, H, D] of tiles [N, 2] into `out`; see
-    `kernels.paged_attention_prefill`.
+    `kernels.paged_attention_prefill`. stages: of loads; keys are loaded beside products from 5 on.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = context.key_cache.shape[1]
     queries = prefill_tile_queries(num_heads, num_kv_heads, head_dim, query.dtype)
-    _launch(query, query_start, context, args, tiles, out, Tile(prefill_block_m(head_dim, query.dtype), queries))
+    tile = Tile(prefill_block_m(head_dim, query.dtype), queries, stages=stages)
+    _launch(query, query_start, context, args, tiles, out, tile)
 
 
 def decode(query: Tensor, context: PagedContext, args: AttentionArgs, out: Tensor, form: DecodeForm = PLAIN) -> None:

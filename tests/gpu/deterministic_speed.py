@@ -38,14 +38,16 @@ from tests.gpu.checks import BF16, F16, F32, LIMITS, Checks, relative_error
 SIZES = (1, 2, 3, 7, 16, 17, 63, 64, 65, 129, 256, 300, 511, 512, 513, 1024, 2049, 4095)
 MOST = 4096
 # Forms of deterministic mode that wait for their checks.
+ALL = {
+    "fixed_overlaps": True, "fixed_early": True, "fixed_stages": 5, "fixed_shared_stages": 7, "fixed_prompt_stages": 5,
+}  # fmt: skip
 FORMS_BY_NAME: dict[str, dict[str, Any]] = {
     "few by Triton": {"fixed_row_tokens": 0},
+    "overlaps": {"fixed_overlaps": True},
     "early": {"fixed_early": True},
-    "stages": {"fixed_stages": 3, "fixed_shared_stages": 5},
-    "ranges of 64": {"keys": 64},
-    "all of 256": {"fixed_early": True, "fixed_stages": 3, "fixed_shared_stages": 5},
-    "all of 128": {"keys": 128, "fixed_early": True, "fixed_stages": 3, "fixed_shared_stages": 3},
-    "all of 64": {"keys": 64, "fixed_early": True, "fixed_stages": 3},
+    "stages": {"fixed_stages": 5, "fixed_shared_stages": 7, "fixed_prompt_stages": 5},
+    "all": ALL,
+    "all of 128": {"keys": 128, **ALL},
 }
 # Outputs, channels and pieces of a matrix: of Qwen3-0.6B and 8B, and of a rank's part.
 MATRICES = (
@@ -143,10 +145,13 @@ def _check_tiles(checks: Checks, name: str, x: Tensor, n: int, pieces: int) -> N
         checks.add(f"{name}: {tile.block_m} x {tile.block_n} x {tile.block_k}: {found} of 5 differ", found, 0)
     found = wrong(fixed_few.launch, (1, 2, 5, 8, 9, 16))
     checks.add(f"{name}: rows: {found} of 6 differ", found, 0)
-    for config in (fixed.Config(64, 1), fixed.Config(128, 1), fixed.Config(64, 2), fixed.Config(128, 2)):
+    for config in itertools.starmap(fixed.Config, itertools.product((64, 128), (1, 2), (False, True))):
         if pieces == 1 or config.halves == 1:
-            found = wrong(partial(_launched, config), (1, 65, 256, 300, 1024, MOST))
-            checks.add(f"{name}: Gluon {config.block_m}, {config.halves}: {found} of 6 differ", found, 0)
+            found, how = (
+                wrong(partial(_launched, config), (1, 65, 256, 300, 1024, MOST)),
+                ", overlapping" * config.overlaps,
+            )
+            checks.add(f"{name}: Gluon {config.block_m}, {config.halves}{how}: {found} of 6 differ", found, 0)
 
 
 def _launched(
@@ -166,13 +171,13 @@ def _check_gated(checks: Checks, name: str, x: Tensor, weight: Tensor) -> None:
             wrong += not torch.equal(
                 fixed_parts(x[:size].clone(), weight, None, out, gate=gate, tile=tile), want[:size]
             )
-            for config in (fixed.Config(64, 2), fixed.Config(128, 2)):
+            for config in (fixed.Config(64, 2), fixed.Config(128, 2), fixed.Config(128, 2, True)):
                 fixed.launch(x[:size].clone(), weight, None, out, config, gate=gate)
                 wrong += not torch.equal(out, want[:size])
             if size <= fixed_few.TOKENS:
                 fixed_few.launch(x[:size].clone(), weight, None, out, gate=gate)
                 wrong += not torch.equal(out, want[:size])
-        checks.add(f"{name} {gate}: {wrong} of 23 differ", wrong, 0)
+        checks.add(f"{name} {gate}: {wrong} of 30 differ", wrong, 0)
 
 
 def check_deterministic_layer_times(checks: Checks) -> None:
@@ -243,10 +248,10 @@ def _check_decode_rows(checks: Checks, name: str, sizes: tuple[int, int, int], c
         "16 rows": plain,
         "2 warps": plain._replace(warps=2),
         "1 warp": plain._replace(warps=1),
-        "3 stages": plain._replace(stages=3, shared_stages=3),
         "5 stages": plain._replace(stages=5, shared_stages=5),
+        "7 stages": plain._replace(stages=7, shared_stages=7),
         "early": plain._replace(early=True),
-        "all": plain._replace(stages=3, shared_stages=5, early=True),
+        "all": plain._replace(stages=5, shared_stages=7, early=True),
     }
     for how, form in forms.items():
         out = torch.empty_like(query)

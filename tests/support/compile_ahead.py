@@ -373,12 +373,13 @@ def fixed_many() -> None:
     from kernels.gluon.linear import fixed
 
     x, weight, out = tensor(600, 1024), tensor(2048, 1024), tensor(600, 2048)
-    for block_m in (64, 128):
-        fixed.launch(x, weight, None, out, fixed.Config(block_m, 2), residual=out)
-        fixed.launch(x, weight, weight[0], tensor(600, 1024), fixed.Config(block_m, 2), gate="silu")
+    for block_m, overlaps in ((64, False), (128, False), (128, True)):
+        two, one = fixed.Config(block_m, 2, overlaps), fixed.Config(block_m, 1, overlaps)
+        fixed.launch(x, weight, None, out, two, residual=out)
+        fixed.launch(x, weight, weight[0], tensor(600, 1024), two, gate="silu")
         for pieces in (1, 8):
-            fixed.launch(x, weight, None, out, fixed.Config(block_m, 1), residual=out, rounds=True, pieces=pieces)
-            fixed.launch(x, weight, None, tensor(600, 2048, dtype=F32), fixed.Config(block_m, 1), pieces=pieces)
+            fixed.launch(x, weight, None, out, one, residual=out, rounds=True, pieces=pieces)
+            fixed.launch(x, weight, None, tensor(600, 2048, dtype=F32), one, pieces=pieces)
 
 
 def fixed_few() -> None:

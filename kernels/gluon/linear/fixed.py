@@ -93,26 +93,38 @@ def _bring(
 def _accumulate(
     x_smem, weight_smem, full, empty, count,
     STEPS: gl.constexpr, WARPGROUP: gl.constexpr, HALVES: gl.constexpr, WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """The sums [64, 128] of so many steps, and of the second half of the rows, else 0."""
+    """The sums [64, 128] of so many steps, and of the second half of the rows, else 0. OVERLAPS: a step's products are
+    asked for while those before them are computed.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     low = gl.zeros([64, 128], gl.float32, ACC)
     high = low
     if HALVES == 2:
         high = gl.zeros([64, 128], gl.float32, ACC)
-    for _step in range(STEPS):
+    for step in range(STEPS):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         x = x_smem.index(stage * WARPGROUPS + WARPGROUP)
         low = warpgroup_mma(x, weight_smem.index(stage * HALVES).permute((1, 0)), low, is_async=True)
         if HALVES == 2:
             high = warpgroup_mma(x, weight_smem.index(stage * 2 + 1).permute((1, 0)), high, is_async=True)
+            low, high = warpgroup_mma_wait(2 if OVERLAPS else 0, deps=[low, high])
+        else:
+            low = warpgroup_mma_wait(1 if OVERLAPS else 0, deps=[low])
+        if OVERLAPS:
+            if step > 0:
+                mbarrier.arrive(empty.index((count - 1) % STAGES))
+        else:
+            mbarrier.arrive(empty.index(stage))
+        count += 1
+    if OVERLAPS:
+        if HALVES == 2:
             low, high = warpgroup_mma_wait(0, deps=[low, high])
         else:
             low = warpgroup_mma_wait(0, deps=[low])
-        mbarrier.arrive(empty.index(stage))
-        count += 1
+        mbarrier.arrive(empty.index((count - 1) % STAGES))
     return low, high, count
 
 
@@ -149,7 +161,8 @@ def _multiply(
     WARPGROUP: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, OWN: gl.constexpr, SECOND: gl.constexpr,
     PIECES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ROUND: gl.constexpr,
     TOGETHER: gl.constexpr,
-    HALVES: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    HALVES: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    OVERLAPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 64 tokens of each tile. See `_fixed_many_kernel`."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -161,8 +174,9 @@ def _multiply(
         n *= OWN
         token = (m * WARPGROUPS + WARPGROUP) * 64
         total, high, count = _accumulate(
-            x_smem, weight_smem, full, empty, count, STEPS // PIECES, WARPGROUP, HALVES, WARPGROUPS, STAGES
-        )
+            x_smem, weight_smem, full, empty, count, STEPS // PIECES, WARPGROUP, HALVES, WARPGROUPS, STAGES,
+            OVERLAPS,
+        )  # fmt: skip
         if BIAS:
             total = _with_bias(total, bias, n, SECOND if GATE != "" else N)
             if HALVES == 2:
@@ -172,8 +186,9 @@ def _multiply(
             two = total
             for piece in range(1, PIECES):
                 total, high, count = _accumulate(
-                    x_smem, weight_smem, full, empty, count, STEPS // PIECES, WARPGROUP, HALVES, WARPGROUPS, STAGES
-                )
+                    x_smem, weight_smem, full, empty, count, STEPS // PIECES, WARPGROUP, HALVES, WARPGROUPS, STAGES,
+                    OVERLAPS,
+                )  # fmt: skip
                 if piece % 2 == 0:
                     one = total
                 else:
@@ -201,8 +216,7 @@ def _fixed_many_kernel(
     x_desc, weight_desc, bias, residual, out, num_tokens, stride_out,
     N: gl.constexpr, K: gl.constexpr, PIECES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr, ROUND: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_M: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, OVERLAPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] from x [M, K] and weight [N, K], or [2N, K] with GATE, gate rows, then up rows, whose sums are
     rounded before the activation and after it.
@@ -238,7 +252,7 @@ def _fixed_many_kernel(
                 (_multiply, (
                     bias, residual, out, x_smem, weight_smem, four_smem, full, empty, num_tokens, stride_out, num_m,
                     num_n, gl.constexpr(0), N, STEPS, OWN, SECOND, PIECES, GATE, BIAS, RESIDUAL, ROUND, TOGETHER,
-                    HALVES, WARPGROUPS, STAGES, GROUP, PDL,
+                    HALVES, WARPGROUPS, STAGES, GROUP, OVERLAPS, PDL,
                 )),
                 (_bring, (
                     x_desc, weight_desc, x_smem, weight_smem, full, empty, num_m, num_n, STEPS, OWN, SECOND, HALVES,
@@ -253,12 +267,12 @@ def _fixed_many_kernel(
                 (_multiply, (
                     bias, residual, out, x_smem, weight_smem, four_smem, full, empty, num_tokens, stride_out, num_m,
                     num_n, gl.constexpr(0), N, STEPS, OWN, SECOND, PIECES, GATE, BIAS, RESIDUAL, ROUND, TOGETHER,
-                    HALVES, WARPGROUPS, STAGES, GROUP, PDL,
+                    HALVES, WARPGROUPS, STAGES, GROUP, OVERLAPS, PDL,
                 )),
                 (_multiply, (
                     bias, residual, out, x_smem, weight_smem, four_smem, full, empty, num_tokens, stride_out, num_m,
                     num_n, gl.constexpr(1), N, STEPS, OWN, SECOND, PIECES, GATE, BIAS, RESIDUAL, ROUND, TOGETHER,
-                    HALVES, WARPGROUPS, STAGES, GROUP, PDL,
+                    HALVES, WARPGROUPS, STAGES, GROUP, OVERLAPS, PDL,
                 )),
                 (_bring, (
                     x_desc, weight_desc, x_smem, weight_smem, full, empty, num_m, num_n, STEPS, OWN, SECOND, HALVES,
@@ -270,10 +284,11 @@ def _fixed_many_kernel(
 
 
 class Config(NamedTuple):
-    """Tile sizes; see `_fixed_many_kernel`."""
+    """Tile sizes, and whether products overlap; see `_fixed_many_kernel`."""
 
     block_m: int
     halves: int
+    overlaps: bool = False
 
     def tiles(self, num_tokens: int, n: int, gated: bool) -> int:
         """Return how many tiles n outputs of each token make."""
@@ -329,5 +344,6 @@ def launch(
         out if residual is None else residual, out, num_tokens, out.stride(0), N=n, K=k, PIECES=pieces, GATE=gate,
         BIAS=bias is not None, RESIDUAL=residual is not None, ROUND=rounds, TOGETHER=16 // out.itemsize,
         BLOCK_M=config.block_m,
-        HALVES=config.halves, STAGES=min(stages, 8), GROUP=GROUP, num_warps=4, **pdl_options(x.device),
+        HALVES=config.halves, STAGES=min(stages, 8), GROUP=GROUP, OVERLAPS=config.overlaps,
+        num_warps=4, **pdl_options(x.device),
     )  # fmt: skip

@@ -16,7 +16,8 @@ from tests.support.gluon_on_tensors import run_on_tensors
 
 BF16, N, K = torch.bfloat16, 256, 1024
 HELPERS = ("_place", "_ask_weight", "_bring", "_accumulate", "_with_bias", "_store", "_multiply")
-CONFIGS = (Config(64, 1), Config(128, 1), Config(64, 2), Config(128, 2))
+OF_PIECES = (Config(64, 1), Config(128, 1), Config(64, 1, True), Config(128, 1, True))
+CONFIGS = (*OF_PIECES, Config(64, 2), Config(128, 2), Config(64, 2, True), Config(128, 2, True))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_sums_are_those_of_the_tree(num_tokens: int, pieces: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(num_tokens, K).to(BF16), torch.randn(N, K).to(BF16), torch.randn(N).to(BF16)
     residual, want = torch.randn(num_tokens, N).to(BF16), summed(x, weight, bias, pieces)
-    for config in CONFIGS[: 4 if pieces == 1 else 2]:
+    for config in CONFIGS if pieces == 1 else OF_PIECES:
         out = torch.empty(num_tokens, N)
         fixed.launch(x, weight, bias, out, config, pieces=pieces)
         torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-4)
@@ -57,7 +58,7 @@ def test_sums_are_those_of_the_tree(num_tokens: int, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("config", [Config(64, 2), Config(128, 2)])
+@pytest.mark.parametrize("config", [Config(64, 2), Config(128, 2), Config(128, 2, True)])
 def test_activation_of_rounded_sums(gate: Any, config: Config) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(150, K).to(BF16), torch.randn(2 * N, K).to(BF16) / 30, torch.randn(2 * N).to(BF16)
