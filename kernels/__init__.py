@@ -280,6 +280,11 @@ def cpu_instruction_set() -> str:
     return str(importlib.import_module("kernels.cpu.instruction_set").instruction_set())
 
 
+def has_cpu_kernels() -> bool:
+    """Return whether C++ multiplies matrices on the CPU, without compiling."""
+    return cpu_kernels().startswith("C++")
+
+
 def cpu_kernels() -> str:
     """Describe the CPU's kernels and the choice among them, without compiling or measuring."""
     build, choice = (importlib.import_module(f"kernels.cpu.{name}") for name in ("build", "choice"))

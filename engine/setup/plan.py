@@ -292,8 +292,9 @@ def _weight_bytes(
 
 
 def _capability(options: RunnerOptions) -> tuple[int, int] | None:
-    """Return the compute capability for which weights are packed; None: no GPU, or as it is in deterministic mode."""
-    return None if options.deterministic else options.device.capability
+    """Return the compute capability for which weights are packed; None: no GPU."""
+    own = options.device.capability
+    return (0, 0) if own is not None and options.deterministic else own  # as on all GPUs
 
 
 def _adapter_bytes(spec: ModelSpec, options: RunnerOptions, folder: Path) -> int:

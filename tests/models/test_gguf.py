@@ -19,7 +19,7 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.files import fingerprint
 from engine.models.formats import weight_formats
-from engine.models.formats.gguf import GGUFBlocks, rounded, with_zero_points
+from engine.models.formats.gguf import SIX_BITS, GGUFBlocks, rounded, with_zero_points
 from engine.models.gguf import folder as gguf_folder
 from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.gguf.blocks import TYPES
@@ -85,7 +85,7 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
     for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
         assert tensor.name.endswith(".blocks")
         tensor.fill(blocks)
-    before = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, None)
+    before = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, (8, 0))
     matrix.format.pack(matrix)
     assert isinstance(matrix.weight, QuantizedWeight)
     assert matrix.weight.nbytes == before
@@ -96,6 +96,26 @@ def test_kept_blocks_have_their_exact_values(kind: str, stacked: int) -> None:
             assert torch.equal(got, want)
         else:  # the minimum is that of codes less 8, and is rounded
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+
+
+@pytest.mark.skipif(not kernels.has_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "kinds", [*((kind, kind) for kind in SIX_BITS), ("Q4_K", "Q6_K"), ("Q5_K", "Q3_K"), ("Q2_K", "Q4_K")]
+)
+def test_bytes_on_cpus_are_those_that_products_read(kinds: tuple[str, str]) -> None:
+    types: dict[str, list[str]] = {}
+    for name, kind in zip(("m.q", "m.k"), kinds, strict=True):
+        types.setdefault(kind, []).append(name)
+    formats = weight_formats(read_quantization({"quant_method": "gguf", "types": types}))
+    scope = Scope(torch.bfloat16, torch.device("cpu"), formats)
+    matrix = Matrix(scope, [Part(name=name, rows=Span.whole(64)) for name in ("m.q", "m.k")], Span.whole(512))
+    stored = [blocks_of(kind, 64, 512, seed) for seed, kind in enumerate(kinds)]
+    for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
+        tensor.fill(blocks)
+    counted = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, None)
+    matrix.pack()
+    weight: Any = matrix.weight
+    assert counted == weight.nbytes + sum(each.nbytes for each in weight.others if each is not None)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +134,7 @@ def test_types_that_are_multiplied_at_once(kinds: tuple[str, str]) -> None:
     stored = [blocks_of(kind, 6, 512, seed) for seed, kind in enumerate(names.values())]
     for tensor, blocks in zip(matrix.tensors(), stored, strict=True):
         tensor.fill(blocks)
-    most = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, None)
+    most = sum(blocks.nbytes for blocks in stored) + matrix.format.growth(matrix, (8, 0))
     matrix.format.pack(matrix)
     assert isinstance(matrix.weight, QuantizedWeight)
     assert matrix.weight.nbytes <= most

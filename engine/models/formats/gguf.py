@@ -20,6 +20,7 @@ DEVIATIONS = {  # of random codes, scaled; where there are minima, these are suc
 }  # fmt: skip
 MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}  # scale of random minima
 SCALES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # the bytes of a block's scale, and of that of its minima; else 0
+SIX_BITS = "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"  # types whose codes fit into six bits and whose scales are products
 PRODUCTS = "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"  # types whose scales are products, too long for 16 bits
 
 
@@ -91,7 +92,18 @@ class GGUFBlocks(QuantizedFormat):
             kinds = [self.of_part(matrix.parts[i].name).scheme.block for i in own]
             if kernels.have_order(kinds, len(matrix.columns)):
                 return 0
-        return sum(self.of_part(matrix.parts[i].name).grown(tensor) for (i, _), tensor in matrix.stored.items())
+        parts = [(self.of_part(matrix.parts[i].name), blocks) for (i, _), blocks in matrix.stored.items()]
+        if capability is None and {part.scheme.block for part, _ in parts} <= {*SIX_BITS} and kernels.has_cpu_kernels():
+            return sum(self.grown_on_cpu(part.scheme.block, blocks) for part, blocks in parts)
+        return sum(part.grown(blocks) for part, blocks in parts)
+
+    def grown_on_cpu(self, block: str, blocks: Tensor) -> int:
+        """Return how many bytes more blocks of a type of `SIX_BITS` take where C++ multiplies them: it keeps scales and
+        minima of groups as bytes, with a factor for each block.
+        """
+        of, bits = TYPES[block], 4 if self.scheme.kind == "int4" else 6
+        scales = (of.values // self.scheme.group + 4) * (1 + self.scheme.minima)
+        return blocks.numel() // of.num_bytes * (of.values * bits // 8 + scales - of.num_bytes)
 
     def grown(self, blocks: Tensor) -> int:
         """Return how many bytes more the unpacked form of `blocks` takes, at most."""
