@@ -10,8 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kernels.data.capability import shared_memory
 from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
+from kernels.triton import fixed_scan
 from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
 from kernels.triton.scan_decode import decode_kernel
 from kernels.triton.state_pass import keep_kernel, pass_kernel, read_kernel
@@ -21,7 +23,11 @@ DECODE_STATE = 8192  # numbers of a state in a program that decodes
 DECODE_WARPS = 4
 SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
 STATES = {"num_warps": 4}
-STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32, as they fit the smallest shared memory
+STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32 with little shared memory
+WIDE_BYTES = 200 << 10  # of shared memory, from which float32 takes STAGES
+# Prompts of float32 with fewer channels of keys go token after token: of 16 channels a chunk's kernels ended with an
+# illegal memory access on an H200 (Triton 3.6, a state-space layer). No published model has so few.
+MIN_WIDE_KEY = 64
 OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
@@ -105,12 +111,13 @@ class _Layer:
         )  # fmt: skip
         sizes |= {"SIZE": c.block_size, "BLOCK_T": max(next_power_of_2(c.block_size), 16)}
         block_v = min(of_v, STATES_V)
+        stages = WIDE_STAGES if wide and shared_memory(x.device) < WIDE_BYTES else STAGES
         entries, rare = next_power_of_2(cdiv(CHUNK, c.block_size)), WIDE if wide else RARE
         (pass_kernel if KEEPS_APART else states_kernel)[(num_heads, cdiv(value_dim, block_v), num_seqs)](
             x, scalars, weights, solved, starts, s.before, s.keys, s.updates, s.decays,
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
-            **sizes, BLOCK_V=block_v, ENTRIES=entries, RARE=rare, STAGES=WIDE_STAGES if wide else STAGES, **STATES,
+            **sizes, BLOCK_V=block_v, ENTRIES=entries, RARE=rare, STAGES=stages, **STATES,
         )  # fmt: skip
         block_v, values = min(of_v, OUTPUTS_V), cdiv(value_dim, min(of_v, OUTPUTS_V))
         if not KEEPS_APART:
@@ -134,13 +141,22 @@ class _Layer:
         )  # fmt: skip
 
 
+def _goes_by_tokens(inputs: Tensor, states: DeltaStates, context: StateContext) -> bool:
+    is_small = inputs.dtype == torch.float32 and states.keys.shape[3] < MIN_WIDE_KEY
+    return is_small and not context.only_decodes
+
+
 def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
 ) -> Tensor:
     """See `kernels.reference.delta_rule`."""
+    if _goes_by_tokens(qkv, states, context):
+        return fixed_scan.delta_rule(qkv, gates, rate, bias, states, context)
     return _Layer(qkv, gates, rate, bias, None, (0.0, math.inf), states).run(context)
 
 
 def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """See `kernels.reference.mamba2`."""
+    if _goes_by_tokens(xbc, states, context):
+        return fixed_scan.mamba2(xbc, steps, layer, states, context)
     return _Layer(xbc, steps, *layer, states).run(context)

@@ -24,9 +24,10 @@ LENGTHS = [1, 5, 16, 17, 50, 133]
 
 
 @pytest.fixture(autouse=True)
-def products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as if they were integers."""
+def small_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
     monkeypatch.setitem(scans.TYPES, torch.bfloat16, tl.float32)
+    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
 
 
 @pytest.mark.parametrize("module", [reference, cpu, scans, fixed], ids=IDS)
@@ -49,6 +50,25 @@ def test_chunks_give_what_tokens_give_one_by_one(
         return module.mamba2(part, own, StateSpace(*of_heads, limits), states, context)  # type: ignore[no-any-return]
 
     steps.compare(compute, (xbc, given), expected, 5e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_prompts_of_small_wide_heads_go_token_after_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 64)
+    heads, lengths = (1, 2, 16, 16), [1, 5, 40]
+    steps, limits = StateSteps(0, lengths, 16), (0.1, 1.5)
+    xbc, given = torch.randn(sum(lengths), 64), torch.randn(sum(lengths), 2)
+    of_heads = torch.rand(2) / 2, torch.randn(2), torch.randn(2)
+    states, others = steps.states(heads), steps.states(heads)
+
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        layer = StateSpace(*of_heads, limits)
+        out = scans.mamba2(part, own, layer, states, context)
+        if not context.only_decodes:
+            assert torch.equal(out, fixed.mamba2(part, own, layer, others, context))
+        return out  # type: ignore[no-any-return]
+
+    expected = whole_mamba2(xbc, given, of_heads, limits, lengths, heads)
+    steps.compare(compute, (xbc, given), expected, 5e-5)
 
 
 @pytest.mark.parametrize("module", [gates, grouped_norm], ids=["cpu", "triton"])

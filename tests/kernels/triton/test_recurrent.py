@@ -26,9 +26,10 @@ IDS = ["reference", "cpu", "triton", "fixed"]
 
 
 @pytest.fixture(autouse=True)
-def products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as if they were integers."""
+def small_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
     monkeypatch.setitem(scans.TYPES, torch.bfloat16, tl.float32)
+    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
 
 
 @pytest.mark.parametrize("module", [reference, cpu, recurrent], ids=["reference", "cpu", "triton"])
