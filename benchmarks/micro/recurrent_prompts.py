@@ -1,4 +1,4 @@
-"""Time the kernels of recurrent layers' prompts, each alone, in several forms.
+"""Time the kernels of recurrent layers' prompts, or of decodes (one token each), each alone, in several forms.
 
     python -m benchmarks.micro.recurrent_prompts --tokens 1x2048 4x2048
     python -m benchmarks.micro.recurrent_prompts --forms STAGES=2 STATES.num_warps=8,STATES_V=64
@@ -30,6 +30,7 @@ LAYERS = {  # key heads (groups), value heads, channels of keys and values; whet
     "Granite 4 H": (1, 128, 128, 64, False),
 }
 BLOCK, CALLS = 16, 20
+DECODED = 1000  # tokens of a sequence that decodes, up to the newest: in the middle of a block
 Call = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -58,12 +59,14 @@ def step(layer: tuple[int, int, int, int, bool], num_seqs: int, num_tokens: int)
     num_keys, num_values, key_dim, value_dim, is_delta = layer
     torch.manual_seed(0)
     new = partial(torch.randn, device="cuda")
-    tables = torch.full((num_seqs + 1, num_tokens // BLOCK), -1, dtype=torch.int32, device="cuda")
+    decodes, length = num_tokens == 1, DECODED if num_tokens == 1 else num_tokens
+    tables = torch.full((num_seqs + 1, -(-length // BLOCK)), -1, dtype=torch.int32, device="cuda")
     order = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
-    tables[:, -1], tables[:, num_tokens // BLOCK // 2] = order, order + num_seqs + 1
+    tables[:, -1], tables[:, length // BLOCK // 2] = order, order + num_seqs + 1
     context = StateContext.of_step(
-        tables, order[:-1], order * num_tokens, torch.full_like(order[:-1], num_tokens), num_seqs * num_tokens, BLOCK
-    )
+        tables, order[:-1], order * num_tokens, torch.full_like(order[:-1], length), num_seqs * num_tokens, BLOCK,
+        only_decodes=decodes,
+    )  # fmt: skip
     count, total = 2 * (num_seqs + 1), num_seqs * num_tokens
     inputs = new(total, 2 * num_keys * key_dim + num_values * value_dim).bfloat16()
     gates = new(total, num_values * (1 + is_delta)).bfloat16()
@@ -74,6 +77,10 @@ def step(layer: tuple[int, int, int, int, bool], num_seqs: int, num_tokens: int)
         torch.zeros(count, BLOCK, num_values, value_dim, device="cuda"),
         torch.zeros(count, BLOCK, num_values, device="cuda"),
     )
+    if decodes:
+        states.before.normal_()
+        states.updates.normal_()
+        states.keys.normal_()
     if is_delta:
         call = partial(scans.delta_rule, inputs, gates, rate, bias, states, context)
     else:

@@ -44,24 +44,15 @@ def read_gates(
     return step, -tl.load(rate + head) * step
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def decode_kernel(
-    inputs, gates, rate, bias, skip, before, keys, updates, decays, out,
-    block_tables, rows, query_start, context_lens, num_rows, least, most, stride_inputs, stride_gates, stride_table,
+@triton.jit
+def _decode_head(
+    head, inputs, gates, rate, bias, skip, before, keys, updates, decays, out,
+    sequence, start, position, source_index, source, target, is_real, least, most, stride_inputs, stride_gates,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     DELTA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_V value channels of a head of a sequence. The state is loaded before all that waits."""
-    head, sequence = tl.program_id(0), tl.program_id(2)
+    """Compute BLOCK_V value channels of a head of a sequence. The state is loaded before all that waits."""
     key_head = head // (NUM_VALUES // NUM_KEYS)
-    row = tl.load(rows + sequence)
-    start = tl.load(query_start + sequence)
-    is_real = (row < num_rows - 1) & (tl.load(query_start + sequence + 1) > start)
-    position = tl.where(is_real, tl.load(context_lens + sequence) - 1, 0)
-    table = block_tables + row.to(tl.int64) * stride_table
-    source_index = tl.maximum(position - 1, 0) // SIZE
-    source = tl.load(table + source_index, mask=is_real, other=0).to(tl.int64)
-    target = tl.load(table + position // SIZE, mask=is_real, other=-1).to(tl.int64)
     is_first = position % SIZE == 0  # of its block
     num_old = position - source_index * SIZE
 
@@ -138,3 +129,38 @@ def decode_kernel(
     tl.store(keys + (slot_of_new * NUM_KEYS + key_head) * DK + k_at, new_key, mask=is_k & (is_held & writes_keys))
     tl.store(updates + (slot_of_new * NUM_VALUES + head) * DV + v_at, update, mask=is_v & is_held)
     tl.store(decays + slot_of_new * NUM_VALUES + head, decay, mask=is_held & (tl.program_id(1) == 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_kernel(
+    inputs, gates, rate, bias, skip, before, keys, updates, decays, out,
+    block_tables, rows, query_start, context_lens, num_rows, least, most, stride_inputs, stride_gates, stride_table,
+    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_V value channels of HEADS heads of a sequence. With several heads, the state of the next
+    ones is loaded while one is computed.
+    """
+    sequence = tl.program_id(2)
+    row = tl.load(rows + sequence)
+    start = tl.load(query_start + sequence)
+    is_real = (row < num_rows - 1) & (tl.load(query_start + sequence + 1) > start)
+    position = tl.where(is_real, tl.load(context_lens + sequence) - 1, 0)
+    table = block_tables + row.to(tl.int64) * stride_table
+    source_index = tl.maximum(position - 1, 0) // SIZE
+    source = tl.load(table + source_index, mask=is_real, other=0).to(tl.int64)
+    target = tl.load(table + position // SIZE, mask=is_real, other=-1).to(tl.int64)
+    if HEADS == 1:
+        _decode_head(
+            tl.program_id(0), inputs, gates, rate, bias, skip, before, keys, updates, decays, out,
+            sequence, start, position, source_index, source, target, is_real, least, most, stride_inputs, stride_gates,
+            NUM_KEYS, NUM_VALUES, DK, DV, SIZE, DELTA, BLOCK_T, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    else:
+        for i in tl.range(HEADS, num_stages=STAGES):
+            _decode_head(
+                tl.program_id(0) * HEADS + i, inputs, gates, rate, bias, skip, before, keys, updates, decays, out,
+                sequence, start, position, source_index, source, target, is_real, least, most, stride_inputs,
+                stride_gates, NUM_KEYS, NUM_VALUES, DK, DV, SIZE, DELTA, BLOCK_T, BLOCK_K, BLOCK_V,
+            )  # fmt: skip

@@ -21,6 +21,8 @@ from kernels.triton.state_pass import keep_kernel, pass_kernel, read_kernel
 CHUNK = 64
 DECODE_STATE = 8192  # numbers of a state in a program that decodes
 DECODE_WARPS = 4
+DECODE_HEADS, DECODE_STAGES = 1, 2  # heads of such a program, one after the other; pipeline depth of their loads
+DECODE_OPTIONS: dict[str, Any] = {}  # of the compiler, such as `maxnreg`
 SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
 STATES = {"num_warps": 4}
 STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32 with little shared memory
@@ -81,13 +83,14 @@ class _Layer:
         c, s, sizes = context, self.states, self.sizes
         block_v = max(DECODE_STATE // sizes["BLOCK_K"], 16)
         block_v = min(block_v, max(next_power_of_2(sizes["DV"]), 16))
-        decode_kernel[(sizes["NUM_VALUES"], cdiv(sizes["DV"], block_v), num_decodes)](
+        heads = math.gcd(DECODE_HEADS, sizes["NUM_VALUES"])
+        decode_kernel[(sizes["NUM_VALUES"] // heads, cdiv(sizes["DV"], block_v), num_decodes)](
             self.inputs, self.gates, self.rate, self.bias, self.rate if self.skip is None else self.skip,
             s.before, s.keys, s.updates, s.decays, out,
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), *self.limits,
             self.inputs.stride(0), self.gates.stride(0), c.block_tables.stride(0),
             **sizes, SIZE=c.block_size, BLOCK_T=max(next_power_of_2(c.block_size), 16), BLOCK_V=block_v,
-            num_warps=DECODE_WARPS,
+            HEADS=heads, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **DECODE_OPTIONS,
         )  # fmt: skip
 
     def _prefill(self, context: StateContext, num_decodes: int, out: Tensor) -> None:

@@ -118,6 +118,23 @@ def test_delta_rule_in_chunks_is_that_token_by_token(
     steps.compare(compute, (qkv, gates), expected, 1e-5 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.parametrize("heads", [(1, 2, 16, 16), (2, 8, 20, 24)])
+def test_several_heads_of_a_program_that_decodes(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the borders of blocks; 2 heads are fewer than 4."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(scans, "DECODE_HEADS", 4)
+    lengths, (num_keys, num_values, key_dim, value_dim) = [3, 17, 20], heads
+    steps = StateSteps(4, lengths, 4, only_decodes=True)
+    qkv = torch.randn(sum(lengths), 2 * num_keys * key_dim + num_values * value_dim)
+    gates, rate, bias = torch.randn(sum(lengths), 2 * num_values), torch.rand(num_values) * 2, torch.randn(num_values)
+    states = steps.states(heads, torch.float32)
+
+    def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
+        return scans.delta_rule(part, own, rate, bias, states, context)  # type: ignore[no-any-return]
+
+    steps.compare(compute, (qkv, gates), whole_delta_rule(qkv, gates, rate, bias, lengths, heads), 1e-5)
+
+
 @pytest.mark.parametrize("module", [reference, cpu, scans, fixed], ids=IDS)
 @pytest.mark.parametrize("only_decodes", [False, True])
 def test_states_of_16_bits_are_rounded_and_no_more(module: Any, only_decodes: bool) -> None:
