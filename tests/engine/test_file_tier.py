@@ -21,6 +21,7 @@ from engine.stepping import prefix_cache_store
 from engine.worker.block_store.block_file import BlockFile
 from engine.worker.block_store.cache_file import CacheFile
 from tests.engine.stepping.test_prefix_cache_store import store_of
+from tests.oracles.families import make_checkpoint
 from tests.oracles.hybrids import make_hybrid
 from tests.support.answers import greedy_answers, two_turns
 
@@ -221,26 +222,36 @@ def test_states_of_recurrent_layers(tmp_path: Path, start: Start, host: dict[str
     assert again.stats().num_file_blocks == 0
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_checkpoint("lfm2", folder)
+    return folder
+
+
 @pytest.mark.parametrize("num_rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [{}, {"kv_offloading_size": 0.1 / 1024}], ids=["file", "host memory and file"])
+@pytest.mark.parametrize("host", [{}, {"kv_offloading_size": 0.1 / 1024}], ids=["file", "host memory and file"])
+@pytest.mark.parametrize("name", ["tiny_model", "hybrid"])
 def test_no_fault_of_a_disk_changes_an_answer(
-    tiny_model: Path,
+    name: str,
+    request: pytest.FixtureRequest,
     start: Start,
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_rounds: int,
-    settings: dict[str, Any],
+    host: dict[str, Any],
 ) -> None:
     """In each round some conversations go on, while the disk is full, slow or damages blocks, or the engine is lost."""
     rng, read, write = Random(num_rounds), CacheFile.read, os.pwritev
     monkeypatch.setattr(prefix_cache_store, "RETRY_SECONDS", 0.0)
-    prompts = [[rng.randrange(250) for _ in range(rng.randint(30, 90))] for _ in range(12)]
-    plain = EngineConfig(
-        model=str(tiny_model), device="cpu", skip_tokenizer_init=True, max_model_len=128, dtype="float32"
-    )
-    truth = Engine(plain)
+    prompts = [[rng.randrange(3, 190) for _ in range(rng.randint(30, 90))] for _ in range(12)]
+    plain: dict[str, Any] = {"model": str(request.getfixturevalue(name)), "max_model_len": 128, "dtype": "float32"}
+    truth = Engine(EngineConfig(device="cpu", skip_tokenizer_init=True, **plain))
     expected = [greedy_answers(truth, [prompt], LENGTH)[0] for prompt in prompts]
     truth.close()
+    few = {"num_gpu_blocks_override": 30, **({"num_states_override": 16} if name == "hybrid" else {})}
+    settings = {**plain, **few, **host}
+    paths = [path, *([path.with_name(f"{path.name}.states")] if name == "hybrid" else [])]
 
     def full(*arguments: Any) -> int:
         if rng.random() < 0.5:
@@ -251,33 +262,34 @@ def test_no_fault_of_a_disk_changes_an_answer(
         time.sleep(0.002)
         return read(*arguments)
 
-    engine, hits = start(num_gpu_blocks_override=30, **settings), 0
-    for _ in range(num_rounds):
-        fault = rng.choice(["none", "full", "slow", "damage", "lost"])
+    engine, hits = start(**settings), 0
+    for number in range(num_rounds):
+        fault, chosen_path = rng.choice(["none", "full", "slow", "damage", "lost"]), rng.choice(paths)
         with monkeypatch.context() as patch:
             if fault == "full":
                 patch.setattr(os, "pwritev", full)
             if fault == "slow":
                 patch.setattr(CacheFile, "read", slow)
             if fault == "damage":
-                with path.open("r+b") as file:
-                    file.seek(rng.randrange(4096, max(path.stat().st_size, 4097)))
+                with chosen_path.open("r+b") as file:
+                    file.seek(rng.randrange(4096, max(chosen_path.stat().st_size, 4097)))
                     file.write(rng.randbytes(5000))
             if fault == "lost":
                 hits += engine.stats().external_hits
                 lose(engine)
-                with path.open("r+b") as file:
-                    file.truncate(max(path.stat().st_size - rng.choice([0, 1000]), 4096))  # a torn last block
-                engine = start(num_gpu_blocks_override=30, **settings)
+                with chosen_path.open("r+b") as file:
+                    file.truncate(max(chosen_path.stat().st_size - rng.choice([0, 1000]), 4096))  # a torn last block
+                engine = start(**settings)
             chosen = rng.sample(range(len(prompts)), 4)
-            assert greedy_answers(engine, [prompts[i] for i in chosen], LENGTH) == [expected[i] for i in chosen]
+            answers = greedy_answers(engine, [prompts[i] for i in chosen], LENGTH)
+            assert answers == [expected[i] for i in chosen], (number, fault)
     assert hits + engine.stats().external_hits > 0
 
 
 def lose(engine: Engine) -> None:
-    """The engine is gone without a word, and its lock with it."""
-    store: Any = engine._store
-    store._file.reads.close()
-    store._file._io.shutdown()
-    store._file._file.close()
+    """The engine is gone without a word, and its locks with it."""
+    for file in files_of(engine):
+        file.reads.close()
+        file._io.shutdown()
+        file._file.close()
     engine._store = None
