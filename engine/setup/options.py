@@ -16,8 +16,7 @@ from engine.setup.speculative import SpeculativeConfig, speculative_config
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
-HOST_FRACTION = 0.25  # of the free host memory, for what a GPU's KV cache evicts, by default, and at most
-MOST_HOST_BYTES = 64 << 30  # of a replica
+HOST_FRACTION = 0.0  # of the free host memory, for what a GPU's KV cache evicts, by default
 STEP_DRAFTS = 192  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
@@ -148,16 +147,16 @@ def _check_compression(config: EngineConfig, device: Device, dtype: torch.dtype)
 
 
 def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
-    """Return the host memory of each rank for evicted blocks. By default there is none on a CPU, where the KV cache is
-    in the same memory, nor with several ranks or addresses that sleep keeps: no GPU has checked these with a host tier.
+    """Return the host memory of each rank for evicted blocks. On a CPU, where the KV cache is in the same memory, there
+    is none by default.
     """
     if not config.enable_prefix_caching:
         return 0
     if config.kv_offloading_size is not None:
         return int(config.kv_offloading_size * 2**30) // config.num_ranks
-    if not device.is_accelerator or config.num_ranks > 1 or config.enable_sleep_mode:
+    if not device.is_accelerator or not HOST_FRACTION:
         return 0
-    return min(int(CpuDevice().memory().free * HOST_FRACTION) // config.data_parallel_size, MOST_HOST_BYTES)
+    return int(CpuDevice().memory().free * HOST_FRACTION) // (config.num_ranks * config.data_parallel_size)
 
 
 def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:

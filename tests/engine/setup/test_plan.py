@@ -137,7 +137,7 @@ def test_slots_of_adapters_are_counted_as_they_are_allocated(tiny_model: Path) -
 
 
 def test_memory_for_blocks_on_their_way_to_the_host_is_counted(plan_of: Any) -> None:
-    plain, tiered = plan_of("qwen3-8b", kv_offloading_size=0), plan_of("qwen3-8b", kv_offloading_size=16)
+    plain, tiered = plan_of("qwen3-8b"), plan_of("qwen3-8b", kv_offloading_size=16)
     assert tiered.kv_cache_bytes == pytest.approx(plain.kv_cache_bytes - (256 << 20), abs=plain.layout.block_bytes)
 
 
@@ -211,7 +211,6 @@ def test_what_a_well_known_model_needs(plan_of: Any) -> None:
     assert plan.kv_bytes(1) == 128 << 10
     assert plan.max_model_len == 131072
     assert plan_of("llama-3.1-8b", kv_cache_dtype="fp8").kv_bytes(1) == 64 << 10
-    plan = plan_of("llama-3.1-8b", kv_offloading_size=0)  # several ranks have no host memory by default
     two = plan_of("llama-3.1-8b", tensor_parallel_size=2)
     assert two.num_parameters == plan.num_parameters
     assert two.weight_bytes == pytest.approx(plan.weight_bytes / 2, rel=1e-3)
