@@ -27,9 +27,10 @@ SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
 STATES = {"num_warps": 4}
 STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32 with little shared memory
 WIDE_BYTES = 200 << 10  # of shared memory, from which float32 takes STAGES
-# Prompts of float32 with fewer channels of keys go token after token: of 16 channels a chunk's kernels ended with an
-# illegal memory access on an H200 (Triton 3.6, a state-space layer). No published model has so few.
-MIN_WIDE_KEY = 64
+# Prompts with fewer channels of keys go token after token. With 16 channels in float32, and with 32 in bfloat16 in a
+# step of 8,192 tokens, a chunk's kernels ended with an illegal memory access on an H200 (Triton 3.6). No published
+# model has so few.
+MIN_KEY = 64
 OUTPUTS = {"num_warps": 8, "num_stages": 1}
 STATES_V, OUTPUTS_V = 32, 64  # value channels of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of factors of products
@@ -144,22 +145,21 @@ class _Layer:
         )  # fmt: skip
 
 
-def _goes_by_tokens(inputs: Tensor, states: DeltaStates, context: StateContext) -> bool:
-    is_small = inputs.dtype == torch.float32 and states.keys.shape[3] < MIN_WIDE_KEY
-    return is_small and not context.only_decodes
+def _goes_by_tokens(states: DeltaStates, context: StateContext) -> bool:
+    return states.keys.shape[3] < MIN_KEY and not context.only_decodes
 
 
 def delta_rule(
     qkv: Tensor, gates: Tensor, rate: Tensor, bias: Tensor, states: DeltaStates, context: StateContext
 ) -> Tensor:
     """See `kernels.reference.delta_rule`."""
-    if _goes_by_tokens(qkv, states, context):
+    if _goes_by_tokens(states, context):
         return fixed_scan.delta_rule(qkv, gates, rate, bias, states, context)
     return _Layer(qkv, gates, rate, bias, None, (0.0, math.inf), states).run(context)
 
 
 def mamba2(xbc: Tensor, steps: Tensor, layer: StateSpace, states: DeltaStates, context: StateContext) -> Tensor:
     """See `kernels.reference.mamba2`."""
-    if _goes_by_tokens(xbc, states, context):
+    if _goes_by_tokens(states, context):
         return fixed_scan.mamba2(xbc, steps, layer, states, context)
     return _Layer(xbc, steps, *layer, states).run(context)

@@ -27,7 +27,7 @@ LENGTHS = [1, 5, 16, 17, 50, 133]
 def small_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
     monkeypatch.setitem(scans.TYPES, torch.bfloat16, tl.float32)
-    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
+    monkeypatch.setattr(scans, "MIN_KEY", 0)
 
 
 @pytest.mark.parametrize("module", [reference, cpu, scans, fixed], ids=IDS)
@@ -52,13 +52,14 @@ def test_chunks_give_what_tokens_give_one_by_one(
     steps.compare(compute, (xbc, given), expected, 5e-5 if dtype == torch.float32 else 0.05)
 
 
-def test_prompts_of_small_wide_heads_go_token_after_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_of_few_key_channels_go_token_after_token(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(scans, "MIN_KEY", 64)
     heads, lengths = (1, 2, 16, 16), [1, 5, 40]
     steps, limits = StateSteps(0, lengths, 16), (0.1, 1.5)
-    xbc, given = torch.randn(sum(lengths), 64), torch.randn(sum(lengths), 2)
+    xbc, given = torch.randn(sum(lengths), 64).to(dtype), torch.randn(sum(lengths), 2).to(dtype)
     of_heads = torch.rand(2) / 2, torch.randn(2), torch.randn(2)
-    states, others = steps.states(heads), steps.states(heads)
+    states, others = steps.states(heads, dtype), steps.states(heads, dtype)
 
     def compute(part: Tensor, own: Tensor, context: StateContext) -> Tensor:
         layer = StateSpace(*of_heads, limits)
@@ -68,7 +69,7 @@ def test_prompts_of_small_wide_heads_go_token_after_token(monkeypatch: pytest.Mo
         return out  # type: ignore[no-any-return]
 
     expected = whole_mamba2(xbc, given, of_heads, limits, lengths, heads)
-    steps.compare(compute, (xbc, given), expected, 5e-5)
+    steps.compare(compute, (xbc, given), expected, 5e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("module", [gates, grouped_norm], ids=["cpu", "triton"])

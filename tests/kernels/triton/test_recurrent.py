@@ -29,7 +29,7 @@ IDS = ["reference", "cpu", "triton", "fixed"]
 def small_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
     monkeypatch.setitem(scans.TYPES, torch.bfloat16, tl.float32)
-    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
+    monkeypatch.setattr(scans, "MIN_KEY", 0)
 
 
 @pytest.mark.parametrize("module", [reference, cpu, recurrent], ids=["reference", "cpu", "triton"])

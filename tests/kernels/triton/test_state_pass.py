@@ -28,7 +28,7 @@ def test_chunks_give_what_tokens_give_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scans, "KEEPS_APART", True)
-    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
+    monkeypatch.setattr(scans, "MIN_KEY", 0)
     monkeypatch.setitem(scans.TYPES, torch.bfloat16, tl.float32)  # the interpreter multiplies bits of bfloat16
     num_keys, num_values, key_dim, value_dim = heads
     torch.manual_seed(block_size)
@@ -54,7 +54,7 @@ def test_chunks_give_what_tokens_give_one_by_one(
 
 def test_states_of_16_bits_are_rounded_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scans, "KEEPS_APART", True)
-    monkeypatch.setattr(scans, "MIN_WIDE_KEY", 0)
+    monkeypatch.setattr(scans, "MIN_KEY", 0)
     torch.manual_seed(0)
     lengths, heads = [3, 40, 90], (1, 2, 16, 16)
     steps = StateSteps(1, lengths, 16)
