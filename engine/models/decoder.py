@@ -285,7 +285,7 @@ class Decoder(nn.Module):
 class ImageTokens(NamedTuple):
     """The n tokens of a step that stand for images."""
 
-    indices: Tensor | None = None  # [n] int64: their distances in the step; None: this stage does not embed them
+    indices: Tensor | None = None  # [n] int64: their places in the step; None: this stage does not embed them
     embeddings: Tensor | None = None  # [n, hidden]
     deepstack: Sequence[Tensor] = ()  # [n, hidden] each: added after the first layers
     spans: Sequence[ImageSpan] = ()  # those that see each other

@@ -73,7 +73,7 @@ class ForwardPass:
         layers = layer_attention(model.spec, layout, options)
         self.attentions: Sequence[GroupAttention] = list(dict.fromkeys(layers))  # of all stages
         self._own = [layers[index] for index in layout.own_layers]
-        is_alone = link is None and model.lm_head.shard.size == 1  # ranks talk to each other in between
+        is_alone = link is None and options.num_ranks_per_stage == 1  # ranks talk to each other in between
         self._run_layers: Callable[[Callable[[], Tensor]], Tensor] = (
             kernels.call_batches(device) if is_alone else lambda layers: layers()
         )

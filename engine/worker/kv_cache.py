@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.kv.cache_groups import MAX_STATES, CacheGroup, longest_sequence, most_blocks
+from engine.core.kv.cache_groups import CacheGroup, longest_sequence, most_blocks
 from engine.models.mixers import LayerCache
 from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import WHOLE, Shard, Stage
@@ -284,7 +284,12 @@ class KVCacheLayout:
             self.memory_of_block * self.most_blocks(num_tokens, options.max_num_batched_tokens)
             for num_tokens in (min(TYPICAL_TOKENS, options.max_model_len), options.max_model_len)
         )
-        return self.states.that_fit(num_bytes, typical, longest, options)
+        return self.states.that_fit(num_bytes, typical, longest, self._least_states(options), options)
+
+    def _least_states(self, options: RunnerOptions) -> int:
+        """Return the most states that a request holds at a time."""
+        states = [group for group in self.groups if group.is_state]
+        return sum(most_blocks(states, options.max_model_len, self.block_size, options.max_num_batched_tokens))
 
     @property
     def state_bytes(self) -> int:
@@ -317,7 +322,7 @@ class KVCacheLayout:
         """
         of_one = self.most_blocks(options.max_model_len, options.max_num_batched_tokens) * self.memory_of_block
         if self.states is not None:
-            of_one += self.state_bytes * MAX_STATES
+            of_one += self.state_bytes * self._least_states(options)
         bounds = {
             f"room for {options.max_num_seqs:,} full contexts": options.max_num_seqs * of_one,
             "4 GiB, or one full context": max(4 << 30, of_one),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.kv.cache_groups import MAX_STATES, SPARE_STATES
+from engine.core.kv.cache_groups import SPARE_STATES
 from engine.models.recurrent_spec import RecurrentSpec, StateTensor
 from engine.models.spec import ModelSpec
 from engine.worker.device import Device
@@ -49,17 +49,18 @@ class StateLayout:
         """Return the number of blocks for as many requests as may run at once, and for checkpoints."""
         return math.ceil((STATES_PER_REQUEST + 1) * options.max_num_seqs) + CHECKPOINTS
 
-    def that_fit(self, num_bytes: int, typical: int, longest: int, options: RunnerOptions) -> int:
+    def that_fit(self, num_bytes: int, typical: int, longest: int, least: int, options: RunnerOptions) -> int:
         """Return the number of blocks in a cache of `num_bytes`: as many requests of `TYPICAL_TOKENS` find states as
         find KV blocks, or all that are `wanted`. They get two thirds of the memory at most, and above half of it they
         leave room for a whole context.
 
-        typical, longest: bytes of the KV blocks of a request of `TYPICAL_TOKENS`, and of one whole context.
+        typical, longest: bytes of the KV blocks of a request of `TYPICAL_TOKENS`, and of one whole context. least: the
+        states that one request needs.
         """
         size = max(self.block_bytes, 1)
         num_requests = num_bytes / (STATES_PER_REQUEST * size + typical)
         most = min(num_bytes * 2 // 3, max(num_bytes // 2, num_bytes - longest)) // size
-        return max(min(self.wanted(options), int(STATES_PER_REQUEST * num_requests), most), MAX_STATES)
+        return max(min(self.wanted(options), int(STATES_PER_REQUEST * num_requests), most), least)
 
     def allocate(self, num_states: int, layer: int, device: Device) -> Sequence[Tensor]:
         """Allocate the parts of a layer's blocks, [num_states, ...] each."""

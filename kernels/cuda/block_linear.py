@@ -28,8 +28,9 @@ def pack_blocks(
     first: Tensor, others: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype
 ) -> BlockWeight | None:
     """See `kernels.reference.pack_blocks`."""
-    reads = CHOICE.block_order and GLUON and reads_blocks(compute_capability(first.device), dtype)
-    return packed([first, *others], kinds) if reads and not FORMS.deterministic else None
+    capability = compute_capability(first.device) if first.is_cuda else None
+    reads = CHOICE.block_order and GLUON and reads_blocks(capability, dtype) and not FORMS.deterministic
+    return packed([first, *others], kinds) if reads else None
 
 
 def packed(blocks: Sequence[Tensor], kinds: Sequence[str]) -> BlockWeight | None:
