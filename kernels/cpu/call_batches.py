@@ -7,10 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from kernels.cpu.library import Waiting, library
-from kernels.cpu.step import MAY_COPY, MEMORY, VIEWS
+from kernels.cpu.step import MAY_COPY, MEMORY, VIEWS, Watch
 
 R = TypeVar("R")
 
@@ -19,7 +17,7 @@ FEW_CALLS = 4  # of a batch: not worth a look at each of PyTorch's operations
 REST = 64  # pieces of work that are done as usual then
 
 
-class _Watch(TorchDispatchMode):
+class _Batching(Watch):
     """Makes the calls that wait before PyTorch computes anything, since it may read what they write, and before they
     hold much memory.
     """
@@ -27,10 +25,6 @@ class _Watch(TorchDispatchMode):
     def __init__(self, waiting: Waiting) -> None:
         super().__init__()
         self._waiting, self._num_bytes = waiting, 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # else the first operation imports PyTorch's compiler, for more than a second
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -60,7 +54,7 @@ class CallBatches:
             return work()
         native.waiting = waiting = Waiting(native)
         try:
-            with _Watch(waiting):
+            with _Batching(waiting):
                 result = work()
             waiting.make()
         finally:

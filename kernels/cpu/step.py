@@ -151,16 +151,20 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Sees each of PyTorch's operations."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else the first operation imports PyTorch's compiler, for more than a second
+        return False
+
+
+class _Notes(Watch):
     """Notes whether PyTorch computes anything itself, and how much memory is taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.computed, self.num_bytes = False, 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # else the first operation imports PyTorch's compiler, for more than a second
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
@@ -178,7 +182,7 @@ def record(work: Callable[[], R]) -> Recorded[R]:
         return Recorded(work(), None)
     native.recording = recording = Recording()
     try:
-        with _Watch() as watch:
+        with _Notes() as watch:
             result = work()
     finally:
         native.recording = None
