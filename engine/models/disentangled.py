@@ -19,7 +19,7 @@ from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInp
 from engine.models.shard import Span
 from engine.models.spec import DisentangledSpec
 
-ON_GPUS = False  # until `python -m tests.gpu encoders --match deberta` ran
+ON_GPUS = False  # until `python -m tests.gpu encoders --match DebertaV2` ran
 
 
 class RelativeEmbeddings(CheckpointModule):
@@ -82,7 +82,8 @@ class DisentangledAttention(Attention):
     ) -> ResidualStream:
         """Add the attention of x [T, hidden] to the residual stream in place, see `Attention.forward`."""
         ends = metadata.query_start.tolist()
-        reach = max(end - start for start, end in itertools.pairwise(ends)) - 1
+        longest = max(end - start for start, end in itertools.pairwise(ends))
+        reach = max(longest - 1, 0)  # steps at start-up may have no tokens in any text
         vectors, rows = self.distances(reach)
         query, key, value = self._heads_of(self.qkv.run(x))  # [H, T, D] each
         distance_query, distance_key, _ = self._heads_of(self.qkv.run(vectors))

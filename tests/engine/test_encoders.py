@@ -17,6 +17,8 @@ from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.processing.input_processor import InputProcessor
 from engine.setup.plan import cpu_here, make_plan
+from engine.worker.forward_pass import StepSize
+from engine.worker.startup import _packed_steps
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300,
@@ -290,6 +292,17 @@ def test_relative_positions_of_deberta(changes: dict[str, Any], tmp_path: Path) 
     prompts = [*PROMPTS, PROMPTS[0]]
     for prompt, logits in zip(prompts, embedded(llm, prompts), strict=True):
         close(logits.view(len(prompt), 3), states(model, prompt))
+    llm.close()
+
+
+def test_deberta_has_no_distances_in_a_step_of_empty_texts(tmp_path: Path) -> None:
+    """Such a step compiles the kernels when a GPU's engine starts."""
+    reference(tmp_path, "DebertaV2")
+    llm = start(tmp_path)
+    runner: Any = llm._engine._runner._runner
+    with torch.inference_mode():
+        hidden = runner.forward.run(_packed_steps(runner, 4), StepSize(num_seqs=4, num_tokens=4, num_decodes=4))
+    assert hidden.shape == (4, 64)
     llm.close()
 
 
