@@ -155,7 +155,10 @@ class ImageComparison:
                 assert port is not None
                 found = self._load(job, load, number, port, scratch)
                 if found is None:
-                    self._failed(f"{job.engine} · {load}", scratch / "client.txt", log)
+                    if time.time() >= self.deadline:
+                        self.failures.append(f"{job.engine} · {load}: the time was over")
+                    else:
+                        self._failed(f"{job.engine} · {load}", scratch / "client.txt", log)
                     return
                 self.rows.append({"engine": job.engine, "load": load, "round": number, **found})
                 self.save()
@@ -167,7 +170,8 @@ class ImageComparison:
         port, begin = free_port(), time.time()
         with process_group(server_command(job, port), job.engine, log) as process:
             if not wait_until_ready(process, port, min(self.deadline, begin + self.flags.ready_timeout)):
-                self._failed(f"{job.engine} did not start", log)
+                in_time = " in time" if process.poll() is None else ""
+                self._failed(f"{job.engine} did not start{in_time}", log)
                 yield None
                 return
             print(f"{job.engine} was ready after {time.time() - begin:.1f} s", file=sys.stderr, flush=True)

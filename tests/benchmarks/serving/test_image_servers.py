@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.model_shapes import add_tokenizer, model_folder
+from benchmarks.processes import wait_until_ready
 from benchmarks.serving import image_servers
 from benchmarks.serving.image_servers import ImageServersFlags, medians, ratios, table
 from engine.errors import ConfigError
@@ -121,3 +122,26 @@ def test_a_server_that_cannot_start_is_a_failure(
     shown = capsys.readouterr()
     assert "Failed: quire did not start: " in shown.out
     assert "--block-size must be a power of two, got 3" in shown.err
+
+
+@pytest.mark.usefixtures("known_machine", "quick_servers")
+def test_a_time_limit_ends_the_comparison(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The limit counts from the start; the load that it cuts has no row, and later ones are not begun."""
+    path = tmp_path / "r.json"
+    flags = ImageServersFlags(
+        engines=("quire",), model=str(folder), num_prompts=1_000, max_model_len=512, text_len=8, output_len=3,
+        engine_args={"quire": {"num_gpu_blocks_override": 256, "device": "cpu"}},
+    )  # fmt: skip
+    comparison = image_servers.ImageComparison(flags, path, float("inf"))
+
+    def over_once_ready(*given: Any) -> bool:
+        found = wait_until_ready(*given)
+        comparison.deadline = 0.0
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_servers, "wait_until_ready", over_once_ready)
+        result = comparison.run()
+    assert result["rows"] == []
+    assert result["failures"] == ["quire · text: the time was over"]
+    assert json.loads(path.read_text())["failures"] == result["failures"]
