@@ -210,6 +210,47 @@ _ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(SHAPES["qwen3-30
 SHAPES["qwen3-30b-a3b-fp8-block"] = SHAPES["qwen3-30b-a3b"] | {
     "quantization_config": _FP8_BLOCK | {"modules_to_not_convert": ["lm_head", *_ROUTERS]}
 }
+SHAPES["bge-large"] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "vocab_size": 30522,
+    "type_vocab_size": 2,
+    "max_position_embeddings": 512,
+    "position_embedding_type": "absolute",
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "pad_token_id": 0,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+SHAPES["phi-3-small"] = {
+    **_COMMON,
+    "architectures": ["Phi3SmallForCausalLM"],
+    "model_type": "phi3small",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "ff_intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "gegelu",
+    "gegelu_limit": 20.0,
+    "dense_attention_every_n_layers": 2,
+    "blocksparse_block_size": 64,
+    "blocksparse_num_local_blocks": 16,
+    "blocksparse_vert_stride": 8,
+    "blocksparse_homo_head_pattern": False,
+    "vocab_size": 100352,
+    "layer_norm_epsilon": 1e-5,
+    "rope_embedding_base": 1000000,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+}
 SHAPES["gemma-3-12b"] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",

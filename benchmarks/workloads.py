@@ -23,7 +23,9 @@ BEGUN = 16  # tokens of a passage that its second copy has in the prompt of `edi
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt (a text, token ids, or the messages of a conversation), and the number of tokens to be made."""
+    """A prompt (a text, token ids, or the messages of a conversation), and the number of tokens to be made; 0: its
+    embedding is.
+    """
 
     prompt: str | list[Any]
     output_len: int
@@ -42,6 +44,11 @@ class Workload:
     adapters: int = 0  # LoRA adapters that the requests use alternately; 0: none
 
     @property
+    def embeds(self) -> bool:
+        """Return whether the work is embeddings instead of answers."""
+        return not any(request.output_len for request in self.requests)
+
+    @property
     def longest(self) -> int:
         return max(len(request.prompt) + request.output_len for request in self.requests)
 
@@ -57,6 +64,12 @@ def fixed(count: int, input_len: int, output_len: int, top: int, seed: int = 1) 
     """Equal lengths."""
     ids = random.Random(seed)
     return [Request([ids.randint(0, top) for _ in range(input_len)], output_len) for _ in range(count)]
+
+
+def texts(count: int, top: int) -> list[Request]:
+    """Texts of 20 to 300 tokens to embed."""
+    ids = random.Random(5)
+    return [Request([ids.randint(0, top) for _ in range(ids.randint(20, 300))], 0) for _ in range(count)]
 
 
 def shared_prefix(count: int, prefix_len: int, suffix_len: int, output_len: int, top: int) -> list[Request]:
@@ -106,6 +119,10 @@ NAMED: dict[str, tuple[str, Callable[[int], list[Request]]]] = {
     "prefix": ("256 requests, 2048 shared + 128 in, 64 out", lambda top: shared_prefix(256, 2048, 128, 64, top)),
 }
 
+OFFLINE = NAMED | dict[str, tuple[str, Callable[[int], list[Request]]]](  # not for servers
+    embed=("4096 texts of 20–300 tokens, embedded", lambda top: texts(4096, top))
+)
+
 
 def named(name: str, vocab_size: int) -> Workload:
     """A workload of the table above, or 'COUNTxINPUTxOUTPUT' such as 16x128x64; with '+N' behind it, with N LoRA
@@ -114,15 +131,15 @@ def named(name: str, vocab_size: int) -> Workload:
     top = min(MAX_TOKEN_ID, vocab_size - 1)
     if match := re.fullmatch(r"(.+)\+([1-9]\d{0,2})", name):
         return replace(named(match[1], vocab_size), name=name, adapters=int(match[2]))
-    if name in NAMED:
+    if name in OFFLINE:
         counts = name.startswith("edit")
-        return Workload(name, NAMED[name][1](top), name == "prefix", counts or name.startswith("copy"), counts)
+        return Workload(name, OFFLINE[name][1](top), name == "prefix", counts or name.startswith("copy"), counts)
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
         count, input_len, output_len = map(int, match.groups())
         return Workload(name, fixed(count, input_len, output_len, top))
     raise ConfigError(
-        f"workload {name!r} is neither COUNTxINPUTxOUTPUT (such as 16x128x64) nor one of {', '.join(NAMED)}"
-        f"{nearest(name, NAMED)}"
+        f"workload {name!r} is neither COUNTxINPUTxOUTPUT (such as 16x128x64) nor one of {', '.join(OFFLINE)}"
+        f"{nearest(name, OFFLINE)}"
     )
 
 
@@ -130,8 +147,8 @@ def describe(name: str) -> str:
     """Short description of the workload."""
     name, _, adapters = name.partition("+")
     more = f", {adapters} LoRA adapters" if adapters else ""
-    if name in NAMED:
-        return NAMED[name][0] + more
+    if name in OFFLINE:
+        return OFFLINE[name][0] + more
     count, input_len, output_len = name.split("x")
     return f"{count} requests, {input_len} in, {output_len} out{more}"
 

@@ -86,7 +86,7 @@ class EnginesFlags:
     )
     work: tuple[str, ...] = flag(
         (),
-        f"of {', '.join(workloads.NAMED)}, or COUNTxINPUTxOUTPUT such as 16x128x64 (else latency1, latency8 and nano)",
+        f"of {', '.join(workloads.OFFLINE)}, or COUNTxINPUTxOUTPUT such as 16x128x64 (else latency1, latency8, nano)",
         metavar="NAME",
     )
     baseline: str | None = flag(None, "engine that the others are compared with (else vllm, else the last one)")
@@ -261,7 +261,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
     for model in flags.models:
         config = json.loads((model_folder(model, Path(flags.models_dir)) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
-        for (context, prefix_caching, _, counts, _), works in _groups(flags, model, config).items():
+        for (context, prefix_caching, _, counts, _, embeds), works in _groups(flags, model, config).items():
             folder = _with_weights(flags, model, counts)
             settings = {
                 "load_format": "auto" if flags.write_weights else "dummy",
@@ -273,6 +273,8 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
                 "disable_log_stats": True,
                 "seed": 0,
             }
+            if embeds:
+                _check_alone(flags, "embeddings")
             adapters = _adapters(flags, folder, works)
             if adapters:
                 settings |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK}
@@ -282,8 +284,10 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             pair = []
             for engine in flags.engines:
                 own = server if engine == llama_cpp.NAME else settings | more.get(engine, {})
+                if embeds and engine == "vllm":
+                    own = {"runner": "pooling", **own}
                 agrees = own.get("load_format") == "auto" and not counts  # text that counts agrees whatever is wrong
-                shown = compared if agrees else ()
+                shown = compared if agrees and not embeds else ()
                 pair.append(Job(engine, Path(model).name, folder, own, tuple(works), "", adapters, shown))
             pairs.append(pair)
     return pairs
@@ -291,9 +295,11 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
 
 def _groups(
     flags: EnginesFlags, model: str, config: dict[str, Any]
-) -> dict[tuple[int, bool, bool, bool, bool], list[Workload]]:
-    """The work by what one start must have: context, prefix cache, greedy sampling, weights whose text counts, LoRA."""
-    groups: dict[tuple[int, bool, bool, bool, bool], list[Workload]] = {}
+) -> dict[tuple[int, bool, bool, bool, bool, bool], list[Workload]]:
+    """The work by what one start must have: context, prefix cache, greedy sampling, weights whose text counts, LoRA,
+    embeddings.
+    """
+    groups: dict[tuple[int, bool, bool, bool, bool, bool], list[Workload]] = {}
     for name in flags.work:
         work = workloads.named(name, config["vocab_size"])
         context = flags.max_model_len or (4096 if work.longest <= 4096 else 32768)
@@ -302,7 +308,7 @@ def _groups(
             raise ConfigError(f"work {name} needs {work.longest:,} tokens of context, {model} runs with {context:,}")
         if work.counts and not flags.write_weights:
             raise ConfigError(f"work {name} is for weights whose text counts: give --write-weights")
-        key = context, work.prefix_caching, work.greedy, work.counts, work.adapters > 0
+        key = context, work.prefix_caching, work.greedy, work.counts, work.adapters > 0, work.embeds
         groups.setdefault(key, []).append(work)
     return groups
 
@@ -320,11 +326,16 @@ def _adapters(flags: EnginesFlags, model: Path, works: Iterable[Workload]) -> tu
     """The folders of the adapters that these works use, which are written if they are missing."""
     if not (count := max(work.adapters for work in works)):
         return ()
-    if others := [name for name in flags.engines if name.partition("@")[0] not in ("quire", "vllm")]:
-        raise ConfigError(f"work with LoRA adapters is for quire and vllm alone, not {', '.join(others)}")
+    _check_alone(flags, "LoRA adapters")
     from benchmarks.random_adapters import adapters_of  # needs PyTorch
 
     return tuple(map(str, adapters_of(model, RANK, count)))
+
+
+def _check_alone(flags: EnginesFlags, what: str) -> None:
+    """Raise `ConfigError` if other engines than Quire and vLLM are asked for what these two do."""
+    if others := [name for name in flags.engines if name.partition("@")[0] not in ("quire", "vllm")]:
+        raise ConfigError(f"work with {what} is for quire and vllm alone, not {', '.join(others)}")
 
 
 def schedule(pairs: list[list[Job]], rounds: int) -> Iterator[tuple[int, list[Job]]]:

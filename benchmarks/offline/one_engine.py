@@ -5,11 +5,11 @@
 Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
 with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM;
 else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun),
-`works`: [{name, prompts, output_lens, repeat, reset, adapters}], and perhaps `adapters`: folders of LoRA adapters, the
-first so many of which a work's requests use alternately, and `compared`: prompts of which Quire and vLLM report the
-first greedy tokens. A work of theirs may have `next`, token ids: what is timed then is the first token of the second
-turn, whose prompt is the first one with its answer and these. Each line of EVENTS is a dictionary with `event`: ready,
-greedy, begin, run or done.
+`works`: [{name, prompts, output_lens, repeat, reset, adapters}], whose prompts Quire and vLLM embed where all lengths
+are 0, and perhaps `adapters`: folders of LoRA adapters, the first so many of which a work's requests use alternately,
+and `compared`: prompts of which Quire and vLLM report the first greedy tokens. A work of theirs may have `next`, token
+ids: what is timed then is the first token of the second turn, whose prompt is the first one with its answer and these.
+Each line of EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ class LLMEngine:
         self._llm = self._construct()
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> int:
+        if not any(output_lens):
+            self._llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+            return 0
         return sum(map(len, self._answers(prompts, output_lens, self._temperature)))
 
     def greedy(self, prompts: list[list[int]]) -> list[int]:

@@ -19,6 +19,15 @@ def test_nano_is_the_published_one() -> None:
     assert not work.prefix_caching
 
 
+def test_texts_to_embed() -> None:
+    work = workloads.named("embed", 30522)
+    assert work.embeds
+    assert len(work.requests) == 4096
+    lens = [len(request.prompt) for request in work.requests]
+    assert (min(lens), max(lens)) == (20, 300)
+    assert not workloads.named("prefill", 30522).embeds
+
+
 @pytest.mark.parametrize(
     ("name", "count", "input_len", "output_len"),
     [

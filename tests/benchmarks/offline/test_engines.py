@@ -7,11 +7,12 @@ import json
 import runpy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.offline import engines, latency
+from benchmarks.offline import engines, latency, one_engine
 from benchmarks.offline.engines import EnginesFlags, Job, Results
 from engine.errors import ConfigError
 
@@ -63,6 +64,16 @@ def test_edits_have_weights_that_count(tmp_path: Path, monkeypatch: pytest.Monke
     assert not json.loads((counting[0].folder / "config.json").read_text())["tie_word_embeddings"]
     assert plain[0].compared
     assert not counting[0].compared
+
+
+def test_embeddings_are_work_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.MODULES, "vllm", "engine")  # as if it were installed
+    wanted = {"models": ("bge-large",), "work": ("embed",), "models_dir": str(tmp_path)}
+    (pair,) = engines.plan(flags(**wanted, engines=("quire", "vllm")), has_gpu=True)
+    assert [job.settings.get("runner") for job in pair] == [None, "pooling"]
+    assert {job.settings["max_model_len"] for job in pair} == {512}
+    with pytest.raises(ConfigError, match="embeddings is for quire and vllm alone, not transformers"):
+        engines.plan(flags(**wanted), has_gpu=True)
 
 
 def test_work_is_grouped_by_what_an_engine_must_be_started_with(tmp_path: Path) -> None:
@@ -330,3 +341,10 @@ def test_the_same_adapters_on_quire_and_vllm(model: Path, tmp_path: Path, monkey
 def test_other_engines_have_no_adapters(model: Path) -> None:
     with pytest.raises(ConfigError, match="for quire and vllm alone, not transformers"):
         engines.plan(flags(models=(str(model),), work=("1x2x3+1",)), has_gpu=False)
+
+
+def test_prompts_without_answers_are_embedded() -> None:
+    engine, calls = one_engine.LLMEngine.__new__(one_engine.LLMEngine), list[Any]()
+    engine._llm = SimpleNamespace(embed=lambda prompts, use_tqdm: calls.append(prompts))
+    assert engine.generate([[1, 2], [3]], [0, 0]) == 0
+    assert calls == [[{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]]
