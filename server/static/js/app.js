@@ -310,7 +310,7 @@ store.onRefused((unsaved, { name }) => {
   toast(`${why}: this conversation is lost when you close the page.`, "Export", save);
 });
 listenForShortcuts({
-  stop: () => conversation.busy && stop(),
+  escape: () => sidebar.dismiss() || (conversation.busy && stop()),
   newChat,
   search: () => sidebar.search(),
   toggleSidebar: () => sidebar.toggle(),

@@ -12,8 +12,8 @@ export function listenForShortcuts(actions) {
     "ctrl+/": () => $("shortcuts").showModal(),
   };
   document.addEventListener("keydown", (event) => {
-    if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
-    if (event.key === "Escape") return actions.stop();
+    if (event.defaultPrevented || document.querySelector("dialog[open], :popover-open")) return;
+    if (event.key === "Escape") return actions.escape();
     const typing = event.target.matches("input, textarea, select");
     if (!typing && event.key === "?") return $("shortcuts").showModal();
     if (!typing && event.key === "/") {

@@ -44,9 +44,18 @@ export class Sidebar {
     $("search").select();
   }
 
-  /** Close the list on a narrow page, where it covers the conversation. */
+  /** Close the list on a narrow page, where it covers the conversation. Returns whether it was open there. */
   close() {
-    if (!wide.matches) this.#show(false);
+    if (wide.matches || document.body.dataset.sidebar !== "open") return false;
+    this.#show(false);
+    return true;
+  }
+
+  /** As `close`, by the keyboard: the focus goes back to the button that opens the list. */
+  dismiss() {
+    const closed = this.close();
+    if (closed) $("toggle-sidebar").focus();
+    return closed;
   }
 
   #show(open) {
@@ -130,7 +139,9 @@ export class Sidebar {
     input.addEventListener("blur", () => finish(true));
     input.addEventListener("keydown", (event) => {
       if (event.key === "Enter") finish(true);
-      if (event.key === "Escape") finish(false);
+      if (event.key !== "Escape") return;
+      event.preventDefault(); // it closes this field alone
+      finish(false);
       event.stopPropagation();
     });
   }
