@@ -43,7 +43,7 @@ def _check_texts(checks: Checks, name: str, folder: str, prompts: list[list[int]
     }  # fmt: skip
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
     found: list[list[list[int]]] = []
-    for more in ({}, {"kv_offloading_size": 0.1, "num_gpu_blocks_override": 64, "num_states_override": 24}):
+    for more in ({}, {"kv_offloading_size": 0.1, "num_gpu_blocks_override": 40, "num_states_override": 24}):
         llm, texts, asked = LLM(model=folder, **settings | more), [], prompts
         for _ in range(3):
             given = [{"prompt_token_ids": prompt} for prompt in asked]
