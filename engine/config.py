@@ -145,8 +145,8 @@ class EngineConfig:
     gpu_memory_utilization: float = flag(0.92, "fraction of the GPU's memory to use", above=0, at_most=1, common=True)
     kv_offloading_size: float | None = flag(
         None,
-        "host memory in GiB for what the KV cache evicts, for all ranks of a replica: prompts and answers that "
-        "come again are copied back instead of computed; 0: none (default: 0)",
+        "host memory in GiB for what the KV cache evicts, for all ranks of a replica, from where it is copied back; "
+        "0: none (default: on one GPU a quarter of the free memory, at most 64; else 0)",
         at_least=0,
     )
     kv_cache_memory_bytes: int | None = flag(None, "size of the KV cache, such as 4GiB", size=True, at_least=1)

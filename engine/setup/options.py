@@ -16,7 +16,10 @@ from engine.setup.speculative import SpeculativeConfig, speculative_config
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
-HOST_FRACTION = 0.0  # of the free host memory, for what a GPU's KV cache evicts, by default
+HOST_FRACTION = 0.25  # of the free host memory, for what a GPU's KV cache evicts, by default, and at most
+MOST_HOST_BYTES = 64 << 30  # of a replica
+HOST_RESERVE = 0.5  # of the free host memory, which stays free: other engines and programs have a share, too
+STAGED_MEMORY = 10 << 30  # bytes of GPU memory from which the memory for copies to the host counts little
 STEP_DRAFTS = 192  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
@@ -110,6 +113,7 @@ def runner_options(config: EngineConfig, spec: ModelSpec, offline: bool, device:
         whole_prompts=spec.is_encoder,
         sleeps_fast=config.enable_sleep_mode,
         host_cache_bytes=0 if spec.is_encoder else _host_cache_bytes(config, device),
+        host_reserve_bytes=int(CpuDevice().memory().free * HOST_RESERVE) if config.kv_offloading_size is None else 0,
     )
 
 
@@ -147,16 +151,18 @@ def _check_compression(config: EngineConfig, device: Device, dtype: torch.dtype)
 
 
 def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
-    """Return the host memory of each rank for evicted blocks. On a CPU, where the KV cache is in the same memory, there
-    is none by default.
+    """Return the host memory of each rank for evicted blocks. By default there is none on a CPU, where the KV cache is
+    in the same memory, nor with several ranks or addresses that sleep keeps: no GPU has checked these with a host tier.
     """
     if not config.enable_prefix_caching:
         return 0
     if config.kv_offloading_size is not None:
         return int(config.kv_offloading_size * 2**30) // config.num_ranks
-    if not device.is_accelerator or not HOST_FRACTION:
+    if not device.is_accelerator or device.memory().total < STAGED_MEMORY:
         return 0
-    return int(CpuDevice().memory().free * HOST_FRACTION) // (config.num_ranks * config.data_parallel_size)
+    if config.num_ranks > 1 or config.enable_sleep_mode:
+        return 0
+    return min(int(CpuDevice().memory().free * HOST_FRACTION) // config.data_parallel_size, MOST_HOST_BYTES)
 
 
 def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:

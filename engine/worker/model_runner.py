@@ -67,7 +67,7 @@ class ModelRunner:
         self.mapped: MappedMemory | None = None  # of weights, KV cache and graphs; None: they are in PyTorch's own
         self.host: HostBlocks | None = None
         if options.host_cache_bytes:
-            self.host = HostBlocks(self.device, self.kv_layout.pool_bytes())
+            self.host = HostBlocks(self.device, self.kv_layout.pool_bytes(), options.host_reserve_bytes)
         self.adapters: AdapterSlots | None = None
         if options.adapters is not None:
             self.adapters = AdapterSlots(model, spec, options.adapters, options.dtype, self.device)

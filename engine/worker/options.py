@@ -59,6 +59,7 @@ class RunnerOptions:
     whole_prompts: bool = False  # a step has all of a prompt, or none: of encoders
     sleeps_fast: bool = False  # weights, KV cache and CUDA graphs keep their addresses during sleep, on a GPU
     host_cache_bytes: int = 0  # of host memory, for what this rank's KV cache evicts
+    host_reserve_bytes: int = 0  # of host memory, that must stay free when some is taken for that
     drafter: DraftSpec | None = None  # that runs on the device; None: there is none
     # A token of a step that only decodes is a sequence of its own, drafts too. So the graphs of decode steps run them.
     splits_drafts: bool = False

@@ -115,6 +115,7 @@ def build_runner(
     progress("profiling", 0, 0)
     _size_caches(runner, member.communicator.least)
     prepare_steps(runner, progress)
+    _allocate_host(runner, member.communicator.least)
     return runner
 
 
@@ -130,10 +131,14 @@ def _choose_kernels(options: RunnerOptions, progress: Progress) -> None:
 
 
 def _size_caches(runner: ModelRunner, least: Callable[[int], int]) -> None:
-    """Set the numbers of blocks on the device and in host memory. `least`: minimum over all ranks."""
+    """Set the numbers of blocks on the device. `least`: minimum over all ranks."""
     (num_blocks, num_states), runner.cache_bound = count_blocks(runner)
     runner.num_blocks, runner.num_states = map(least, (num_blocks, num_states))
     runner.max_model_len = runner.kv_layout.context_that_fits(runner.num_blocks, runner.options)
+
+
+def _allocate_host(runner: ModelRunner, least: Callable[[int], int]) -> None:
+    """Let host memory for blocks be taken from now on: the start does not wait for it. `least`: see `_size_caches`."""
     if runner.host is not None:
         num_bytes = runner.options.host_cache_bytes
         slots = runner.kv_layout.host_slots(num_bytes, runner.num_blocks, runner.num_states)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 from engine.core.batch import BlockLoad, BlockMoves
-from engine.worker.device import Device, Event
+from engine.worker.device import CpuDevice, Device, Event
 
 T = TypeVar("T")
 
@@ -32,12 +32,15 @@ LOADING_SHARE = 0.1  # of the time between steps that the CPU queues copies of l
 class HostChunks:
     """The slots of one pool, allocated in chunks as they are needed, by a thread."""
 
-    def __init__(self, device: Device, num_slots: int, block_bytes: int, threads: ThreadPoolExecutor) -> None:
-        """`num_slots`: the most there may be."""
-        self._device, self._threads, self._block_bytes = device, threads, block_bytes
+    def __init__(
+        self, device: Device, num_slots: int, block_bytes: int, threads: ThreadPoolExecutor, reserve_bytes: int = 0
+    ) -> None:
+        """`num_slots`: the most there may be. `reserve_bytes`: of the machine's memory that stay free."""
+        self._device, self._threads, self._block_bytes, self._reserve = device, threads, block_bytes, reserve_bytes
         self._num_slots, self._in_chunk = num_slots, max(min(CHUNK_BYTES // block_bytes, num_slots), 1)
         self._chunks: list[Future[Tensor]] = []
         self._num_ready = 0  # of the first chunks
+        self._is_full = False  # the machine has no more memory
         self.use(-1)
 
     @property
@@ -58,8 +61,12 @@ class HostChunks:
             self._chunks.append(self._threads.submit(self._allocate))
 
     def _allocate(self) -> Tensor:
-        """Return [slots, block_bytes] uint8."""
-        return self._device.host_memory(self._in_chunk * self._block_bytes).view(self._in_chunk, self._block_bytes)
+        """Return [slots, block_bytes] uint8. Raises `MemoryError`, and from then on always."""
+        size = self._in_chunk * self._block_bytes
+        self._is_full = self._is_full or CpuDevice().memory().free < size + self._reserve
+        if self._is_full:
+            raise MemoryError("the rest of the host's memory stays free")
+        return self._device.host_memory(size).view(self._in_chunk, self._block_bytes)
 
     def close(self) -> None:
         """Release the memory. Its thread has ended."""
@@ -137,9 +144,11 @@ class HostBlocks:
     queue a long load takes the CPU milliseconds, so that is done in parts, each after a step has been launched.
     """
 
-    def __init__(self, device: Device, block_bytes: Sequence[int]) -> None:
-        """`block_bytes`: of each pool; 0: this rank has no part of its blocks. Call `allocate` and `attach` next."""
-        self._device, self._block_bytes = device, block_bytes
+    def __init__(self, device: Device, block_bytes: Sequence[int], reserve_bytes: int = 0) -> None:
+        """`block_bytes`: of each pool; 0: this rank has no part of its blocks. `reserve_bytes`: see `HostChunks`. Call
+        `allocate` and `attach` next.
+        """
+        self._device, self._block_bytes, self._reserve = device, block_bytes, reserve_bytes
         self._threads = ThreadPoolExecutor(1, "host memory for blocks")
         self._chunks: list[HostChunks] = []
         self._num_slots: Sequence[int] = [0] * len(block_bytes)
@@ -162,7 +171,7 @@ class HostBlocks:
         """Begin to allocate up to this many slots for each pool."""
         self._num_slots = num_slots
         self._chunks = [
-            HostChunks(self._device, count if size else 0, max(size, 1), self._threads)
+            HostChunks(self._device, count if size else 0, max(size, 1), self._threads, self._reserve)
             for size, count in zip(self._block_bytes, num_slots, strict=True)
         ]
 

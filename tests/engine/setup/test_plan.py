@@ -23,7 +23,7 @@ from engine.setup.gpu_specs import GPUS, find_gpu
 from engine.setup.options import runner_options
 from engine.setup.plan import Plan, alternatives, gpu_here, make_plan, on_all_devices
 from engine.worker.cuda_graphs import graph_sizes
-from engine.worker.device import CudaDevice, Memory
+from engine.worker.device import CpuDevice, CudaDevice, Memory
 from engine.worker.startup import build_runner
 from tests.engine.test_encoders import reference
 from tests.oracles.families import make_checkpoint
@@ -137,8 +137,25 @@ def test_slots_of_adapters_are_counted_as_they_are_allocated(tiny_model: Path) -
 
 
 def test_memory_for_blocks_on_their_way_to_the_host_is_counted(plan_of: Any) -> None:
-    plain, tiered = plan_of("qwen3-8b"), plan_of("qwen3-8b", kv_offloading_size=16)
+    plain, tiered = plan_of("qwen3-8b", kv_offloading_size=0), plan_of("qwen3-8b", kv_offloading_size=16)
     assert tiered.kv_cache_bytes == pytest.approx(plain.kv_cache_bytes - (256 << 20), abs=plain.layout.block_bytes)
+
+
+def test_host_memory_by_default(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU has a quarter of what is free, replicas share it; half of it is left to other programs."""
+    memory = Memory(total=512 << 30, free=200 << 30, used=0, peak=0)
+    monkeypatch.setattr(CpuDevice, "memory", lambda self: memory)
+    options = plan_of("qwen3-8b").options
+    assert (options.host_cache_bytes, options.host_reserve_bytes) == (50 << 30, 100 << 30)
+    assert plan_of("qwen3-8b", data_parallel_size=2).options.host_cache_bytes == 25 << 30
+    memory = Memory(total=512 << 30, free=500 << 30, used=0, peak=0)
+    assert plan_of("qwen3-8b").options.host_cache_bytes == 64 << 30
+    given = plan_of("qwen3-8b", kv_offloading_size=70).options
+    assert (given.host_cache_bytes, given.host_reserve_bytes) == (70 << 30, 0)
+    assert plan_of("qwen3-8b", tensor_parallel_size=2).options.host_cache_bytes == 0
+    assert plan_of("qwen3-8b", enable_sleep_mode=True).options.host_cache_bytes == 0
+    assert plan_of("qwen3-8b", enable_prefix_caching=False).options.host_cache_bytes == 0
+    assert plan_of("qwen3-0.6b", "8GB").options.host_cache_bytes == 0
 
 
 def test_compressed_experts_are_counted(plan_of: Any) -> None:
@@ -211,6 +228,7 @@ def test_what_a_well_known_model_needs(plan_of: Any) -> None:
     assert plan.kv_bytes(1) == 128 << 10
     assert plan.max_model_len == 131072
     assert plan_of("llama-3.1-8b", kv_cache_dtype="fp8").kv_bytes(1) == 64 << 10
+    plan = plan_of("llama-3.1-8b", kv_offloading_size=0)  # several ranks have no host memory by default
     two = plan_of("llama-3.1-8b", tensor_parallel_size=2)
     assert two.num_parameters == plan.num_parameters
     assert two.weight_bytes == pytest.approx(plan.weight_bytes / 2, rel=1e-3)
