@@ -2,6 +2,7 @@
 them.
 """
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -26,10 +27,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.dont_write_bytecode = False  # whatever the variable said: assertions are rewritten once, too
 
 # In the background Ctrl-C is ignored, also by what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Collect without the garbage collector, and let the workers of a whole run share the compilation of modules.
+
+    Each worker imports other tests first. If all imported the same ones in the same order, each would compile all
+    modules, always a little too early to find what another has compiled.
+    """
+    gc.disable()
+    number, count = (os.environ.get(name, "") for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"))
+    if not count or [Path(path).resolve() for path in session.config.args] != [ROOT / "tests"]:
+        return
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if not file.with_name("__init__.py").exists()]
+    for file in sorted(files)[int(number.removeprefix("gw")) :: int(count)]:  # pytest gives packages other names
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collection tells the reason
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
@@ -40,6 +59,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.unfreeze, gc.get_freeze_count = lambda: None, lambda: 0
 
 
