@@ -33,6 +33,7 @@ from kernels.gluon.common.block_bits import (
     six_bit_scales,
     six_bit_words,
 )
+from kernels.gluon.common.inverse_rms import inverse_rms
 from kernels.gluon.common.layouts import last, middle, warps
 from kernels.gpu.device import has_tensor_cores, num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -341,22 +342,6 @@ def _multiply(
         return _add_unit(total, unit, x[0], SHAPE, MMA, W, S, KIND)
 
 
-@gluon.jit
-def _inverse_rms(
-    x, eps, num_tokens, stride_x, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr
-):
-    """1 / rms of each row of x [M, K], in layout TOKENS."""
-    SPAN: gl.constexpr = 256 * WARPS
-    OF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
-    m = gl.arange(0, M, layout=gl.SliceLayout(1, OF_ROWS))[:, None]
-    k = gl.arange(0, SPAN, layout=gl.SliceLayout(0, OF_ROWS))[None, :]
-    squares = gl.zeros([M, SPAN], gl.float32, OF_ROWS)
-    for at in gl.static_range(0, K, SPAN):
-        row = gl.load(x + m * stride_x + at + k, mask=(m < num_tokens) & (at + k < K), other=0.0).to(gl.float32)
-        squares += row * row
-    return gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), TOKENS)
-
-
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _few_blocks_kernel(
     x, low, high, scale, factor, bias, norm_weight, residual, out, eps, num_tokens, stride_x, stride_out,
@@ -402,7 +387,7 @@ def _few_blocks_kernel(
                 _load_x(x, norm_weight, token, stride_x, step, SHAPE, K, KIND, CHANNELS, ALONE, NORM, MMA, W, X),
             )
     if NORM:
-        norm = _inverse_rms(x, eps, num_tokens, stride_x, K, M, WARPS, TOKENS)[None, :]
+        norm = inverse_rms(x, eps, num_tokens, stride_x, K, M, WARPS, TOKENS)[None, :]
     total_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED)
     if SWIGLU:
         up_smem = gl.allocate_shared_memory(gl.float32, SHAPE, SHARED)

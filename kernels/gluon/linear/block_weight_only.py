@@ -15,18 +15,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_init, warpgroup_mma_wait
 
 from kernels.data.block_weight import BlockRows, unit_channels
 from kernels.gluon.common.block_bits import decode_word_scaled, eight_bit_scales, float16_of, six_bit_scales, twice
 from kernels.gluon.common.layouts import box_descriptor
-from kernels.gluon.common.weight_only import _layout, _operand, half_sums, half_words, halves_of_sums, words_of_halves
-from kernels.gluon.linear.weight_only import BAND, Config, _add_step, _bring, _own_rows, _stages, _store
+from kernels.gluon.common.weight_only import _layout, _operand, half_words, words_of_halves
+from kernels.gluon.linear.weight_only import (
+    BAND,
+    Config,
+    _add_step,
+    _allocate,
+    _bring,
+    _first,
+    _own_rows,
+    _stages,
+    _store,
+)
 from kernels.gluon.linear.weight_only import config as config_of_bytes
 from kernels.gpu.device import is_hopper
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -264,18 +269,14 @@ def _multiply(
             more = warpgroup_mma_wait(0, deps=[more_sums])
         mbarrier.arrive(empty.index(second))
 
-    OUT: gl.constexpr = half_sums(BLOCK_M)
-    top, bottom = halves_of_sums(acc, OUT)
     _store(
-        top, bottom, bias, bias, bias, residual, out, upper, lower, token, num_tokens,
-        N, KIND, True, 1, False, BIAS, RESIDUAL, SWIGLU, OUT,
+        acc, bias, bias, bias, residual, out, upper, lower, token, num_tokens,
+        N, KIND, True, 1, False, BIAS, RESIDUAL, SWIGLU,
     )  # fmt: skip
     if MORE:
-        MORE_OUT: gl.constexpr = half_sums(MORE)
-        top, bottom = halves_of_sums(more, MORE_OUT)
         _store(
-            top, bottom, bias, bias, bias, residual, out, upper, lower, token + BLOCK_M, num_tokens,
-            N, KIND, True, 1, False, BIAS, RESIDUAL, SWIGLU, MORE_OUT,
+            more, bias, bias, bias, residual, out, upper, lower, token + BLOCK_M, num_tokens,
+            N, KIND, True, 1, False, BIAS, RESIDUAL, SWIGLU,
         )  # fmt: skip
 
 
@@ -289,27 +290,9 @@ def _block_weight_only_kernel(
     """out [M, N] from x [M, K] in order and N rows of blocks, or 2N with SWIGLU: gate, then up; plus `residual` with
     RESIDUAL. See `_dense_quantized_kernel`.
     """
-    TOKENS: gl.constexpr = BLOCK_M + MORE
-    ROWS_OF_CODES: gl.constexpr = codes_desc.block_shape[0]
-    OWN: gl.constexpr = 2 * ROWS_OF_CODES if SWIGLU else 4 * ROWS_OF_CODES  # rows of out
-    X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-    more_smem = x_smem
-    if MORE:
-        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, MORE, 64], X_TILE)
-    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, ROWS_OF_CODES, 16], CODES_TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    num_n: gl.constexpr = (N + OWN - 1) // OWN
-    first_m = gl.program_id(0) // (BAND * num_n) * BAND
-    height = gl.minimum(gl.cdiv(num_tokens, TOKENS) - first_m, BAND)
-    token = (first_m + gl.program_id(0) % (BAND * num_n) % height) * TOKENS
-    n = gl.program_id(0) % (BAND * num_n) // height * OWN
+    x_smem, more_smem, codes_smem, full, empty = _allocate(codes_desc, HALVES, BLOCK_M, MORE, STAGES)
+    OWN: gl.constexpr = codes_desc.block_shape[0] * (2 if SWIGLU else 4)  # rows of out
+    token, n = _first(num_tokens, N, OWN, BLOCK_M + MORE, BAND)
     part = gl.program_id(1)
     first = part * part_steps
     all_steps = part_steps * 0 + 2 * U

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.code_bits import decode_words, scale_of
+from kernels.gluon.common.inverse_rms import inverse_rms
 from kernels.gluon.common.layouts import last, middle, warps
 from kernels.gpu.device import has_tensor_cores, num_multiprocessors
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
@@ -112,22 +113,6 @@ def _load_x(pointers, g_pointers, NORM: gl.constexpr, X: gl.constexpr):
     if NORM:
         x = x * gl.load(g_pointers)
     return _arranged(x, X)
-
-
-@gluon.jit
-def _inverse_rms(
-    x, eps, num_tokens, stride_x, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr
-):
-    """1 / rms of each row of x [M, K], in layout TOKENS."""
-    SPAN: gl.constexpr = 256 * WARPS
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
-    m = gl.arange(0, M, layout=gl.SliceLayout(1, ROWS))[:, None]
-    k = gl.arange(0, SPAN, layout=gl.SliceLayout(0, ROWS))[None, :]
-    squares = gl.zeros([M, SPAN], gl.float32, ROWS)
-    for at in gl.static_range(0, K, SPAN):
-        row = gl.load(x + m * stride_x + at + k, mask=(m < num_tokens) & (at + k < K), other=0.0).to(gl.float32)
-        squares += row * row
-    return gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), TOKENS)
 
 
 @gluon.jit
@@ -241,7 +226,7 @@ def _few_quantized_kernel(
         for i in gl.static_range(STEPS * HALVES):
             kept = kept + (gl.load(x_pointers + i % HALVES * BYTES + i // HALVES * STEP),)
     if NORM:
-        norm = _inverse_rms(x, eps, num_tokens, stride_x, K, M, WARPS, TOKENS)[None, :]
+        norm = inverse_rms(x, eps, num_tokens, stride_x, K, M, WARPS, TOKENS)[None, :]
     if KEEP_X:
         for i in gl.static_range(STEPS * HALVES):
             xi = kept[0] * gs[i] if NORM else kept[0]

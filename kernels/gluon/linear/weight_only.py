@@ -204,18 +204,14 @@ def _multiply(
             more = warpgroup_mma_wait(0, deps=[more_sums])
         mbarrier.arrive(empty.index(second))
 
-    OUT: gl.constexpr = half_sums(BLOCK_M)
-    top, bottom = halves_of_sums(acc, OUT)
     _store(
-        top, bottom, scale, factor, bias, residual, out, upper, lower, token, num_tokens,
-        N, KIND, GROUPED, ROWS, FACTOR, BIAS, RESIDUAL, SWIGLU, OUT,
+        acc, scale, factor, bias, residual, out, upper, lower, token, num_tokens,
+        N, KIND, GROUPED, ROWS, FACTOR, BIAS, RESIDUAL, SWIGLU,
     )  # fmt: skip
     if MORE:
-        MORE_OUT: gl.constexpr = half_sums(MORE)
-        top, bottom = halves_of_sums(more, MORE_OUT)
         _store(
-            top, bottom, scale, factor, bias, residual, out, upper, lower, token + BLOCK_M, num_tokens,
-            N, KIND, GROUPED, ROWS, FACTOR, BIAS, RESIDUAL, SWIGLU, MORE_OUT,
+            more, scale, factor, bias, residual, out, upper, lower, token + BLOCK_M, num_tokens,
+            N, KIND, GROUPED, ROWS, FACTOR, BIAS, RESIDUAL, SWIGLU,
         )  # fmt: skip
 
 
@@ -233,12 +229,14 @@ def _add_step(low, high, x_smem, more_smem, stage, sums, more_sums, HALVES: gl.c
 
 @gluon.jit
 def _store(
-    top, bottom, scale, factor, bias, residual, out, upper, lower, token, num_tokens,
+    acc, scale, factor, bias, residual, out, upper, lower, token, num_tokens,
     N: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, ROWS: gl.constexpr, FACTOR: gl.constexpr,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr, OUT: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
-    """Sums of the upper rows and of the lower ones in OUT, with what belongs to the rows; with SWIGLU their SwiGLU."""
+    """Sums of the upper rows and of the lower ones, with what belongs to the rows; with SWIGLU their SwiGLU."""
     STORED: gl.constexpr = N if SWIGLU else 0
+    OUT: gl.constexpr = half_sums(acc.shape[1])
+    top, bottom = halves_of_sums(acc, OUT)
     top = _finished(top, scale, factor, bias, upper, 0, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     bottom = _finished(bottom, scale, factor, bias, lower, STORED, N, ROWS, GROUPED, FACTOR, BIAS, OUT, KIND)
     if SWIGLU:
@@ -263,6 +261,35 @@ def _store_rows(
     gl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 
+@gluon.jit
+def _allocate(codes_desc, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate shared memory for all stages: x of the first tokens and of the MORE others, codes, barriers."""
+    X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
+    more_smem = x_smem
+    if MORE:
+        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, MORE, 64], X_TILE)
+    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, codes_desc.block_shape[0], 16], CODES_TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return x_smem, more_smem, codes_smem, full, empty
+
+
+@gluon.jit
+def _first(num_tokens, N: gl.constexpr, OWN: gl.constexpr, TOKENS: gl.constexpr, BAND: gl.constexpr):
+    """The first token and the first of the OWN rows of `out` that this program computes."""
+    num_n: gl.constexpr = (N + OWN - 1) // OWN
+    first_m = gl.program_id(0) // (BAND * num_n) * BAND
+    height = gl.minimum(gl.cdiv(num_tokens, TOKENS) - first_m, BAND)
+    token = (first_m + gl.program_id(0) % (BAND * num_n) % height) * TOKENS
+    return token, gl.program_id(0) % (BAND * num_n) // height * OWN
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "part_steps"])
 def _dense_quantized_kernel(
     x_desc, more_desc, codes_desc, scale, zero, factor, bias, residual, out, num_tokens, num_channels, part_steps,
@@ -279,32 +306,14 @@ def _dense_quantized_kernel(
     that their x is still in L2. The number of channels is no constant, so that products that differ in it share a
     compiled kernel.
     """
-    TOKENS: gl.constexpr = BLOCK_M + MORE
-    ROWS_OF_CODES: gl.constexpr = codes_desc.block_shape[0]
-    OWN: gl.constexpr = 2 * ROWS_OF_CODES if SWIGLU else 4 * ROWS_OF_CODES  # rows of out
-    X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    CODES_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, BLOCK_M, 64], X_TILE)
-    more_smem = x_smem
-    if MORE:
-        more_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, MORE, 64], X_TILE)
-    codes_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 4, ROWS_OF_CODES, 16], CODES_TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    x_smem, more_smem, codes_smem, full, empty = _allocate(codes_desc, HALVES, BLOCK_M, MORE, STAGES)
     row_bytes = num_channels // HALVES
     num_groups = (num_channels + GROUP - 1) // GROUP
     all_steps = (row_bytes + 127) // 128 * 2
     if SHARED:
         row_bytes = row_bytes // 128 * 128  # no other number, but now the compiler knows that it is a multiple
-    num_n: gl.constexpr = (N + OWN - 1) // OWN
-    first_m = gl.program_id(0) // (BAND * num_n) * BAND
-    height = gl.minimum(gl.cdiv(num_tokens, TOKENS) - first_m, BAND)
-    token = (first_m + gl.program_id(0) % (BAND * num_n) % height) * TOKENS
-    n = gl.program_id(0) % (BAND * num_n) // height * OWN
+    OWN: gl.constexpr = codes_desc.block_shape[0] * (2 if SWIGLU else 4)  # rows of out
+    token, n = _first(num_tokens, N, OWN, BLOCK_M + MORE, BAND)
     part = gl.program_id(1)
     first = part * part_steps
     steps = gl.minimum(all_steps - first, part_steps)

@@ -30,7 +30,7 @@ if not GLUON:
 HELPERS = (
     "warps", "middle", "last", "_split_in_four", "_words_above", "_weights", "_load_unit", "_load_piece",
     "_scale_words", "_add_unit", "_add_unit_of_one", "_load_own", "_sums_of_own", "_load_x", "_multiply",
-    "_inverse_rms",
+    "inverse_rms",
 )  # fmt: skip
 
 

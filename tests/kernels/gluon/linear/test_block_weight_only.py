@@ -32,8 +32,8 @@ if not GLUON:
     pytest.skip("this Triton's Gluon is not known", allow_module_level=True)
 
 HELPERS = ("_own_row", "_load_unit", "_four", "_scales", "_by_word", "_bits_above", "_weights", "_multiply")
-SHARED = ("_bring", "_add_step", "_store")
-OF_STEPS = ("_operand", "words_of_halves", "halves_of_sums", "_layout", "half_words", "half_sums")
+SHARED = ("_allocate", "_first", "_bring", "_add_step", "_store")
+OF_STEPS = ("_operand", "words_of_halves", "_layout", "half_words")
 
 
 def twice(value: Tensor) -> Tensor:
@@ -59,6 +59,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (*SHARED, "_multiply", "_store_rows")
     steps_on_tensors(monkeypatch, weight_only, "_dense_quantized_kernel", helpers)
     run_on_tensors(monkeypatch, block_weight_only, "_block_weight_only_kernel", HELPERS, weight_only)
+    monkeypatch.setattr(weight_only, "gl", block_weight_only.gl)
     for names, module in ((SHARED, weight_only), (OF_STEPS, quantized_steps)):
         for name in names:
             monkeypatch.setattr(block_weight_only, name, vars(module)[name])

@@ -45,7 +45,7 @@ def scale_of(loaded: Tensor) -> Tensor:
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (
-        "warps", "middle", "last", "_add_products", "_load_step", "_arranged", "_load_x", "_inverse_rms",
+        "warps", "middle", "last", "_add_products", "_load_step", "_arranged", "_load_x", "inverse_rms",
         "_code_pointers", "_group_pointers",
     )  # fmt: skip
     run_on_tensors(monkeypatch, few, "_few_quantized_kernel", helpers)

@@ -27,7 +27,7 @@ if not GLUON:
 
 @pytest.fixture
 def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ("_bring", "_multiply", "_add_step", "_store", "_store_rows")
+    helpers = ("_allocate", "_first", "_bring", "_multiply", "_add_step", "_store", "_store_rows")
     steps_on_tensors(monkeypatch, weight_only, "_dense_quantized_kernel", helpers)
     monkeypatch.setattr(quantized_linear, "quantizes", lambda x, weight: False)
 
