@@ -16,7 +16,8 @@ from kernels.cuda.choice import CHOICE, GLUON
 from kernels.data.block_weight import BLOCK_KINDS, BlockRows, BlockWeight, have_order, pack_rows, reads_blocks
 from kernels.data.capability import compute_capability
 from kernels.data.forms import FORMS
-from kernels.triton.activation import gate_and_mul
+from kernels.data.fusion import Fusion
+from kernels.triton.activation import epilogue
 from kernels.triton.block_weight import block_gemm, dequantize
 from kernels.triton.norm import rms_norm
 
@@ -55,54 +56,37 @@ def is_small_batch(x: Tensor, weight: BlockWeight) -> bool:
     return GLUON and len(x) <= most and block_small_batch.config(x, weight.parts[0]) is not None
 
 
-def linear(
-    x: Tensor,
-    weight: BlockWeight,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in
-    `out`.
-    """
-    if is_small_batch(x, weight) and not (swiglu and len(weight.parts) > 1):
-        into = out if residual is None else residual
-        if into is None:
-            into = x.new_empty(len(x), len(weight) // (2 if swiglu else 1))
+def linear(x: Tensor, weight: BlockWeight, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    """Compute x [M, K] times the weight, plus bias -> [M, N]."""
+    swiglu, one = fusion.gate is not None, len(weight.parts) == 1
+    if is_small_batch(x, weight) and (one or not swiglu):
+        into = fusion.into(x, len(weight))
         for rows, own in _spans(weight, into.shape[1]):
             config = block_small_batch.config(x, rows)
             assert config is not None
+            residual = None if fusion.residual is None else fusion.residual[:, own]
             block_small_batch.launch(
-                x, rows, bias if bias is None or swiglu else bias[own], into[:, own], config, norm_weight=norm_weight,
-                eps=eps, swiglu=swiglu, residual=None if residual is None else residual[:, own],
+                x, rows, bias if bias is None or swiglu else bias[own], into[:, own], config,
+                fusion._replace(residual=residual),
             )  # fmt: skip
         return into
+    before = Fusion(fusion.norm_weight, fusion.eps)
     if is_small_batch(x, weight):
-        result = linear(x, weight, bias, norm_weight=norm_weight, eps=eps)
-    elif is_weight_only(x, swiglu and len(weight.parts) == 1):
-        if len(weight.parts) == 1:
-            return _weight_only(
-                x, weight.parts[0], bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual, out=out
-            )
-        result = torch.cat([_weight_only(x, rows, None, norm_weight=norm_weight, eps=eps) for rows in weight.parts], 1)
+        result = linear(x, weight, bias, before)
+    elif is_weight_only(x, swiglu and one):
+        if one:
+            return _weight_only(x, weight.parts[0], bias, fusion)
+        result = torch.cat([_weight_only(x, rows, None, before) for rows in weight.parts], 1)
         result = result if bias is None else result.add_(bias)
     else:
-        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        x = x if fusion.norm_weight is None else rms_norm(x, fusion.norm_weight, fusion.eps)
         if len(x) > CHOICE.block_gemm_tokens:
             result = F.linear(x, dequantize(weight, x.dtype), bias)
-        elif residual is None or swiglu:
+        elif fusion.residual is None or swiglu:
             result = block_gemm(x, weight, bias, None)
         else:
-            return block_gemm(x, weight, bias, residual)
-    if swiglu:
-        result = gate_and_mul(result, "silu")
-    if residual is not None:
-        return residual.add_(result)
-    return result if out is None else out.copy_(result)
+            return block_gemm(x, weight, bias, fusion.residual)
+    return epilogue(result, fusion)
 
 
 def is_weight_only(x: Tensor, swiglu: bool) -> bool:
@@ -111,23 +95,11 @@ def is_weight_only(x: Tensor, swiglu: bool) -> bool:
     return GLUON and len(x) <= most and block_weight_only.supports(x)
 
 
-def _weight_only(
-    x: Tensor,
-    rows: BlockRows,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    into = out if residual is None else residual
-    if into is None:
-        into = x.new_empty(len(x), len(rows) // (2 if swiglu else 1))
+def _weight_only(x: Tensor, rows: BlockRows, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    into, swiglu = fusion.into(x, len(rows)), fusion.gate is not None
     config = block_weight_only.config(len(x), rows, swiglu)
-    x = block_weight_only.in_order(x, rows, norm_weight, eps)
-    block_weight_only.launch(x, rows, bias, into, config, residual=residual, swiglu=swiglu)
+    x = block_weight_only.in_order(x, rows, fusion.norm_weight, fusion.eps)
+    block_weight_only.launch(x, rows, bias, into, config, residual=fusion.residual, swiglu=swiglu)
     return into
 
 

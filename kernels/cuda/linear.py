@@ -8,7 +8,6 @@ Beyond, cuBLAS is faster, with kernels of their own before and after it.
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from kernels.cuda import quantized_linear
 from kernels.cuda.choice import CHOICE, GLUON
 from kernels.data.activation import Gate
+from kernels.data.fusion import NOTHING, Fusion
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight, Weight
 from kernels.triton import small_linear
@@ -33,7 +33,7 @@ def linear(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None = None
     if isinstance(weight, QuantizedWeight):
         return quantized_linear.linear(x, weight, bias)
     assert isinstance(x, Tensor)
-    out = _fused(x, weight, bias)
+    out = _fused(x, weight, bias, NOTHING)
     return F.linear(x, weight, bias) if out is None else out
 
 
@@ -42,7 +42,7 @@ def linear_add(residual: Tensor, x: Tensor | QuantizedRows, weight: Weight, bias
     if isinstance(weight, QuantizedWeight):
         return quantized_linear.linear_add(residual, x, weight, bias)
     assert isinstance(x, Tensor)
-    if _fused(x, weight, bias, residual=residual) is not None:
+    if _fused(x, weight, bias, Fusion(residual=residual)) is not None:
         return residual
     residual = residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
@@ -65,7 +65,7 @@ def linear_gated(x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None 
     if isinstance(weight, QuantizedWeight):
         return quantized_linear.linear_gated(x, weight, bias, gate)
     assert isinstance(x, Tensor)
-    out = _fused(x, weight, bias, gate=gate)
+    out = _fused(x, weight, bias, Fusion(gate=gate))
     return gate_and_mul(F.linear(x, weight, bias), gate) if out is None else out
 
 
@@ -75,7 +75,7 @@ def norm_linear(
     """See `kernels.reference.norm_linear`."""
     if isinstance(weight, QuantizedWeight):
         return quantized_linear.norm_linear(x, norm_weight, eps, weight, bias, out)
-    fused = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    fused = _fused(x, weight, bias, Fusion(norm_weight, eps, out=out))
     if fused is not None:
         return fused
     normed = rms_norm(x, norm_weight, eps)
@@ -90,7 +90,7 @@ def norm_gated(
     """See `kernels.reference.norm_gated`."""
     if isinstance(weight, QuantizedWeight):
         return quantized_linear.norm_gated(x, norm_weight, eps, weight, bias, gate)
-    out = _fused(x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate)
+    out = _fused(x, weight, bias, Fusion(norm_weight, eps, gate))
     return gate_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias), gate) if out is None else out
 
 
@@ -125,31 +125,16 @@ def _small_batch_config(n: int, k: int, gated: bool, more_than_8: bool) -> small
     return small_batch.config(n, k, gated)
 
 
-def _fused(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Gate | Literal[""] = "",
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | None:
-    """Compute x [M, K] -> [M, N] in one kernel, into `residual` or `out` where that is given; None where cuBLAS is
-    faster.
-    """
-    num_tokens = x.shape[0]
-    n = len(weight) // 2 if gate else len(weight)
-    config = small_batch_config(x, n, gate != "")
-    if config is None and num_tokens > CHOICE.cuda_core_tokens:
+def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
+    """Compute x [M, K] -> [M, N] in one kernel; None where cuBLAS is faster."""
+    config = small_batch_config(x, fusion.num_outputs(len(weight)), fusion.gate is not None)
+    if config is None and len(x) > CHOICE.cuda_core_tokens:
         return None
-    if out is None:
-        out = x.new_empty(num_tokens, n) if residual is None else residual
+    out = fusion.into(x, len(weight))
     assert x.stride(1) == out.stride(1) == 1
     assert weight.is_contiguous()
     if config is None:
-        small_linear.launch(x, weight, bias, out, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
+        small_linear.launch(x, weight, bias, out, fusion)
     else:
-        small_batch.launch(x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
+        small_batch.launch(x, weight, bias, out, config, fusion)
     return out

@@ -15,6 +15,7 @@ from kernels.cuda.choice import CHOICE, GLUON
 from kernels.cuda.linear import linear, small_batch_config
 from kernels.cuda.moe import float_or_codes, tile_height
 from kernels.data.activation import CLAMP, SLOPE, ExpertActivation, Gate
+from kernels.data.fusion import Fusion
 from kernels.data.lora import BLOCK_ROWS, SMALL_TILE, UNUSED, WIDE_ROWS, AdapterTokens, ExpertLora, LoraWeights, Tiles
 from kernels.data.moe import Experts
 from kernels.data.moe import Tiles as ExpertTiles
@@ -102,15 +103,12 @@ def small_batch_linear(
 ) -> Tensor:
     """Compute `adapted_linear` in one kernel."""
     assert isinstance(weight, Tensor)
-    n = len(weight) // (1 if gate is None else 2)
-    config = small_batch_config(x, n, gate is not None)
-    assert config is not None
-    out = torch.empty(len(x), n, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = norm or (None, 0.0)
-    small_batch.launch(
-        x, weight, bias, out, config, norm_weight=norm_weight, eps=eps, gate=gate or "", residual=residual,
-        adapters=adapters.Adapters(lora, tokens),
-    )  # fmt: skip
+    fusion = Fusion(norm_weight, eps, gate, residual)
+    config = small_batch_config(x, fusion.num_outputs(len(weight)), gate is not None)
+    assert config is not None
+    out = fusion.into(x, len(weight))
+    small_batch.launch(x, weight, bias, out, config, fusion, adapters.Adapters(lora, tokens))
     return out
 
 

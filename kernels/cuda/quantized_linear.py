@@ -19,12 +19,13 @@ from kernels.cuda import block_linear
 from kernels.cuda.choice import CHOICE, GLUON
 from kernels.data.activation import Gate
 from kernels.data.block_weight import BlockWeight
+from kernels.data.fusion import NOTHING, Fusion
 from kernels.data.quantized_rows import NextNorm, QuantizedRows
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gpu.device import is_hopper, multiplies_e4m3
 from kernels.gpu.launch import cdiv
 from kernels.gpu.parts import sum_parts, sum_parts_norm
-from kernels.triton.activation import gate_and_mul
+from kernels.triton.activation import epilogue, gate_and_mul
 from kernels.triton.norm import rms_norm
 from kernels.triton.scaled import finish_norm, quantize_into, scaled_linear
 from kernels.triton.weight_only import dequantize, weight_only_linear
@@ -35,23 +36,21 @@ if GLUON:
 
 def linear(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """See `kernels.reference.linear`."""
-    return _linear(x, weight, bias)
+    return _linear(x, weight, bias, NOTHING)
 
 
 def linear_add(
     residual: Tensor, x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None
 ) -> Tensor:
     """See `kernels.reference.linear_add`."""
-    return _linear(x, weight, bias, residual=residual)
+    return _linear(x, weight, bias, Fusion(residual=residual))
 
 
 def linear_gated(
     x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.linear_gated`."""
-    if gate != "silu":
-        return gate_and_mul(_linear(x, weight, bias), gate)
-    return _linear(x, weight, bias, swiglu=True)
+    return _gated(x, weight, bias, gate, NOTHING)
 
 
 def linear_add_norm(
@@ -62,7 +61,7 @@ def linear_add_norm(
         return finish_norm(linear_add(residual, x, weight, bias), norm)
     config = scaled_config(x, weight, bias, False)
     if config is None:
-        return finish_norm(_scaled_linear(x, weight, bias, residual=residual), norm)
+        return finish_norm(_scaled_linear(x, weight, bias, Fusion(residual=residual)), norm)
     parts = scaled.multiply(_quantized(x, weight, bias), weight, config)
     return sum_parts_norm(parts, residual, norm, bias=bias)
 
@@ -76,16 +75,14 @@ def norm_linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.norm_linear`."""
-    return _linear(x, weight, bias, norm_weight=norm_weight, eps=eps, out=out)
+    return _linear(x, weight, bias, Fusion(norm_weight, eps, out=out))
 
 
 def norm_gated(
     x: Tensor, norm_weight: Tensor, eps: float, weight: QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu"
 ) -> Tensor:
     """See `kernels.reference.norm_gated`."""
-    if gate != "silu":
-        return gate_and_mul(_linear(x, weight, bias, norm_weight=norm_weight, eps=eps), gate)
-    return _linear(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=True)
+    return _gated(x, weight, bias, gate, Fusion(norm_weight, eps))
 
 
 def norms_apart(x: Tensor, weight: QuantizedWeight, gate: Gate | None = None) -> bool:
@@ -127,91 +124,63 @@ def _takes_codes(x: Tensor, weight: QuantizedWeight, swiglu: bool) -> bool:
     return quantizes(x, weight) and weight.order is None and small_batch_config(x, weight, swiglu) is None
 
 
-def _linear(
-    x: Tensor | QuantizedRows,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
+def _gated(
+    x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, gate: Gate, fusion: Fusion
 ) -> Tensor:
-    """Compute x [M, K], or its norm, times the weight, plus bias, then SwiGLU -> [M, N]; added to `residual`, or in
-    `out`.
-    """
+    """Compute as `_linear` with a gate, which kernels fuse if it is SiLU's."""
+    if gate != "silu":
+        return gate_and_mul(_linear(x, weight, bias, fusion), gate)
+    return _linear(x, weight, bias, fusion._replace(gate=gate))
+
+
+def _linear(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    """Compute x [M, K] times the weight, plus bias -> [M, N]."""
     if isinstance(weight, BlockWeight):
         assert isinstance(x, Tensor)
-        return block_linear.linear(
-            x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual, out=out
-        )
+        return block_linear.linear(x, weight, bias, fusion)
     if isinstance(x, QuantizedRows):
-        assert norm_weight is None
-        assert out is None
-        return _scaled_linear(x, weight, bias, swiglu=swiglu, residual=residual)
+        return _scaled_linear(x, weight, bias, fusion)
     if weight.order is not None:
-        x, norm_weight = x[:, weight.order], None if norm_weight is None else norm_weight[weight.order]
+        x = x[:, weight.order]
+        if fusion.norm_weight is not None:
+            fusion = fusion._replace(norm_weight=fusion.norm_weight[weight.order])
         weight = dataclasses.replace(weight, order=None)
+    swiglu = fusion.gate is not None
     small_batch = small_batch_config(x, weight, swiglu)
     if small_batch is not None:
-        into = _into(x, weight, swiglu, residual, out)
-        quantized_small_batch.launch(
-            x, weight, bias, into, small_batch, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual
-        )
+        into = fusion.into(x, len(weight))
+        quantized_small_batch.launch(x, weight, bias, into, small_batch, fusion)
         return into
     if quantizes(x, weight):
-        result = _scaled_linear(x, weight, bias, norm_weight=norm_weight, eps=eps, swiglu=swiglu, residual=residual)
-        return result if out is None else out.copy_(result)
+        return _scaled_linear(x, weight, bias, fusion)
     config = weight_only_config(x, weight, swiglu)
     if config is not None:
-        into = _into(x, weight, swiglu, residual, out)
-        x = weight_only.in_order(x, weight, norm_weight, eps)
-        weight_only.launch(x, weight, bias, into, config, residual=residual, swiglu=swiglu)
+        into = fusion.into(x, len(weight))
+        x = weight_only.in_order(x, weight, fusion.norm_weight, fusion.eps)
+        weight_only.launch(x, weight, bias, into, config, residual=fusion.residual, swiglu=swiglu)
         return into
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
+    if fusion.norm_weight is not None:
+        x = rms_norm(x, fusion.norm_weight, fusion.eps)
     if len(x) > CHOICE.portable_weight_only_tokens:
         result = F.linear(x, dequantize(weight.codes, weight, x.dtype), bias)
     else:
         result = weight_only_linear(x, weight, bias)
-    if swiglu:
-        result = gate_and_mul(result, "silu")
-    if residual is not None:
-        return residual.add_(result)
-    return result if out is None else out.copy_(result)
+    return epilogue(result, fusion)
 
 
-def _into(x: Tensor, weight: QuantizedWeight, swiglu: bool, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return the memory for the result of a kernel that fuses everything."""
-    into = out if residual is None else residual
-    return x.new_empty(len(x), len(weight) // (2 if swiglu else 1)) if into is None else into
-
-
-def _scaled_linear(
-    x: Tensor | QuantizedRows,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Compute as `_linear` with quantised activations."""
+def _scaled_linear(x: Tensor | QuantizedRows, weight: QuantizedWeight, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    """Compute as `_linear` with quantised activations, whose norm is already computed."""
+    swiglu, residual = fusion.gate is not None, fusion.residual
     config = scaled_config(x, weight, bias, swiglu)
-    x = _quantized(x, weight, bias, norm_weight, eps, swiglu)
+    x = _quantized(x, weight, bias, fusion)
     if config is not None:
         parts = scaled.multiply(x, weight, config, swiglu=swiglu)
         if len(parts) == 1 and bias is None and residual is None:
-            return parts[0]
+            return epilogue(parts[0], Fusion(out=fusion.out))
         out = torch.empty_like(parts[0]) if residual is None else residual
-        return sum_parts(parts, out, bias=bias, residual=residual)
+        return epilogue(sum_parts(parts, out, bias=bias, residual=residual), Fusion(out=fusion.out))
     gemm = _cublas if _by_cublas(x, weight) else scaled_linear
-    out = gemm(x.codes, x.scale, weight, bias, x.dtype)[: len(x)]
-    if swiglu:
-        out = gate_and_mul(out, "silu")
-    return out if residual is None else residual.add_(out)
+    return epilogue(gemm(x.codes, x.scale, weight, bias, x.dtype)[: len(x)], fusion)
 
 
 def _unwritten(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, swiglu: bool) -> QuantizedRows:
@@ -225,14 +194,13 @@ def _quantized(
     x: Tensor | QuantizedRows,
     weight: QuantizedWeight,
     bias: Tensor | None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
+    fusion: Fusion = NOTHING,
 ) -> QuantizedRows:
     if isinstance(x, QuantizedRows):
+        assert fusion.norm_weight is None
         return x
-    out = _unwritten(x, weight, bias, swiglu)
-    quantize_into(out, x, norm_weight, eps)
+    out = _unwritten(x, weight, bias, fusion.gate is not None)
+    quantize_into(out, x, fusion.norm_weight, fusion.eps)
     return out
 
 

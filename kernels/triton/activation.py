@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.data.activation import Gate
+from kernels.data.fusion import Fusion
 from kernels.gpu.activation import CLAMP, GELU_CUBE, GELU_SCALE, SLOPE
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, wait_for_inputs
 
@@ -63,3 +64,12 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
             x, out, x.stride(0), WIDTH=width, BLOCK=block, GATE=gate, num_warps=4, **pdl_options(x.device)
         )  # fmt: skip
     return out
+
+
+def epilogue(result: Tensor, fusion: Fusion) -> Tensor:
+    """Compute the gate of a GEMM's result, then the sum with the residual or the copy, which no kernel fused."""
+    if fusion.gate is not None:
+        result = gate_and_mul(result, fusion.gate)
+    if fusion.residual is not None:
+        return fusion.residual.add_(result)
+    return result if fusion.out is None else fusion.out.copy_(result)

@@ -9,13 +9,11 @@ earlier kernel writes: its first chunk into registers, the rest into L2.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.data.activation import Gate
+from kernels.data.fusion import Fusion
 from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_options, prefetch, wait_for_inputs
 from kernels.triton.activation import activate
 
@@ -96,20 +94,17 @@ def launch(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Gate | Literal[""] = "",
-    residual: Tensor | None = None,
+    fusion: Fusion,
 ) -> None:
     """Compute x [M, K] -> out [M, N], plus `residual`, of the strides of `out`. M is padded to a power of two."""
+    norm_weight, eps, gate, residual, _ = fusion
     num_tokens, k = x.shape
     n = out.shape[1]
-    block_n, block_k, num_warps = _config(n, k, gate != "")
+    block_n, block_k, num_warps = _config(n, k, gate is not None)
     _small_linear_kernel[(cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm_weight is None else norm_weight,
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), N=n, K=k,
-        M=next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, GATE=gate,
+        M=next_power_of_2(num_tokens), BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, GATE=gate or "",
         BIAS=bias is not None, RESIDUAL=residual is not None, BYTES=x.element_size(), num_warps=num_warps,
         **pdl_options(x.device),
     )  # fmt: skip

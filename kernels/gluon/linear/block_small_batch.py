@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.data.block_weight import BlockRows, unit_channels
+from kernels.data.fusion import Fusion
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.block_bits import (
     byte_times,
@@ -490,16 +491,14 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
     config: Config,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
+    fusion: Fusion,
 ) -> None:
     """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`."""
+    norm_weight, eps, gate, residual, _ = fusion
     num_tokens, n = out.shape
     assert x.stride(1) == out.stride(1) == 1
-    assert len(rows) == n * (2 if swiglu else 1)
+    assert gate in (None, "silu")
+    assert fusion.num_outputs(len(rows)) == n
     low, scale = rows.low.view(torch.int32), rows.scale.view(torch.int32)
     num_programs = min(cdiv(n, 16), 16 // config.warps * num_multiprocessors(x.device))
     _few_blocks_kernel[(num_programs,)](
@@ -508,6 +507,6 @@ def launch(
         x if norm_weight is None else norm_weight, out if residual is None else residual, out, eps, num_tokens,
         x.stride(0), out.stride(0), N=n, U=rows.low.shape[1], M=max(next_power_of_2(num_tokens), 8), KIND=rows.kind,
         CHANNELS=unit_channels(rows.kind), WARPS=config.warps, ALONE=num_tokens == 1, KEEP_X=config.keep_x,
-        NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
+        NORM=norm_weight is not None, SWIGLU=gate is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=config.warps, maxnreg=128, **pdl_options(x.device),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.data.fusion import Fusion
 from kernels.data.quantized_weight import QuantizedWeight
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.code_bits import decode_words, scale_of
@@ -401,14 +402,12 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
     config: Config,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
+    fusion: Fusion,
 ) -> None:
     """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`; see `config`."""
+    norm_weight, eps, gate, residual, _ = fusion
     num_tokens, n = x.shape[0], out.shape[1]
+    assert gate in (None, "silu")
     codes = weight.codes.view(torch.int32)
     scale = weight.scale.view(torch.uint8) if weight.scale.dtype == torch.float8_e4m3fn else weight.scale
     assert x.stride(1) == out.stride(1) == 1
@@ -423,6 +422,6 @@ def launch(
         HALVES=2 if weight.codes.shape[1] < weight.num_channels else 1, ZERO=weight.zero is not None,
         FACTOR=weight.factor is not None, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=config.ahead,
         WARPS=config.warps, KEEP_X=config.keep_x,
-        NORM=norm_weight is not None, SWIGLU=swiglu, BIAS=bias is not None, RESIDUAL=residual is not None,
+        NORM=norm_weight is not None, SWIGLU=gate is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
         num_warps=config.warps, maxnreg=config.max_registers, **pdl_options(x.device),
     )  # fmt: skip

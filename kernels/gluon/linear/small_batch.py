@@ -13,7 +13,7 @@ many always are.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.data.activation import Gate
+from kernels.data.fusion import Fusion
 from kernels.gluon.common.activation import activate
 from kernels.gluon.common.layouts import last, middle, warps
 from kernels.gluon.linear.adapters import NO_ADAPTERS, Adapters, arguments, expand, load_inner, load_up, shrink
@@ -326,14 +326,11 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
     config: Config,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Gate | Literal[""] = "",
-    residual: Tensor | None = None,
+    fusion: Fusion,
     adapters: Adapters | None = None,
 ) -> None:
     """Compute x [M, K] -> out [M, N], 1 <= M <= 16, plus `residual`, of the strides of `out`; see `supports`."""
+    norm_weight, eps, gate, residual, _ = fusion
     num_tokens, k = x.shape
     n = out.shape[1]
     assert k % config.chunk == 0
@@ -348,7 +345,7 @@ def launch(
         out if residual is None else residual, out, eps, num_tokens, x.stride(0), out.stride(0), *added, N=n, K=k,
         M=m, BLOCK_N=config.block_n, CHUNK=config.chunk, AHEAD=min(config.ahead, steps),
         X_AHEAD=min(config.x_ahead, steps), CHAINS=min(config.chains, steps), WARPS=config.warps,
-        TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None, GATE=gate, BIAS=bias is not None,
+        TOKENS_FIRST=config.tokens_first, NORM=norm_weight is not None, GATE=gate or "", BIAS=bias is not None,
         RESIDUAL=residual is not None, **constants, num_warps=config.warps, maxnreg=config.registers,
         **pdl_options(x.device),
     )  # fmt: skip
