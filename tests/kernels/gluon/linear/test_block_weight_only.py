@@ -59,7 +59,7 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = (*SHARED, "_multiply", "_store_rows")
     steps_on_tensors(monkeypatch, weight_only, "_dense_quantized_kernel", helpers)
     run_on_tensors(monkeypatch, block_weight_only, "_block_weight_only_kernel", HELPERS, weight_only)
-    monkeypatch.setattr(weight_only, "gl", block_weight_only.gl)
+    monkeypatch.setattr(weight_only, "gl", vars(block_weight_only)["gl"])
     for names, module in ((SHARED, weight_only), (OF_STEPS, quantized_steps)):
         for name in names:
             monkeypatch.setattr(block_weight_only, name, vars(module)[name])
