@@ -1,4 +1,4 @@
-"""What a linear layer computes before and after its GEMM, in one kernel where there is one."""
+"""Operations that a linear layer needs before and after its GEMM, in one kernel where there is one."""
 
 from __future__ import annotations
 
