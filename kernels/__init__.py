@@ -18,7 +18,7 @@ import torch
 
 from kernels import reference
 from kernels.data.activation import Activation, ExpertActivation, Gate
-from kernels.data.attention import AttentionArgs, KnownArgs, NewLatents, PagedContext, PagedLatents
+from kernels.data.attention import AttentionArgs, KnownArgs, NewIndexKeys, NewLatents, PagedContext, PagedLatents
 from kernels.data.block_parts import BlockParts
 from kernels.data.block_sparse import BlockSparse
 from kernels.data.block_weight import BlockWeight, have_order, reads_blocks
@@ -76,6 +76,7 @@ BACKENDS: dict[str, dict[str, str]] = {  # type of device -> module -> names of 
         "kernels.triton.attention_decode": "plan_decode",
         "kernels.triton.shared_prefix": "plan_prefix",
         "kernels.triton.kda": "kda",
+        "kernels.triton.index": "index_scores store_index_keys",
         "kernels.triton.latent": "absorb_and_store rotate_and_store",
         "kernels.triton.embedding": "embedding",
         "kernels.triton.blocks": "gather_blocks scatter_blocks",
@@ -108,9 +109,9 @@ BACKENDS: dict[str, dict[str, str]] = {  # type of device -> module -> names of 
 DETERMINISTIC: dict[str, dict[str, str]] = {
     "cpu": {
         "kernels.cpu.alone": (
-            "absorb_and_store activation adapt_embedding adapted_experts adapted_linear head_linear "
+            "absorb_and_store activation adapt_embedding adapted_experts adapted_linear head_linear index_scores "
             "latent_attention_decode latent_attention_prefill lora_add pack_router pack_weight paged_attention_decode "
-            "paged_attention_prefill retrained_logits rotate_and_store sample token_logprobs"
+            "paged_attention_prefill retrained_logits rotate_and_store sample store_index_keys token_logprobs"
         ),
         "kernels.cpu.split_sums": "add_pieces split_experts split_linear split_weight",
         "kernels.cpu.token_by_token": "delta_rule kda mamba2",
@@ -234,6 +235,8 @@ absorb_and_store = _dispatched(reference.absorb_and_store)
 rotate_and_store = _dispatched(reference.rotate_and_store)
 latent_attention_decode = _dispatched(reference.latent_attention_decode)
 latent_attention_prefill = _dispatched(reference.latent_attention_prefill)
+store_index_keys = _dispatched(reference.store_index_keys)
+index_scores = _dispatched(reference.index_scores)
 mark_faults = _dispatched(reference.mark_faults)
 mask_logits = _dispatched(reference.mask_logits)
 sample = _dispatched(reference.sample)

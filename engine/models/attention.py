@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.models.expansion import LatentExpansion
+from engine.models.indexer import TokenChoice
 from engine.models.layers import Linear, RowsLinear
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Part, Scope, empty
 from engine.models.norms import HeadNorms, MakeNorm, Norm, RMSNorm, unweighted
@@ -53,6 +54,9 @@ class AttentionMetadata:
     decode_lens: Tensor | None = None
     # Keys and values that the sequences that do not decode attend to; None: those in the cache.
     prefill_kv: LatentExpansion | WidePages | None = None
+    # Choices of the sequences that decode and of those that do not; None: their tokens attend to all that they see.
+    decode_choice: TokenChoice | None = None
+    prefill_choice: TokenChoice | None = None
     # [N] integer, for the last layer: the tokens whose hidden states it computes; None: all. It stores the keys and
     # values of all tokens.
     logits_indices: Tensor | None = None
@@ -61,6 +65,10 @@ class AttentionMetadata:
     def first_prefill(self) -> int:
         """Index of the first sequence that may have prefill tiles."""
         return self.num_decodes if self.decode_lens is None else 0
+
+    @property
+    def choices(self) -> list[TokenChoice]:
+        return [choice for choice in (self.decode_choice, self.prefill_choice) if choice is not None]
 
     def select(self, x: Tensor) -> Tensor:
         """Return the rows of x [T, ...] at `logits_indices`: [N, ...]."""

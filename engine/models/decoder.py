@@ -32,7 +32,16 @@ from engine.models.relative import RelativeBias
 from engine.models.residual import ImageSpan, InputNorm, OutputSum, ResidualStream, SublayerInput, TokenContext
 from engine.models.rope import query_scales, rope_table
 from engine.models.shard import Span
-from engine.models.spec import AltUpSpec, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoESpec, PerLayerSpec
+from engine.models.spec import (
+    AltUpSpec,
+    AttentionSpec,
+    DenseSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    PerLayerSpec,
+)
 from engine.models.vision.kinds import make_encoder
 from engine.models.vision.layers import VisionEncoder
 
@@ -127,6 +136,12 @@ class Decoder(nn.Module):
         first = self.own_layers.start
         if first and spec.layers[first - 1].lends_input:
             raise ModelError(f"mixers that read the same input must be in one of {self.stage.count} stages")
+        mixer = spec.layers[first].mixer
+        if first and isinstance(mixer, LatentSpec) and mixer.index is not None and mixer.index.is_shared:
+            raise ModelError(
+                f"layer {first} attends to the tokens that the one before it chooses, and would be in another of "
+                f"{self.stage.count} stages"
+            )
         shares_kv = any(layer.mixer.kv_of is not None for layer in spec.layers)
         shares_kv |= any(layer.weights_of is not None for layer in spec.layers)
         if self.stage.count > 1 and (spec.per_layer or shares_kv):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ import kernels
 from engine.models.attention import AttentionMetadata
 from engine.models.expansion import LatentExpansion
 from engine.models.formats.floats import FloatFormat
+from engine.models.indexer import Indexer
 from engine.models.layers import Linear
 from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm
@@ -41,6 +44,9 @@ class LatentAttention(nn.Module):
             width=spec.plain_dim + spec.value_dim,
         )  # fmt: skip
         self.o = Linear(scope, heads * spec.value_dim, {"o_proj": hidden_size}, bias=spec.bias, shard="row")
+        self.indexer: Indexer | None = None
+        if spec.index is not None and not spec.index.is_shared:
+            self.indexer = Indexer(spec.index, hidden_size, spec.query_rank, scope / "indexer")
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # [max_model_len, R] float32
 
     def forward(
@@ -55,13 +61,17 @@ class LatentAttention(nn.Module):
 
         With `metadata.logits_indices`, the resulting stream has only these rows [N, hidden], otherwise [T, hidden].
         """
-        spec, cache = self.spec, kv[0]
+        spec, cache = self.spec, kv[0][..., : self.spec.head_dim]
+        if self.indexer is not None:
+            x = x.with_normed(x.value)
         short = self.short.run(x)  # [T, query_rank + L + R]
         query_input, latent = short.split((spec.query_rank, spec.head_dim), 1)
-        if self.query_norm is None:
-            query = self.query.run(x)
-        else:
-            query = self.query.run(SublayerInput(query_input, self.query_norm, context=x.context))
+        query_short = x
+        if self.query_norm is not None:
+            query_short = SublayerInput(query_input, self.query_norm, context=x.context)
+        if self.indexer is not None:
+            query_short = query_short.with_normed(query_short.value)
+        query = self.query.run(query_short)
         if spec.scales_queries and (scales := x.context.query_scales) is not None:
             query.mul_(scales[:, None])
         query = query.unflatten(1, (spec.num_heads, -1))
@@ -76,6 +86,8 @@ class LatentAttention(nn.Module):
             metadata.slot_mapping,
             spec.rope.interleaved,
         )
+        if self.indexer is not None:
+            self.indexer.run(x, query_short, replace(new, cache=kv[0]), metadata.choices)
         if metadata.prefill_kv is None:
             query = kernels.absorb_and_store(query, key_up, new)  # [T, H, L + R]
             out = kernels.head_linear(attend(query, cache, metadata, spec), value_up)  # [T, H, value_dim]
@@ -85,7 +97,10 @@ class LatentAttention(nn.Module):
         return self.o.run(metadata.select(out.flatten(1)), epilogue.select(metadata.logits_indices))
 
     def next_norm(self, norm: RMSNorm, hidden: Tensor) -> kernels.NextNorm | None:
-        """See `Linear.next_norm`."""
+        """See `Linear.next_norm`. With an indexer, several projections read the norm."""
+        if self.indexer is not None:
+            apart = kernels.norms_apart(hidden, self.short.weight, None)
+            return kernels.NextNorm(norm.weight, norm.eps) if apart else None
         return self.short.next_norm(norm, hidden)
 
 
@@ -115,14 +130,25 @@ def attend(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: Late
     m, n, first = metadata, metadata.num_decodes, metadata.first_prefill
     out = query.new_empty(*query.shape[:2], spec.latent_dim)
     if n:
-        latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
-        kernels.latent_attention_decode(query[:n], latents, scale=spec.scale, out=out[:n], plan=m.plan)
-    if first < len(m.rows):
+        attend_decodes(query[:n], cache, m, spec, out[:n])
+    if m.prefill_choice is not None:
+        m.prefill_choice.attend(query, cache, spec.scale, out)
+    elif first < len(m.rows):
         latents = kernels.PagedLatents(cache, m.block_tables, m.rows[first:], m.context_lens[first:])
         kernels.latent_attention_prefill(
             query, m.query_start[first:], latents, scale=spec.scale, out=out, tiles=m.tiles
         )
     return out
+
+
+def attend_decodes(query: Tensor, cache: Tensor, metadata: AttentionMetadata, spec: LatentSpec, out: Tensor) -> None:
+    """Compute the attention of the n sequences that decode: query [n, H, L + R] -> out [n, H, L]. See `attend`."""
+    m, n = metadata, metadata.num_decodes
+    if m.decode_choice is not None:
+        m.decode_choice.attend(query, cache, spec.scale, out)
+        return
+    latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
+    kernels.latent_attention_decode(query, latents, scale=spec.scale, out=out, plan=m.plan)
 
 
 def attend_expanded(
@@ -141,7 +167,6 @@ def attend_expanded(
             [kernels.head_linear(query[:n, :, : spec.plain_dim], key_up.mT), query[:n, :, spec.plain_dim :]], 2
         )
         sums = query.new_empty(n, spec.num_heads, spec.latent_dim)
-        latents = kernels.PagedLatents(cache, m.block_tables, m.rows[:n], m.context_lens[:n])
-        kernels.latent_attention_decode(absorbed, latents, scale=spec.scale, out=sums, plan=m.plan)
+        attend_decodes(absorbed, cache, m, spec, sums)
         out[:n] = kernels.head_linear(sums, value_up)
     return out

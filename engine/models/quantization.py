@@ -114,6 +114,7 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 # Encoders of images do, too: their sizes often are no multiples of a group, and their weights are few.
 FLOATS = (
     "kv_b_proj",
+    "weights_proj",
     "in_proj_a",
     "in_proj_b",
     "in_proj_ba",

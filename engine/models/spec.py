@@ -137,6 +137,17 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """DeepSeek's lightning indexer: a token attends to the `top_k` tokens with the best scores among those it sees."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool  # pairs of its RoPE, which has the frequencies of attention's
+    is_shared: bool = False  # the layer attends to the tokens that an earlier one chose, and has no indexer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Multi-head latent attention (DeepSeek): keys and values of all heads are projections of one short vector."""
 
@@ -150,6 +161,7 @@ class LatentSpec:
     query_rank: int = 0  # queries are projected from a vector of this size; 0: from the hidden state
     bias: bool = False  # of the projections from and to the hidden state
     norm_eps: float = 1e-6  # of the norms of the short vectors
+    index: IndexSpec | None = None  # None: tokens attend to all that they see
 
     def for_rank(self, shard: Shard) -> LatentSpec:
         """Return one rank's heads. All ranks cache the same latents."""
@@ -157,8 +169,10 @@ class LatentSpec:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Shape of a token's cache entry: the latent and the RoPE channels."""
-        return 1, self.num_kv_heads, self.head_dim
+        """Shape of a token's cache entry: the latent, the RoPE channels, and the indexer's key. Layers that share a
+        choice leave the key's place empty, so that all are in one cache group.
+        """
+        return 1, self.num_kv_heads, self.head_dim + (0 if self.index is None else self.index.head_dim)
 
     @property
     def kv_of(self) -> None:

@@ -22,7 +22,7 @@ from kernels.cpu.elementwise import gate_and_mul
 from kernels.cpu.packed_weight import NativeWeight, pack_floats, pack_stack
 from kernels.cpu.rotary import rms_norm
 from kernels.data.activation import Activation, Gate
-from kernels.data.attention import AttentionArgs, NewLatents, PagedContext, PagedLatents
+from kernels.data.attention import AttentionArgs, NewIndexKeys, NewLatents, PagedContext, PagedLatents
 from kernels.data.lora import AdapterTokens, EmbeddingLora, ExpertLora, LoraWeights, RetrainedRows
 from kernels.data.moe import Experts
 from kernels.data.quantized_rows import QuantizedRows
@@ -192,6 +192,24 @@ def latent_attention_prefill(
             weights = (keys @ to_wide(query[token, head].clone())[0] * scale).softmax(-1)
             out[token, head] = (values @ weights).to(out.dtype)
     return out
+
+
+def store_index_keys(query: Tensor, new: NewIndexKeys) -> None:
+    """See `kernels.reference.store_index_keys`."""
+    for i in range(len(query)):
+        own = slice(i, i + 1)
+        key, positions, slots = new.key[own].clone(), new.positions[own], new.slot_mapping[own]
+        reference.store_index_keys(query[own], replace(new, key=key, positions=positions, slot_mapping=slots))
+
+
+def index_scores(query: Tensor, weights: Tensor, keys: PagedLatents, max_len: int) -> Tensor:
+    """See `kernels.reference.index_scores`."""
+    scores = []
+    for i in range(len(query)):
+        own = slice(i, i + 1)
+        seen = replace(keys, rows=keys.rows[own], lens=keys.lens[own])
+        scores.append(reference.index_scores(query[own].clone(), weights[own].clone(), seen, max_len))
+    return torch.cat(scores)
 
 
 def lora_add(y: Tensor, x: Tensor, weights: LoraWeights, tokens: AdapterTokens) -> Tensor:

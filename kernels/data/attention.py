@@ -75,6 +75,23 @@ class PagedLatents:
 
 
 @dataclass(frozen=True, slots=True)
+class NewIndexKeys:
+    """The keys by which a step's T tokens are chosen (see `kernels.reference.index`) before their LayerNorm and
+    rotation, and where they go.
+    """
+
+    key: Tensor  # [T, D]
+    norm_weight: Tensor  # [D]
+    norm_bias: Tensor  # [D]
+    eps: float
+    positions: Tensor  # [T] int32 or int64
+    cos_sin: Tensor  # [max_position, R] float32
+    cache: Tensor  # [num_blocks, 1, block_size, D]
+    slot_mapping: Tensor  # [T] int64; -1: nowhere
+    interleaved: bool = False  # as in `rope`
+
+
+@dataclass(frozen=True, slots=True)
 class NewLatents:
     """The latents of a step's T tokens before their norm and rotation, and where they go."""
 

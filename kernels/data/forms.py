@@ -44,6 +44,13 @@ class Forms:
         return not self.deterministic
 
     @property
+    def always_chooses(self) -> bool:
+        """Return True if tokens that see few enough others to attend to all of them choose, too: other tokens of their
+        step may have to.
+        """
+        return self.deterministic
+
+    @property
     def copies_pages(self) -> bool:
         """Return True if steps may upcast pages of an e4m3 cache: prefill then rounds otherwise than decode."""
         return not self.deterministic

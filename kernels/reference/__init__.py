@@ -23,6 +23,7 @@ from kernels.reference.activation import (
 )
 from kernels.reference.attention import paged_attention_decode, paged_attention_prefill
 from kernels.reference.blocks import gather_blocks, scatter_blocks
+from kernels.reference.index import index_scores, store_index_keys
 from kernels.reference.kda import kda
 from kernels.reference.kv_cache import store_kv, to_e4m3, widen_pages
 from kernels.reference.latent import (

@@ -62,6 +62,19 @@ LATENT = {
     "v_head_dim": 20,
     "pad_token_id": None,
 }
+SPARSE = {
+    **LATENT,
+    "q_lora_rank": 48,
+    "first_k_dense_replace": 1,
+    **ROUTED,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "index_topk": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 GEMMA4 = {
     "head_dim": 32,
     "global_head_dim": 64,
@@ -251,6 +264,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
+    ),
+    "deepseek_v32": ("DeepseekV32", SPARSE),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        SPARSE | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "minimax_m2": ("MiniMaxM2", {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, **NONE}),
     "gpt_oss": (

@@ -13,6 +13,7 @@ from engine.core.kv.cache_groups import kept_blocks
 from engine.models.attention import AttentionMetadata
 from engine.models.decoder import Decoder
 from engine.models.expansion import LatentExpansion
+from engine.models.indexer import TokenChoice
 from engine.models.recurrent import StateMetadata
 from engine.models.recurrent_spec import RecurrentSpec, StateTensor
 from engine.models.spec import LatentSpec
@@ -99,11 +100,25 @@ class PagedRunner:
                 lens, lengths[n:], metadata.rows[n:], metadata.block_tables, self.block_size, self._upload
             )
             metadata = replace(metadata, prefill_kv=expansion)
+        metadata = self._with_choices(metadata, len(tokens))
         with torch.inference_mode():
             attention = self._of_layers(metadata, len(tokens))
             hidden = self.model(self._tensor(tokens), self._tensor(positions), self.kv_cache, attention)
             logits = self.model.logits(hidden).split([scheduled[i][1] for i in order])
         return [logits[order.index(i)] for i in range(len(scheduled))]
+
+    def _with_choices(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
+        """Return the metadata with the choices of layers with indexers, of all tokens."""
+        m, n, mixer = metadata, metadata.num_decodes, self.model.spec.layers[0].mixer
+        if not isinstance(mixer, LatentSpec) or mixer.index is None:
+            return m
+        longest = m.block_tables.shape[1] * self.block_size
+        decodes = TokenChoice.of_decodes(n, m.rows, m.context_lens, m.block_tables, longest) if n else None
+        prefills = None
+        if n < len(m.rows):
+            of_step = (m.rows, m.query_start, m.context_lens, m.block_tables, longest)
+            prefills = TokenChoice.of_prefills(n, num_tokens, *of_step)
+        return replace(m, prefill_kv=None, decode_choice=decodes, prefill_choice=prefills)
 
     def _of_layers(self, metadata: AttentionMetadata, num_tokens: int) -> list[AttentionMetadata]:
         """Each layer's metadata. A state is stored in the blocks that a scheduler would hold, and in no other."""

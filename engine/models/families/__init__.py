@@ -158,6 +158,8 @@ FAMILIES: dict[str, Callable[[Config], ModelSpec]] = {
     "Glm4MoeLiteForCausalLM": experts.glm4_moe_lite,
     "DeepseekV2ForCausalLM": experts.deepseek_v2,
     "DeepseekV3ForCausalLM": experts.deepseek_v3,
+    "DeepseekV32ForCausalLM": experts.deepseek_v32,
+    "GlmMoeDsaForCausalLM": experts.glm_moe_dsa,
     "MiniMaxM2ForCausalLM": experts.minimax_m2,
     "GptOssForCausalLM": experts.gpt_oss,
     "Lfm2ForCausalLM": hybrid.lfm2,

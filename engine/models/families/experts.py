@@ -7,10 +7,19 @@ from dataclasses import replace
 from typing import Literal
 
 from engine.models.errors import ModelError
-from engine.models.families.common import attention, decoder, dense, latent_attention, num_layers, slides, windows_of
+from engine.models.families.common import (
+    MAX_HEAD_DIM,
+    attention,
+    decoder,
+    dense,
+    latent_attention,
+    num_layers,
+    slides,
+    windows_of,
+)
 from engine.models.families.fields import Config, flag, integer, number
 from engine.models.families.llama_like import granite, qwen_windows
-from engine.models.spec import DenseSpec, ExpertNames, ModelSpec, MoESpec, RouterSpec
+from engine.models.spec import DenseSpec, ExpertNames, IndexSpec, ModelSpec, MoESpec, RouterSpec
 
 # `separate_experts`: in folders made of GGUF files; the experts are not stacked as in the family's checkpoints.
 MAX_EXPERTS = 2**16  # in all layers: their declarations are created before the weights are checked
@@ -146,6 +155,51 @@ def deepseek_v3(config: Config) -> ModelSpec:
     """DeepSeek V3, V3.1 and R1, Kimi K2: latent attention."""
     mixer = latent_attention(config, bias=flag(config, "attention_bias"))
     return _with_mtp(decoder(config, mixer, deepseek_mlps(config)))
+
+
+def deepseek_v32(config: Config) -> ModelSpec:
+    """DeepSeek V3.2: V3 with an indexer that chooses the tokens that a token attends to."""
+    return _sparse(config, interleaved=False)
+
+
+def glm_moe_dsa(config: Config) -> ModelSpec:
+    """GLM-5: DeepSeek V3.2's attention. Some layers may attend to the tokens that an earlier one chose."""
+    return _sparse(config, interleaved=True)
+
+
+def _sparse(config: Config, *, interleaved: bool) -> ModelSpec:
+    mixer = latent_attention(config, bias=flag(config, "attention_bias"))
+    if not mixer.query_rank:
+        raise ModelError("'q_lora_rank' must not be null: the indexer reads the short vectors of queries")
+    index = IndexSpec(
+        num_heads=integer(config, "index_n_heads"),
+        head_dim=integer(config, "index_head_dim", maximum=MAX_HEAD_DIM),
+        top_k=integer(config, "index_topk"),
+        interleaved=interleaved,
+    )
+    if index.head_dim < mixer.rope.rotary_dim:
+        raise ModelError(f"'index_head_dim' ({index.head_dim}) must be at least 'qk_rope_head_dim'")
+    shared = _shares_choice(config)
+    mixers = [replace(mixer, index=replace(index, is_shared=each)) for each in shared]
+    kinds, first = config.get("mlp_layer_types"), integer(config, "first_k_dense_replace", 3, minimum=0)
+    if isinstance(kinds, list):
+        first = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if set(kinds[first:]) - {"sparse"}:
+            raise ModelError(f"'mlp_layer_types' must be dense, then sparse, got {kinds!r}")
+    spec = decoder(config, mixers, deepseek_mlps({"n_shared_experts": 1, **config, "first_k_dense_replace": first}))
+    return spec if shared[-1] else _with_mtp(spec)  # prediction layers are like the last one
+
+
+def _shares_choice(config: Config) -> list[bool]:
+    """Return which layers attend to the tokens that an earlier one chose."""
+    count, kinds = num_layers(config), config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds is None:
+        every, first = integer(config, "index_topk_freq", 1), integer(config, "index_skip_topk_offset", 2)
+        return [max(i - first + 1, 0) % every != 0 for i in range(count)]
+    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
+    if len(kinds) < count or kinds[0] != "full" or set(kinds) - {"full", "shared"}:
+        raise ModelError(f"'indexer_types' must name full or shared for {count} layers, full first, got {kinds!r}")
+    return [kind == "shared" for kind in kinds[:count]]
 
 
 def _with_mtp(spec: ModelSpec) -> ModelSpec:

@@ -10,6 +10,7 @@ import kernels
 from engine.core.kv.cache_groups import CacheGroup
 from engine.models.attention import AttentionMetadata
 from engine.models.expansion import PAGE, LatentExpansion
+from engine.models.indexer import TokenChoice
 from engine.models.spec import AttentionSpec, LatentSpec
 from engine.worker.attention.group_attention import (
     AttentionStep,
@@ -69,6 +70,8 @@ class LatentGroupAttention(GroupAttention):
         # Maximum number of positions that a step expands; 0: none ever does.
         self.max_positions = MOST_POSITIONS * options.max_num_batched_tokens // PAGE * PAGE if can_expand(mixer) else 0
         self.max_positions *= kernels.FORMS.expand_latents
+        self._top_k = options.max_model_len if mixer.index is None else mixer.index.top_k
+        self._chooses = options.max_model_len > self._top_k  # some tokens see more than they may choose
         self._fewest_queries, self._expanded_tile_queries = 1, 0
         if options.device.is_accelerator:
             width, heads = mixer.plain_dim + mixer.rope.rotary_dim, mixer.num_heads
@@ -107,7 +110,43 @@ class LatentGroupAttention(GroupAttention):
         )
 
     def metadata(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> AttentionMetadata:
-        if not isinstance(prefills, Prefills) or not self.expands(prefills.query_lens, prefills.context_lens):
+        decode_choice, prefill_choice = self._decode_choice(step), self._prefill_choice(step, prefills)
+        metadata = self._metadata(step, prefills, may_expand=prefill_choice is None)
+        return replace(metadata, decode_choice=decode_choice, prefill_choice=prefill_choice)
+
+    def _decode_choice(self, step: AttentionStep) -> TokenChoice | None:
+        """Return the choice of the sequences that decode; None: there are none, or they need none."""
+        n, lens, tables = step.num_decodes, step.context_lens, step.block_tables[self.index]
+        if not n or not self._chooses:
+            return None
+        longest = tables.shape[1] * self._block_size  # a GPU's lengths are unknown here
+        if lens.is_cpu:
+            longest = int(lens[:n].max())
+            if longest <= self._top_k and not kernels.FORMS.always_chooses:
+                return None
+        return TokenChoice.of_decodes(n, step.rows, lens, tables, longest)
+
+    def _prefill_choice(self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None) -> TokenChoice | None:
+        """Return the choice of the sequences that do not decode; None: there are none, or they need none."""
+        tables = step.block_tables[self.index]
+        if prefills is None or not self._chooses:
+            return None
+        longest = tables.shape[1] * self._block_size
+        if isinstance(prefills, Prefills):
+            longest = max(prefills.context_lens)
+            if longest <= self._top_k and not kernels.FORMS.always_chooses:
+                return None
+        num_tokens, of_step = step.slot_mapping.shape[1], (step.rows, step.query_start, step.context_lens)
+        return TokenChoice.of_prefills(step.num_decodes, num_tokens, *of_step, tables, longest)
+
+    def _metadata(
+        self, step: AttentionStep, prefills: Prefills | CapturedPrefills | None, may_expand: bool
+    ) -> AttentionMetadata:
+        if (
+            not may_expand
+            or not isinstance(prefills, Prefills)
+            or not self.expands(prefills.query_lens, prefills.context_lens)
+        ):
             return super().metadata(step, prefills)
         metadata, first = super().metadata(step, None), step.num_decodes
         expansion = LatentExpansion.of_step(
