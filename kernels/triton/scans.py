@@ -14,7 +14,7 @@ from kernels.data.capability import shared_memory
 from kernels.data.state import DeltaStates, StateContext, StateSpace
 from kernels.gpu.launch import cdiv, next_power_of_2
 from kernels.triton import fixed_scan
-from kernels.triton.chunk_states import outputs_kernel, solve_kernel, states_kernel
+from kernels.triton.chunk_states import solve_kernel
 from kernels.triton.scan_decode import decode_kernel
 from kernels.triton.state_pass import keep_kernel, pass_kernel, read_kernel
 
@@ -25,7 +25,7 @@ DECODE_HEADS, DECODE_STAGES = 1, 2  # heads of such a program, one after the oth
 DECODE_OPTIONS: dict[str, Any] = {}  # of the compiler, such as `maxnreg`
 SOLVE = {"BLOCK_V": 64, "num_warps": 4, "num_stages": 1}
 STATES = {"num_warps": 4}
-STAGES, WIDE_STAGES = 3, 1  # of a loop that loads 16 bits a number, and 32 with little shared memory
+STAGES, WIDE_STAGES = 2, 1  # of a loop that loads 16 bits a number, and 32 with little shared memory
 WIDE_BYTES = 200 << 10  # of shared memory, from which float32 takes STAGES
 # Prompts with fewer channels of keys go token after token. With 16 channels in float32, and with 32 in bfloat16 in a
 # step of 8,192 tokens, a chunk's kernels ended with an illegal memory access on an H200 (Triton 3.6). No published
@@ -38,7 +38,6 @@ WIDE = "tf32x3"  # precision of products of float32 activations
 NARROW, EXACT = "tf32", "tf32"  # of 16 bits, and of the equations of their updates
 EQUATIONS = "float32"  # type of these equations' factors; float16 is as exact and half as large
 RARE = "ieee"  # of the states that blocks keep, which are few
-KEEPS_APART = False  # compute the states that blocks keep in a kernel of their own, see `state_pass`
 KEEP = {"BLOCK_V": 32, "num_warps": 8, "num_stages": 1}
 
 
@@ -117,20 +116,12 @@ class _Layer:
         block_v = min(of_v, STATES_V)
         stages = WIDE_STAGES if wide and shared_memory(x.device) < WIDE_BYTES else STAGES
         entries, rare = next_power_of_2(cdiv(CHUNK, c.block_size)), WIDE if wide else RARE
-        (pass_kernel if KEEPS_APART else states_kernel)[(num_heads, cdiv(value_dim, block_v), num_seqs)](
+        pass_kernel[(num_heads, cdiv(value_dim, block_v), num_seqs)](
             x, scalars, weights, solved, starts, s.before, s.keys, s.updates, s.decays,
             c.block_tables, c.rows, c.query_start, c.context_lens, len(c.block_tables), num_decodes, num_padded,
             x.stride(0), c.block_tables.stride(0),
             **sizes, BLOCK_V=block_v, ENTRIES=entries, RARE=rare, STAGES=stages, **STATES,
         )  # fmt: skip
-        block_v, values = min(of_v, OUTPUTS_V), cdiv(value_dim, min(of_v, OUTPUTS_V))
-        if not KEEPS_APART:
-            outputs_kernel[(num_chunks, num_heads, values)](
-                x, skip, scalars, seen, solved, starts, s.keys, s.updates, s.decays, out,
-                c.block_tables, c.rows, c.query_start, c.context_lens, c.sequence_of, len(c.block_tables), num_decodes,
-                len(x), num_padded, x.stride(0), c.block_tables.stride(0), **sizes, BLOCK_V=block_v, **OUTPUTS,
-            )  # fmt: skip
-            return
         own = {k: v for k, v in sizes.items() if k not in ("TYPE", "PRECISION")}
         keep_kernel[(num_chunks, num_heads)](
             x, scalars, solved, s.before, s.keys, s.updates, s.decays,
@@ -139,7 +130,8 @@ class _Layer:
             **own, ENTRIES=entries, RARE=WIDE, **KEEP,
         )  # fmt: skip
         own = {k: v for k, v in sizes.items() if k not in ("BLOCK_T", "SIZE")}
-        read_kernel[(num_chunks, num_heads, values)](
+        block_v = min(of_v, OUTPUTS_V)
+        read_kernel[(num_chunks, num_heads, cdiv(value_dim, block_v))](
             x, skip, scalars, seen, solved, starts, out, c.rows, c.query_start, c.sequence_of,
             len(c.block_tables), num_decodes, len(x), num_padded, x.stride(0), **own, BLOCK_V=block_v, **OUTPUTS,
         )  # fmt: skip

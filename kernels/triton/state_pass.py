@@ -1,8 +1,9 @@
-"""States and outputs of prompts, as `chunk_states.states_kernel` and `outputs_kernel` compute them, in three kernels.
+"""The delta rule and state-space layers over a prompt's chunks and states in blocks, in three kernels, in Triton.
 
-What blocks keep is computed and stored apart, by `keep_kernel`: the loop over chunks only stores the state before the
-chunk in which a held block begins. So the loop needs half of the shared memory, and the outputs fewer registers: two
-programs of each fit a multiprocessor.
+Only what must go from one chunk of tokens to the next does: two matrix multiplications a chunk for the delta rule, one
+for a state-space layer, in `pass_kernel`. What comes before, in `chunk_states.solve_kernel`, and after, the outputs in
+`read_kernel` and what blocks keep in `keep_kernel`, is computed for all chunks at once. The loop only stores the state
+before the chunk in which a held block begins, so it needs little shared memory.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs

@@ -6,11 +6,10 @@ import importlib.util
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,11 +38,11 @@ def check_recurrent(checks: Checks) -> None:
     """Sequences in chunks, over states of which few are held, against whole sequences in float64; and times."""
     for dtype, length in itertools.product((BF16, F32), (3, 4)):
         _check_conv(checks, dtype, length)
-    for dtype, layer in itertools.product((BF16, F32), _layers(checks.device)):
+    for dtype, layer in itertools.product((BF16, F32), _layers()):
         _check_layer(checks, dtype, layer)
         _check_prompts(checks, dtype, layer)
     if checks.device != "cpu":
-        for layer in _layers(checks.device):
+        for layer in _layers():
             for num_seqs, num_tokens in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 2048), (4, 2048)):
                 _time_layer(checks, layer, num_seqs, num_tokens)
 
@@ -81,24 +80,11 @@ class Layer:
         return whole_mamba2(x, steps, layer[:3], layer.limits, lengths, self.heads)
 
 
-def _layers(device: str) -> list[Layer]:
-    layers = [
+def _layers() -> list[Layer]:
+    return [
         *(Layer(f"delta rule of {net}", heads, True, kernels.delta_rule) for net, heads in NETS.items()),
         *(Layer(f"mamba2 of {net}", heads, False, kernels.mamba2) for net, heads in STATE_SPACES.items()),
     ]
-    if device == "cpu":
-        return layers
-    return layers + [replace(each, name=f"kept apart, {each.name}", run=_apart(each.run)) for each in layers]
-
-
-def _apart(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of `kernels.triton.scans` that computes what blocks keep apart, and equations by float16."""
-
-    def run(*args: Any) -> Tensor:
-        with mock.patch.multiple("kernels.triton.scans", KEEPS_APART=True, STAGES=2, EQUATIONS="float16"):
-            return function(*args)
-
-    return run
 
 
 def _check_conv(checks: Checks, dtype: torch.dtype, length: int) -> None:

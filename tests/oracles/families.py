@@ -742,7 +742,7 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
+    "linear_key_head_dim": 64,
     "linear_value_head_dim": 16,
 }
 DELTA_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 80}
@@ -765,7 +765,7 @@ CASES |= {
 MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
-    "mamba_d_state": 16,
+    "mamba_d_state": 64,
     "mamba_n_groups": 2,
     "mamba_chunk_size": 32,
     "num_hidden_layers": 4,
@@ -777,7 +777,7 @@ NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
     "mamba_num_heads": 8,
     "mamba_head_dim": 32,
-    "ssm_state_size": 16,
+    "ssm_state_size": 64,
     "n_groups": 4,
     "head_dim": 32,
     "chunk_size": 32,

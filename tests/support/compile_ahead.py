@@ -14,7 +14,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -544,7 +543,7 @@ def recurrent(num_seqs: int, num_tokens: int, dtype: torch.dtype, size: int = 12
 
 
 def state_space(width: int, states: Any, heads: Tensor, context: Any, dtype: torch.dtype) -> None:
-    """A state-space layer with states like those of a delta net; and this with kept states apart."""
+    """A state-space layer with states like those of a delta net."""
     from kernels.data.state import StateSpace
     from kernels.triton import scans
     from kernels.triton.grouped_norm import grouped_rms_norm
@@ -553,8 +552,6 @@ def state_space(width: int, states: Any, heads: Tensor, context: Any, dtype: tor
     steps = tensor(len(inputs), 32, dtype=dtype)
     layer = StateSpace(heads, heads, heads, (0.0, 1.0))
     out = scans.mamba2(inputs, steps, layer, states, context).flatten(1)
-    with mock.patch.object(scans, "KEEPS_APART", True):
-        scans.delta_rule(inputs, tensor(len(inputs), 64, dtype=dtype), heads, heads, states, context)
     grouped_rms_norm(out, out, tensor(out.shape[1], dtype=dtype), 1e-6, 8, True)
 
 
