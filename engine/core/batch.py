@@ -119,6 +119,7 @@ class SchedulerOutput:
     # is set to these before the step.
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_proposals: int = 0  # tokens that a drafter on the device proposes for each request that is sampled
+    drafter_rests: bool = False  # it does nothing in this step, and proposes nothing for these requests from now on
     moves: BlockMoves | None = None  # begin before this step; also in an output without requests
     encoder: EncoderStep | None = None  # None: it encodes no image, and forgets none
 

@@ -180,7 +180,7 @@ class Scheduler:
             removed, self.requests.removed = self.requests.removed, removed
         return SchedulerOutput(
             self._step, plan.new_requests, batch, plan.new_block_ids, removed, plan.drafts, plan.rewinds,
-            plan.num_proposals, self._moves(), encoder,
+            plan.num_proposals, plan.drafter_rests, self._moves(), encoder,
         )  # fmt: skip
 
     def _moves(self) -> BlockMoves | None:

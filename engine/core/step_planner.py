@@ -43,6 +43,7 @@ class Plan:
     drafts: dict[str, list[int]] = field(default_factory=dict)  # of its requests
     rewinds: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_proposals: int = 0  # see `SchedulerOutput`
+    drafter_rests: bool = False  # see `SchedulerOutput`
     lacks_states: bool = False  # a running request waits for a state
     time: float = 0.0  # when it was made
 
@@ -156,8 +157,11 @@ class StepPlanner:
         budget = self._budget.num_tokens(plan.time, len(self._steps), queues.is_shared)
         self._encoder.start_step(budget)
         self._fill(plan, num_first, budget)
-        if plan.new_requests and self.drafts is not None:
-            self.drafts.rest = 0
+        if self.drafts is not None:
+            if plan.new_requests:
+                self.drafts.rest = 0
+            if self.drafts.has_drafter and plan:
+                plan.drafter_rests = self.drafts.drafter_rests(bool(plan.new_requests))
         return plan
 
     def _choose_drafts(self, drafts: DraftPolicy, plan: Plan) -> bool:

@@ -34,6 +34,7 @@ class Row:
     pooling: PoolingParams | None  # the request wants an embedding and no tokens
     adapter: int = -1  # slot of its LoRA adapter; -1: none
     images: tuple[ImageInput, ...] = ()  # in its prompt
+    is_unknown: bool = False  # to the drafter on the device, which rested while some of its tokens were computed
 
 
 class Members:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.worker.device import Event
 from engine.worker.executor import Logits
-from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.input_batch import InputBatch, Members, PackedStep
 from engine.worker.options import RunnerOptions
 from engine.worker.proposers.proposer import DeviceProposer, HiddenStates, SampledStep, count_kept
 from engine.worker.sampling.logprobs import SampledLogprobs
@@ -37,6 +37,7 @@ class StepSampling:
         self._proposer: tuple[DeviceProposer, HiddenStates | None] | None = None
         self._probabilities: DraftProbabilities | None = None  # of the drafter's proposals, with rejection sampling
         self._host_proposals: list[Tensor] = []  # as `_host_tokens`
+        self._left_out: Members | None = None  # the latest requests whose step the drafter did not see
         self._last_guided: Event | None = None  # end of the last step, if it ran a graph and had guided requests
 
     def use(self, proposer: DeviceProposer, hidden: HiddenStates | None, max_proposals: int) -> None:
@@ -104,7 +105,9 @@ class StepSampling:
         n = len(packed.members.samples)
         handle.tokens = tokens[:n]
         self._num_launched += 1
-        if self._proposer is not None:
+        if self._proposer is not None and output.drafter_rests:
+            self._leave_out(packed.members)
+        elif self._proposer is not None:
             proposed = self._propose(self._proposer, handle, packed, tokens[:n])
             handle.proposals = proposed if output.num_proposals else None
         if self._device.is_accelerator:
@@ -112,6 +115,13 @@ class StepSampling:
             handle.tokens.copy_(tokens[:n], non_blocking=True)
             handle.done = self._device.record_event()
         self._last_guided = handle.done if is_graph and plan.guided else None
+
+    def _leave_out(self, members: Members) -> None:
+        """Note that the drafter does not see a step of these requests."""
+        if members is not self._left_out:  # most steps are of the same requests as the one before
+            self._left_out = members
+            for row in members.rows:
+                row.is_unknown = True
 
     def _propose(
         self,

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise, repeat
 
 from engine.core.batch import ScheduledBatch
 from engine.core.drafts.acceptance import LOOKED_UP, Acceptance, kind_of
+from engine.core.drafts.drafter_calls import DrafterCalls
 from engine.core.drafts.ledger import Ledger
 from engine.core.drafts.proposer import BY_MODEL, NO_PROPOSAL, Guesses, Proposal, Proposer
 from engine.core.drafts.step_costs import StepCosts
@@ -20,8 +21,6 @@ TRIAL_TOKENS = 4  # of a proposal that is not verified, so many are compared wit
 HOPELESS = 0.25  # of a request whose proposals are right less often, only some tokens are guessed: one of
 PATIENCE = 8  # at first, and twice as many each time, up to
 MOST_PATIENCE = 32
-USELESS = 16  # steps in a row whose proposals by a drafter gave no drafts, after which it pauses
-PROBE_INTERVAL = 64  # steps between its proposals then
 PAUSED_TOKENS = 128  # of a request whose drafts have cost more than they gave
 MANY_WITHOUT = 8  # after so many times in a row without drafts, each second token is looked at, then each third …
 MANY_PLAIN = 4  # after so many choices in a row of no drafts at all, there is one for each second step, each third …
@@ -161,7 +160,7 @@ class DraftPolicy:
         """
         self._proposer, self._limits, self._adaptive = proposer, limits, adaptive
         self.has_drafter = num_by_model > 0  # a drafter on the device may propose
-        self._num_by_model, self._num_useless, self._next_probe = num_by_model, 0, 0
+        self._num_by_model, self._calls = num_by_model, DrafterCalls()
         self.costs, self._acceptance, self._ledger = StepCosts(device_seconds), Acceptance(), Ledger()
         self._finished = finished
         self._last_read = 0.0  # when the last step was read, in monotonic seconds
@@ -221,7 +220,7 @@ class DraftPolicy:
             self._num_plain = 0
         for (request, proposal, _), number in zip(offers, numbers, strict=True):
             if number and proposal.basis == BY_MODEL:
-                self._num_useless = 0
+                self._calls.gave_drafts()
             if not number and self._adaptive:
                 state = self._state(request)
                 state.skip(len(request.token_ids))
@@ -241,13 +240,13 @@ class DraftPolicy:
             return 0
         if self._adaptive and self.costs.needs_plain(num_seqs):
             return 0
-        if self._adaptive and self._num_useless >= USELESS:
-            self._next_probe -= 1
-            if self._next_probe > 0:
-                return 0
-            self._next_probe = PROBE_INTERVAL
-        self._num_useless += 1
-        return self._num_by_model
+        return 0 if self._adaptive and not self._calls.proposes() else self._num_by_model
+
+    def drafter_rests(self, begins: bool) -> bool:
+        """Return whether the drafter on the device does nothing in the step that was planned. It knows the step's
+        requests no more then. `begins`: a request begins in the step.
+        """
+        return self._calls.rests(begins)
 
     def offer(self, request: Request, token_ids: list[int]) -> None:
         """Take what the drafter on the device guesses to follow the request's known tokens."""
@@ -310,7 +309,11 @@ class DraftPolicy:
                 self._measured = batch
         elif self._adaptive and (plain := costs.mean_plain(num_seqs)):
             parts = [(request, number, accepted / num_seqs) for request, number, accepted in verified]
-            for request in self._ledger.record(seconds, plain, parts, has_proposals):
+            was_paused = self._ledger.pause > 0
+            losing = self._ledger.record(seconds, plain, parts, has_proposals)
+            if self._ledger.pause and not was_paused and not self._calls.is_resting:
+                self._calls.rest(self._ledger.pause)
+            for request in losing:
                 self._state(request).pause_until = request.drafts_from = len(request.token_ids) + PAUSED_TOKENS
 
     @staticmethod

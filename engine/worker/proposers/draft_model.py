@@ -133,6 +133,8 @@ class DraftModelProposer(SuccessiveProposer):
         begins = packed.context_lens - members.query_lens
         starts, lens = begins.astype(np.int64), np.zeros(len(members.rows), dtype=np.int64)
         for i, row in enumerate(members.rows):
+            if row.is_unknown:
+                continue
             known, missing = self._missing.get(row.index, (row, -1))
             start = int(begins[i]) if known is not row or missing < 0 else min(missing, int(begins[i]))
             end = int(packed.context_lens[i]) + 1

@@ -78,6 +78,8 @@ class ModelProposer(ABC):
         columns = np.stack((members.row_indices, step.packed.positions[first].astype(np.int64), num_slots))
         rows, next_positions, slots = self.upload(columns)
         newest = torch.where(step.counts > 0, next_positions + step.counts - 1, -1)
+        if any(unknown := [row.is_unknown for row in members.rows]):
+            newest.masked_fill_(self.upload(np.array(unknown)), -1)
         return DraftRows(rows, newest, slots, members.greedy)
 
     def upload(self, values: np.ndarray) -> Tensor:

@@ -89,8 +89,9 @@ class DeviceProposer(Protocol):
     def propose(self, step: SampledStep) -> Tensor:
         """Return [n, num_proposals] int64 on the device: what may follow each request's newest kept token; -1: nothing.
 
-        It is called after each step, on all ranks of the last stage, and must return the same on all of them. Most
-        steps ask for none while drafts do not pay: what keeps up then should cost little.
+        It is called after each step in which the drafter does not rest, on all ranks of the last stage, and must return
+        the same on all of them. Most steps ask for none while drafts do not pay: what keeps up then should cost little.
+        Nothing follows a request whose row `is_unknown`.
         """
 
 
