@@ -99,11 +99,8 @@ class FollowingProposer(SuccessiveProposer):
         assert step.hidden is not None
         packed, batch = step.packed, step.packed.members.batch
         n, num_tokens = batch.num_decodes, batch.total_num_tokens
-        ids, states, last = (
-            following_ids(step, self.upload),
-            self.states(step.hidden, num_tokens),
-            self._last(step, rows),
-        )
+        ids, last = following_ids(step, self.upload), self._last(step, rows)
+        states = self.states(step.hidden, num_tokens)
         lens = batch.num_tokens[n:], packed.context_lens[n:].tolist()
         attention = AttentionStep(
             num_decodes=n,
