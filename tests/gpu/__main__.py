@@ -68,6 +68,7 @@ from tests.gpu.sampling import check_distribution, check_faults, check_sampling
 from tests.gpu.shared_attention import check_shared_attention
 from tests.gpu.shared_prefix import check_shared_prefix
 from tests.gpu.sleep import check_sleep_speed, check_sleep_texts
+from tests.gpu.sparse import check_index, check_sparse_engines
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
@@ -86,6 +87,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),
+    "sparse": (check_index, check_sparse_engines),
     "lora": (
         check_fused_adapters,
         check_extended_weights,

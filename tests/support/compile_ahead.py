@@ -183,6 +183,21 @@ def latent(num_heads: int, seqs: int, dtype: torch.dtype = BF16, interleaved: bo
     latent_attention_prefill(query, tensor(seqs + 1, dtype=I32), latents, scale=0.1, out=out, tiles=tiles)
 
 
+def index(num_heads: int, seqs: int, dtype: torch.dtype = BF16) -> None:
+    """Scores of keys that stand behind latents."""
+    from kernels.triton.index import index_scores, store_index_keys
+
+    cache, rows = tensor(10, 1, 16, 704, dtype=dtype)[..., 576:], tensor(seqs, dtype=I32)
+    query, norm = tensor(seqs, num_heads, 128, dtype=dtype), tensor(128, dtype=dtype)
+    new = kernels.NewIndexKeys(
+        tensor(seqs, 128, dtype=dtype), norm, norm, 1e-6, rows, tensor(99, 64, dtype=F32), cache,
+        tensor(seqs, dtype=I64),
+    )  # fmt: skip
+    store_index_keys(query, new)
+    keys = kernels.PagedLatents(cache, tensor(4, 64, dtype=I32), rows, rows)
+    index_scores(query, tensor(seqs, num_heads, dtype=dtype), keys, 1024)
+
+
 def matmul(tokens: int, dtype: torch.dtype) -> None:
     from kernels.cuda.linear import linear_add, norm_gated, norm_linear
 
@@ -594,6 +609,8 @@ VARIANTS: list[Callable[[], None]] = [
     functools.partial(attention, 80, 8, 16, soft_cap=30.0, alibi_slopes=True),
     *(functools.partial(form, dtype) for form in (deterministic, deterministic_layers) for dtype in (F32, BF16)),
     functools.partial(latent, 20, 3),
+    functools.partial(index, 64, 3),
+    functools.partial(index, 32, 3, F32),
     functools.partial(matmul, 1, F16),
     functools.partial(matmul, 5, BF16),
     functools.partial(matmul, 11, BF16),
