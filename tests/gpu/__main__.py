@@ -57,7 +57,7 @@ from tests.gpu.lora import (
     check_lora_kernels,
     check_vocab_adapters,
 )
-from tests.gpu.models import check_families, check_graphs, check_story, check_windows
+from tests.gpu.models import check_families, check_graphs, check_phi3_small, check_story, check_windows
 from tests.gpu.moe import check_expert_products, check_routers, check_sorted_pairs
 from tests.gpu.neighbours import check_neighbours
 from tests.gpu.plan import check_plan
@@ -83,7 +83,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "blocks": (check_blocks,),
     "sleep": (check_sleep_texts, check_sleep_speed),
     "host": (check_host_texts, check_file_texts, check_host_speed),
-    "families": (check_families,),
+    "families": (check_families, check_phi3_small),
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
     "experts": (check_experts,),
     "latent": (check_latent,),

@@ -29,7 +29,17 @@ SMALL: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "XLMRoberta": {"max_position_embeddings": 602},
+    "Roberta": {"max_position_embeddings": 602, "type_vocab_size": 1},
+    "DistilBert": {"dim": 256, "hidden_dim": 512, "n_layers": 4, "n_heads": 4},
     "Albert": {"embedding_size": 64},
+    "Electra": {"embedding_size": 64},
+    "NomicBert": {},
+    "JinaEmbeddingsV3": {},
+    "EuroBert": {"mask_token_id": 2},
+    "Gemma3Text": {
+        "use_bidirectional_attention": True, "sliding_window": 64, "head_dim": 64, "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "DebertaV2": {
         "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
         "position_buckets": 64, "position_biased_input": False, "tie_word_embeddings": False,

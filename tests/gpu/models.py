@@ -18,9 +18,11 @@ import torch
 from engine import LLM, SamplingParams
 from engine.models.families import read_spec
 from engine.worker.parallel.cores import num_cores
-from tests.gpu.checks import BF16, F32, Checks
+from tests.gpu.checks import BF16, F32, Checks, relative_error
 from tests.oracles.families import CASES, MAX_ERROR, MAX_RATIO, VOCAB, check_family, make_checkpoint
 from tests.oracles.paged_runner import decode
+from tests.oracles.phi3_small import VOCAB as PHI_VOCAB
+from tests.oracles.phi3_small import make, plain_decoder
 from tests.support.loaded import load as load_model
 from tests.support.unwritten import unwritten_is_nan
 
@@ -60,6 +62,24 @@ def check_families(checks: Checks, names: Iterable[str] = CASES) -> None:
                 checks.add(tokens, float(not result["greedy_equal"]), 0.0)
             else:
                 checks.add(logits, result["error"], MAX_RATIO * result["transformers_error"])
+
+
+def check_phi3_small(checks: Checks) -> None:
+    """Phi-3-small, whose attention is block-sparse, against a plain decoder in float64; prompts whole and in chunks."""
+    for dtype, chunk in itertools.product((BF16, F32), (10**9, 90)):
+        name = f"family phi3_small {dtype}, chunks of {chunk}"
+        if not checks.wants(name):
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            make(folder)
+            model = load_model(folder, read_spec(folder), dtype=dtype, device=checks.device, max_model_len=512)
+            prompts = [torch.randint(PHI_VOCAB, (n,)).tolist() for n in (400, 3, 150)]
+            found = decode(model, prompts, 20, chunk=chunk, block_size=64)
+            pairs = zip(prompts, found, strict=True)
+            want = torch.cat([plain_decoder(folder, prompt + each.token_ids[:-1]) for prompt, each in pairs])
+        got = torch.cat([each.logits.cpu() for each in found])
+        checks.add(name, relative_error(got, want), 1e-4 if dtype == F32 else 5e-2)
 
 
 def _processes(device: str) -> Executor:
