@@ -390,9 +390,9 @@ Grid = tuple[int, int]  # rows and columns of patches
 class VisionSpec:
     """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
-    kind: Literal["qwen", "pixtral", "siglip", "intern", "intern_chat", "glm", "gemma4"] = (
-        "qwen"  # see `models.vision.kinds`
-    )
+    kind: Literal[
+        "qwen", "pixtral", "siglip", "intern", "intern_chat", "glm", "gemma4", "gemma4_unified", "kimi_vl", "kimi_k25"
+    ] = "qwen"  # see `models.vision.kinds`
     hidden_size: int
     intermediate_size: int
     num_layers: int

@@ -265,6 +265,36 @@ class BudgetProcessor:
         return rows * block, columns * block
 
 
+@dataclass(frozen=True, slots=True)
+class PaddingProcessor:
+    """Makes patches of images of nearly any size, for MoonViT: large ones become smaller, black fills up blocks."""
+
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side of a block that becomes a token
+    max_patches: int  # of an image, without those that are black
+    longest_edge: int  # in patches
+    resampling: int = BICUBIC
+
+    def __call__(self, image: Image.Image) -> ProcessedImage:
+        """Raises `ImageError` for an image that is too narrow."""
+        from PIL import Image
+
+        check_size(*image.size)
+        height, width = self.size_of(image.height, image.width)
+        image, block = resized(image, (height, width), self.resampling), self.patch_size * self.merge_size
+        whole = Image.new("RGB", (math.ceil(width / block) * block, math.ceil(height / block) * block))
+        whole.paste(image, (0, 0))
+        grid, patches = cut(whole, self.patch_size, self.merge_size)
+        return ProcessedImage(grid[0] * grid[1] // self.merge_size**2, grid, patches, digest_of(grid, patches))
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which an image is resized, before it is filled up."""
+        count, edge = max(1, height // self.patch_size) * max(1, width // self.patch_size), self.longest_edge
+        scale = min(1.0, math.sqrt(self.max_patches / count), *(edge * self.patch_size / x for x in (width, height)))
+        most = edge * self.patch_size
+        return min(max(1, int(height * scale)), most), min(max(1, int(width * scale)), most)
+
+
 def read_processor(folder: Path, vision: VisionSpec) -> Processor:
     """Return the processor of the model in `folder`, from its preprocessor_config.json. Raises `ModelError`."""
     file = ProcessorFile(folder, *_config(folder), vision)
@@ -358,10 +388,39 @@ def _budget(file: ProcessorFile) -> BudgetProcessor:
     for field, value in (("patch_size", vision.patch_size), ("pooling_kernel_size", vision.merge_size)):
         if file.config.get(field, value) != value:
             raise file.wrong(field, f"{value}, as in config.json")
-    most = file.config.get("max_soft_tokens", vision.max_tokens)
-    if type(most) is not int or not 0 < most <= vision.max_tokens:
-        raise file.wrong("max_soft_tokens", f"a number up to {vision.max_tokens}, as config.json says")
-    return BudgetProcessor(vision.patch_size, vision.merge_size, most, file.resampling())
+    return BudgetProcessor(vision.patch_size, vision.merge_size, _max_tokens(file), file.resampling())
+
+
+def _max_tokens(file: ProcessorFile) -> int:
+    most = file.config.get("max_soft_tokens", file.vision.max_tokens)
+    if type(most) is not int or not 0 < most <= file.vision.max_tokens:
+        raise file.wrong("max_soft_tokens", f"a number up to {file.vision.max_tokens}, as config.json says")
+    return most
+
+
+def _large_patches(file: ProcessorFile) -> BudgetProcessor:
+    """Return the processor of a model whose patches are the blocks of other models."""
+    patch, pooled = (file.config.get(name) for name in ("patch_size", "pooling_kernel_size"))
+    if patch is not None and pooled is not None and patch * pooled != file.vision.patch_size:
+        raise file.wrong("patch_size", f"such that blocks have {file.vision.patch_size} pixels, as in config.json")
+    return BudgetProcessor(file.vision.patch_size, 1, _max_tokens(file), file.resampling())
+
+
+def _padding(file: ProcessorFile) -> PaddingProcessor:
+    config, vision = file.config, file.vision
+    for field, value in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size)):
+        if config.get(field, value) != value:
+            raise file.wrong(field, f"{value}, as in config.json")
+    names, most = ("in_token_limit", "in_patch_limit", "max_patches"), vision.max_tokens * vision.merge_size**2
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    limit, edge = config.get(name, most), config.get("patch_limit_on_one_side")
+    edge = (config.get("size") or {}).get("max_height", 512) if edge is None else edge
+    for field, value in ((name, limit), ("patch_limit_on_one_side", edge)):
+        if type(value) is not int or value < 1:
+            raise file.wrong(field, "a number of patches")
+    if config.get("fixed_output_tokens") is not None or config.get("pad_input") is False:
+        raise file.wrong("pad_input", "true, and 'fixed_output_tokens' null")
+    return PaddingProcessor(vision.patch_size, vision.merge_size, limit, edge, file.resampling())
 
 
 def _tiles(file: ProcessorFile) -> TileProcessor:
@@ -381,6 +440,9 @@ PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {
     "intern_chat": _tiles,
     "glm": _qwen,
     "gemma4": _budget,
+    "gemma4_unified": _large_patches,
+    "kimi_vl": _padding,
+    "kimi_k25": _padding,
 }
 
 
@@ -401,5 +463,5 @@ def _config(folder: Path) -> tuple[str, dict[str, Any]]:
         if isinstance(found, dict) and name == "processor_config.json":
             found = found.get("image_processor")
         if isinstance(found, dict):
-            return name, found
+            return name, found | (found.get("media_proc_cfg") or {})  # of Kimi K2.5
     return FILES[0], {}

@@ -23,7 +23,7 @@ from engine.worker.input_batch import PackedStep, Row
 
 ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
 # How many results of an MLP's inner width are held at once, by kind; others hold two.
-MLP_COPIES = {"qwen2.5": 3, "glm": 3, "pixtral": 4, "gemma4": 5}
+MLP_COPIES = {"qwen2.5": 3, "glm": 3, "pixtral": 4, "gemma4": 5, "gemma4_unified": 4}
 
 
 class StepImages(NamedTuple):
@@ -128,7 +128,7 @@ class ImageReader:
         if not missing:
             return found
         self._stopwatch = self._device.stopwatch()
-        for group in groups_of(missing):
+        for group in groups_of(missing, most_patches(self._spec)):
             for image, encoded in zip(group, self._run(group), strict=True):
                 found[image.digest] = self._encoded[image.digest] = encoded
         self._stopwatch.stop()
@@ -157,10 +157,11 @@ class ImageReader:
         vision, stage = self._model.vision, self._model.stage
         if vision is None or not stage.is_first:
             return
-        rows = math.isqrt(ENCODED_PATCHES)
-        grids, patch = [(rows, ENCODED_PATCHES // rows)], self._spec.patch_size
+        most = most_patches(self._spec)
+        rows = math.isqrt(most)
+        grids, patch = [(rows, most // rows)], self._spec.patch_size
         if (tile := self._spec.tile) is not None:
-            grids = [tile] * max(ENCODED_PATCHES // math.prod(tile), 1)
+            grids = [tile] * max(most // math.prod(tile), 1)
         device = next(vision.parameters()).device
         patches = torch.zeros(sum(map(math.prod, grids)), 3, patch, patch, dtype=torch.uint8, device=device)
         with vision.few_layers():
@@ -226,8 +227,13 @@ def token_positions(images: Sequence[ImageInput], merge_size: int, start: int, s
     return np.ascontiguousarray(np.concatenate(parts, 1)[:, start:stop])
 
 
-def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
-    """Group images that are encoded at once, of as many frames: together at most `ENCODED_PATCHES`, or a single one. In
+def most_patches(vision: VisionSpec) -> int:
+    """Return how many patches are encoded at once: no more than are kept."""
+    return min(ENCODED_PATCHES, MAX_ENCODED_TOKENS * vision.merge_size**2)
+
+
+def groups_of(images: Sequence[ImageInput], most: int) -> Iterable[list[ImageInput]]:
+    """Group images that are encoded at once, of as many frames: together at most `most` patches, or a single one. In
     deterministic mode each is encoded alone, so that the others change no bit of it.
     """
     group: list[ImageInput] = []
@@ -235,7 +241,7 @@ def groups_of(images: Sequence[ImageInput]) -> Iterable[list[ImageInput]]:
         if group and kernels.FORMS.deterministic:
             yield group
             group = []
-        is_large = sum(math.prod(each.grid) for each in (*group, image)) > ENCODED_PATCHES
+        is_large = sum(math.prod(each.grid) for each in (*group, image)) > most
         if group and (is_large or image.num_frames != group[0].num_frames):
             yield group
             group = []
@@ -249,7 +255,7 @@ def image_bytes(vision: VisionSpec, hidden_size: int, itemsize: int) -> tuple[in
     kept = MAX_ENCODED_TOKENS * hidden_size * itemsize * (1 + len(vision.deepstack))
     held = MLP_COPIES.get("qwen2.5" if vision.is_older else vision.kind, 2)
     widest = vision.hidden_size * 4 + max(vision.hidden_size * 6, vision.intermediate_size * held)
-    return kept, ENCODED_PATCHES * widest * itemsize
+    return kept, most_patches(vision) * widest * itemsize
 
 
 def own_rows(vision: VisionSpec | None, max_tokens: int) -> int:

@@ -22,6 +22,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.errors import ModelError
 from engine.worker.images import image_places, token_positions
+from tests.oracles.families import rename_tensors
 from tests.support.fake_engine import make_tokenizer
 from tests.support.image_models import (
     END,
@@ -272,6 +273,31 @@ def test_internvl_as_opengvlab_publishes_it(case: Case, tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("architecture", ["KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"])
+def test_kimi_as_moonshot_publishes_it(architecture: str, case: Case, tmp_path: Path) -> None:
+    """Other fields of the same models; Kimi-VL's projector has other names, too."""
+    if "Kimi" not in case.folder.name:
+        pytest.skip("only Kimi's encoder has these forms")
+    shutil.copytree(case.folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    vision, image = config["vision_config"], config.pop("image_token_id")
+    config |= {"architectures": [architecture], "media_placeholder_token_id": image}
+    for field in ("pos_emb_height", "pos_emb_width"):
+        vision[f"init_{field}"] = vision.pop(field)
+    if "VL" in architecture:
+        names = {"pre_norm": "pre_norm", "proj.0": "linear_1", "proj.2": "linear_2"}
+        rename_tensors(tmp_path, {f"mm_projector.{old}": f"multi_modal_projector.{new}" for old, new in names.items()})
+    else:
+        for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            vision[f"vt_{field}"] = vision.pop(field)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256, "num_gpu_blocks_override": 96}
+    engine = Engine(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", **settings))
+    found, _ = run(engine, asked(case, "a"))
+    assert found["a"] == case.answer
+    engine.close()
+
+
 def test_a_step_has_room_for_an_image_whose_tokens_see_each_other(case: Case) -> None:
     if "Gemma" not in case.folder.name:
         pytest.skip("other models compute any part of an image")
@@ -282,7 +308,7 @@ def test_a_step_has_room_for_an_image_whose_tokens_see_each_other(case: Case) ->
 def test_a_text_model_saved_without_the_encoder_is_told_what_to_do(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    parts = ("visual", "vision", "multi_modal")
+    parts = ("visual", "vision", "multi_modal", "mm_projector")
     text = {name: value for name, value in tensors.items() if not any(part in name for part in parts)}
     assert len(text) < len(tensors)
     save_file(text, tmp_path / "model.safetensors")

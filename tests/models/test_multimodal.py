@@ -61,7 +61,6 @@ def test_methods_of_text_models_leave_encoders_floats(method: str, tmp_path: Pat
         ("qwen3", "InternVLChatModel", "llm_config", "language_model."),
         ("qwen2", "Qwen2VLForConditionalGeneration", "", ""),
         ("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
-        ("deepseek_v3", "KimiVLForConditionalGeneration", "text_config", "language_model."),
     ],
 )
 def test_a_published_layout(

@@ -6,6 +6,7 @@ import copy
 import random
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,7 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
                 "topk_group": 1,
             },
             "vision_config": TOWER | {"patch_size": 14},
+            "projection_hidden_size": 32,
         },
     ),
     "glm46v": (
@@ -552,10 +554,14 @@ MORE_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES |= WITH_IMAGES
 # Names that transformers writes otherwise than published files have them.
-MISNAMED = {
-    "kimi_k2.5": (".blocks.", ".layers."),
-    "qwen2_audio": (".model.model.", ".model."),
-    "voxtral": (".model.model.", ".model."),
+MISNAMED = {  # parts of names that transformers does not turn back into those of published files
+    "kimi_k2.5": {
+        ".model.blocks.": ".model.layers.",
+        "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    },
+    "qwen2_audio": {".model.model.": ".model."},
+    "voxtral": {".model.model.": ".model."},
 }
 CASES |= {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, **NONE}),
@@ -909,14 +915,17 @@ def make_checkpoint(name: str, folder: Path, shape: dict[str, Any] | None = None
                 buffer.normal_(0.8, 0.2)
     model.save_pretrained(folder, **save_options)
     if name in MISNAMED:
-        rename_tensors(folder, *MISNAMED[name])
+        rename_tensors(folder, MISNAMED[name])
     return model
 
 
-def rename_tensors(folder: Path, theirs: str, ours: str) -> None:
-    """Replace a part of names in the checkpoint's one file."""
-    file = folder / "model.safetensors"
-    tensors = {name.replace(theirs, ours): tensor for name, tensor in load_file(file).items()}
+def rename_tensors(folder: Path, parts: Mapping[str, str]) -> None:
+    """Replace parts of names in the checkpoint's one file."""
+    file, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        for theirs, ours in parts.items():
+            name = name.replace(theirs, ours)
+        tensors[name] = tensor
     save_file(tensors, file, {"format": "pt"})
 
 

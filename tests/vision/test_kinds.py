@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from engine.models.errors import ModelError
@@ -53,6 +54,7 @@ def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
         v2 = sys.modules["torchvision.transforms.v2"]
         v2.functional = sys.modules["torchvision.transforms.v2.functional"]  # type: ignore[attr-defined]
+        v2.functional.InterpolationMode = int  # type: ignore[attr-defined]
 
 
 def spec_of(architecture: str, config: dict[str, Any], **vision: Any) -> VisionSpec:
@@ -268,3 +270,77 @@ def test_gemma4(most: int, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 281}))
     with pytest.raises(ModelError, match="max_soft_tokens"):
         read_processor(tmp_path, vision)
+
+
+def test_gemma4_12b(tmp_path: Path) -> None:
+    """Patches are the blocks of other sizes' patches, in the order of rows."""
+    from transformers.models.gemma4_unified.image_processing_gemma4_unified import patches_merge
+
+    vision = spec_of("Gemma4UnifiedForConditionalGeneration", {})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_soft_tokens": 140, "image_mean": [0.0] * 3}))
+    processor = read_processor(tmp_path, vision)
+    oracle = processing("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil")(max_soft_tokens=140)
+    for data, image in files():
+        own, theirs = processor(decode(data)), oracle(image)
+        [count], [positions] = theirs["num_soft_tokens_per_image"], theirs["image_position_ids"]
+        given = (torch.tensor(x[: 9 * count])[None] for x in (theirs["pixel_values"][0], positions))
+        merged, at = patches_merge(*given, count)
+        columns, rows = (at[0].amax(0) + 1).tolist()
+        assert (own.grid, own.num_tokens) == ((rows, columns), count), image.size
+        wanted = merged[0].view(count, 48, 48, 3).permute(0, 3, 1, 2).numpy()
+        found = np.frombuffer(own.patches, np.uint8).reshape(wanted.shape) / 255
+        assert np.abs(found - wanted).max() <= 1 / 255, image.size
+        assert placed(vision, processor, own) == [7, 255999, *[258880] * count, 258882, 8]
+    for wrong in ({"max_soft_tokens": 281}, {"patch_size": 14, "pooling_kernel_size": 3}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            read_processor(tmp_path, vision)
+    with pytest.raises(ModelError, match="output_proj_dims"):
+        spec_of("Gemma4UnifiedForConditionalGeneration", {}, output_proj_dims=5)
+    assert VISION["Gemma4UnifiedForConditionalGeneration"]({}, {}) is None
+
+
+FORMS_OF_KIMI: list[tuple[str, dict[str, Any], int, int]] = [
+    ("KimiVL", {"in_token_limit": 300, "pad_input": True}, 300, 512),
+    ("KimiVL", {}, 4096, 512),
+    ("KimiK25", {"media_proc_cfg": {"in_patch_limit": 99, "patch_limit_on_one_side": 20}}, 99, 20),
+    ("Kimi_K25", {"max_patches": 900, "size": {"max_height": 40, "max_width": 40}}, 900, 40),
+]
+
+
+@pytest.mark.parametrize(("architecture", "config", "most", "edge"), FORMS_OF_KIMI)
+def test_kimi(architecture: str, config: dict[str, Any], most: int, edge: int, tmp_path: Path) -> None:
+    """Sizes as transformers computes them; Pillow resizes, as moonshot's processors do, and the rest is black."""
+    from transformers.models.kimi_k25.image_processing_kimi_k25 import navit_resize
+
+    vision = spec_of(f"{architecture}ForConditionalGeneration", {})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    processor = read_processor(tmp_path, vision)
+    for data, image in files():
+        own = processor(decode(data))
+        (height, width), (high, wide) = navit_resize(image.height, image.width, 14, 2, most, edge)
+        assert own.grid == (high // 14, wide // 14), image.size
+        assert own.num_tokens == own.grid[0] * own.grid[1] // 4
+        wanted = np.zeros((3, high, wide))
+        smaller = image.resize((width, height), Image.Resampling.BICUBIC)
+        wanted[:, :height, :width] = np.asarray(smaller).transpose(2, 0, 1) / 255
+        assert np.abs(pixels_of(own.patches, own.grid, 14, 2) - wanted).max() <= 1 / 255, image.size
+        assert placed(vision, processor, own) == [7, *[163605] * own.num_tokens, 8]
+
+
+def test_the_files_of_kimi(tmp_path: Path) -> None:
+    vision = spec_of("KimiVLForConditionalGeneration", {})
+    wrongs: list[dict[str, Any]] = [
+        {"in_token_limit": 0}, {"merge_size": 3}, {"patch_size": 16}, {"pad_input": False},
+        {"patch_limit_on_one_side": "x"},
+    ]  # fmt: skip
+    for wrong in wrongs:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            read_processor(tmp_path, vision)
+    published = {"vt_hidden_size": 64, "vt_num_attention_heads": 4, "init_pos_emb_height": 8, "init_pos_emb_width": 8}
+    spec = spec_of("KimiK25ForConditionalGeneration", {"media_placeholder_token_id": 5}, **published)
+    assert (spec.hidden_size, spec.num_heads, spec.num_positions, spec.image_token_id) == (64, 4, 64, 5)
+    for field, value in (("merge_type", "x"), ("mm_projector_type", "x"), ("init_pos_emb_width", 3)):
+        with pytest.raises(ModelError, match="vision_config"):
+            spec_of("KimiK25ForConditionalGeneration", {}, **published | {field: value})

@@ -238,6 +238,7 @@ TEXT_TYPES: dict[Any, Callable[[Config], ModelSpec]] = {  # of text models that 
     "mllama_text_model": newest.mllama,
     "paddleocr_vl_text": llama_like.llama,
     "kimi_k2": experts.deepseek_v3,
+    "gemma4_unified_text": gemma4.gemma4,
     "muse_glimmer_text": gated.muse_glimmer,
     "ministral3": recent.ministral3,
     "mistral4": recent.mistral4,

@@ -29,11 +29,14 @@ NAMES = (
     ("^vision_tower.", "model.vision_tower."),
     ("^multi_modal_projector.", "model.multi_modal_projector."),
     ("^embed_vision.", "model.embed_vision."),
+    ("^vision_embedder.", "model.vision_embedder."),
+    ("^mm_projector.", "model.mm_projector."),
     ("^vision_model.", "model.vision_model."),
     ("^mlp1.", "model.mlp1."),
 )
 OTHER_INPUT = (
     *("vision_tower.", "vision_model.", "vision_encoder.", "visual.", "vision_language_adapter.", "embed_vision."),
+    "vision_embedder.",
     *("audio_tower.", "audio_model.", "embed_audio.", "multi_modal_projector.", "mm_projector.", "mlp1.", "projector."),
     *("vision_projection.", "vision_adapter."),
     *("connector.", "image_newline", "patch_merger.", "mlp_AR.", "language_model.vision"),
@@ -50,11 +53,13 @@ GEMMA3_SIZES = {
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
+GEMMA4_12B = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "use_bidirectional_attention": "vision"}
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
 MODELS: dict[str, tuple[str, Config]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3 from 4B", {"model_type": "gemma3_text"} | GEMMA3_SIZES),
     "Gemma3nForConditionalGeneration": ("Gemma 3n", {"model_type": "gemma3n_text"}),
     "Gemma4ForConditionalGeneration": ("Gemma 4 as published", {"model_type": "gemma4_text"}),
+    "Gemma4UnifiedForConditionalGeneration": ("Gemma 4 12B", {"model_type": "gemma4_unified_text"} | GEMMA4_12B),
     "Qwen2VLForConditionalGeneration": ("Qwen2-VL", {"model_type": "qwen2"}),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2.5-VL", {"model_type": "qwen2"}),
     "Qwen3VLForConditionalGeneration": ("Qwen3-VL", {"model_type": "qwen3"}),
@@ -78,7 +83,8 @@ MODELS: dict[str, tuple[str, Config]] = {
     "Exaone4_5_ForConditionalGeneration": ("EXAONE 4.5", {"model_type": "exaone4"}),
     "Lfm2VlForConditionalGeneration": ("LFM2-VL and LFM2.5-VL", {"model_type": "lfm2"}),
     "KimiVLForConditionalGeneration": ("Kimi-VL", {"model_type": "deepseek_v3"}),
-    "KimiK25ForConditionalGeneration": ("Kimi K2.5", {"model_type": "deepseek_v3"}),
+    "KimiK25ForConditionalGeneration": ("Kimi K2.5 and K2.6", {"model_type": "deepseek_v3"}),
+    "Kimi_K25ForConditionalGeneration": ("Kimi K2.5 and K2.6 as transformers writes it", {"model_type": "deepseek_v3"}),
     "AyaVisionForConditionalGeneration": ("Aya Vision", {"model_type": "cohere2"}),
     "Cohere2VisionForConditionalGeneration": ("Command A Vision", {"model_type": "cohere2"}),
     "VoxtralForConditionalGeneration": ("Voxtral", {"model_type": "llama"}),
@@ -102,7 +108,8 @@ def with_other_input(architecture: str, family_of: Callable[[Config], Family]) -
         read_parts = () if vision is None else PARTS[vision.kind]
         other = tuple(name for name in OTHER_INPUT if name not in read_parts)
         quantization = spec.quantization
-        if quantization is not None and quantization.method in DECODERS_ONLY:
+        of_text = config.get("quantization_config") is None
+        if quantization is not None and (of_text or quantization.method in DECODERS_ONLY):
             floats = (name.removesuffix(".") for name in read_parts)
             spec = replace(spec, quantization=replace(quantization, ignored=(*quantization.ignored, *floats)))
         return replace(with_names(spec, NAMES, unused=UNUSED), other_input=other, vision=vision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from engine.models.errors import ModelError
 from engine.models.families.fields import Config, flag, integer, number
@@ -28,6 +28,9 @@ PARTS = {
     "intern": TOWER,
     "intern_chat": ("vision_model.", "mlp1."),
     "gemma4": ("vision_tower.", "embed_vision."),
+    "gemma4_unified": ("vision_embedder.", "embed_vision."),
+    "kimi_vl": TOWER,
+    "kimi_k25": ("vision_tower.", "mm_projector."),
 }
 
 
@@ -250,8 +253,6 @@ def gemma4(config: Config, text: Config) -> VisionSpec | None:
         return None
     fields = _vision_config(config)
     heads, head_dim = integer(fields, "num_attention_heads", 12), integer(fields, "head_dim", 64)
-    image = integer(config, "image_token_id", 258880)
-    begin, end = integer(config, "boi_token_id", 255999), integer(config, "eoi_token_id", 258882)
     if integer(fields, "num_key_value_heads", heads) != heads or head_dim % 4 or flag(fields, "attention_bias", False):
         raise ModelError("'vision_config': attention must have as many keys as queries, no bias, and 4 | 'head_dim'")
     return VisionSpec(
@@ -269,14 +270,90 @@ def gemma4(config: Config, text: Config) -> VisionSpec | None:
         theta=_theta(fields, 100.0),
         clips=flag(fields, "use_clipped_linears", False),
         is_standardised=flag(fields, "standardize", False),
+        **_gemma4_prompt(config, text),
+    )
+
+
+def gemma4_unified(config: Config, text: Config) -> VisionSpec | None:
+    """Gemma 4 12B: no encoder, patches of 48 x 48 pixels are projected into the text model."""
+    if config.get("vision_config") is None:
+        return None
+    fields = _vision_config(config)
+    side, size = integer(fields, "patch_size", 16) * integer(fields, "pooling_kernel_size", 3), "mm_embed_dim"
+    spec = VisionSpec(
+        kind="gemma4_unified",
+        hidden_size=integer(fields, size, 3840),
+        intermediate_size=3 * side**2,
+        num_layers=0,
+        num_heads=1,
+        patch_size=side,
+        merge_size=1,
+        num_positions=integer(fields, "mm_posemb_size", 1120),
+        eps=number(fields, "rms_norm_eps", 1e-6),
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        **_gemma4_prompt(config, text),
+    )
+    if integer(fields, "output_proj_dims", spec.hidden_size) != spec.hidden_size:
+        raise ModelError(f"'vision_config': 'output_proj_dims' must be {size!r}, {spec.hidden_size}")
+    return spec
+
+
+def _gemma4_prompt(config: Config, text: Config) -> dict[str, Any]:
+    """Return the fields of an image's tokens in a prompt."""
+    image = integer(config, "image_token_id", 258880)
+    return {
+        "image_token_id": image,
+        "placeholder": (image,),
+        "before": (integer(config, "boi_token_id", 255999),),
+        "behind": (integer(config, "eoi_token_id", 258882),),
+        "sees_both_ways": "windows" if text.get("use_bidirectional_attention") == "vision" else "",
+        "max_tokens": integer(config, "vision_soft_tokens_per_image", 280),
+        "pad_id": integer(text, "pad_token_id", 0, minimum=0),
+    }
+
+
+def kimi_vl(config: Config, text: Config) -> VisionSpec:
+    """Kimi-VL: MoonViT, up to 1,024 tokens of an image."""
+    return _moonvit(config, "kimi_vl", max_tokens=1024)
+
+
+def kimi_k25(config: Config, text: Config) -> VisionSpec:
+    """Kimi K2.5 and K2.6: MoonViT, up to 4,096 tokens of an image. Videos are not read."""
+    return _moonvit(config, "kimi_k25", max_tokens=4096)
+
+
+def _moonvit(config: Config, kind: Literal["kimi_vl", "kimi_k25"], max_tokens: int) -> VisionSpec:
+    """Read MoonViT's fields, as published or as transformers writes them."""
+    fields = _vision_config(config)
+    known = {key.removeprefix("vt_").removeprefix("init_"): value for key, value in fields.items()}
+    merge, high = known.get("merge_kernel_size", [2, 2]), integer(known, "pos_emb_height", 64)
+    image = integer(config, "media_placeholder_token_id", integer(config, "image_token_id", 163605))
+    spec = VisionSpec(
+        kind=kind,
+        hidden_size=integer(known, "hidden_size", 1152),
+        intermediate_size=integer(known, "intermediate_size", 4304),
+        num_layers=integer(known, "num_hidden_layers", 27),
+        num_heads=integer(known, "num_attention_heads", 16),
+        patch_size=integer(known, "patch_size", 14),
+        merge_size=_square({"merge": merge}, "merge", 2),
+        num_positions=high**2,
+        activation="gelu_tanh",
+        eps=1e-5,
+        projector_eps=number(known, "projector_ln_eps", number(config, "projection_layer_norm_eps", 1e-5)),
         image_token_id=image,
         placeholder=(image,),
-        before=(begin,),
-        behind=(end,),
-        sees_both_ways="windows" if text.get("use_bidirectional_attention") == "vision" else "",
-        max_tokens=integer(config, "vision_soft_tokens_per_image", 280),
-        pad_id=integer(text, "pad_token_id", 0, minimum=0),
+        max_tokens=max_tokens,
     )
+    _check_heads(spec)
+    if integer(known, "pos_emb_width", high) != high:
+        raise ModelError("'vision_config': positions must be a square")
+    if known.get("merge_type", "sd2_tpool") != "sd2_tpool" or known.get("mm_projector_type") not in (
+        None,
+        "patchmerger",
+    ):
+        raise ModelError("'vision_config': only the merger 'sd2_tpool' and the projector 'patchmerger' are supported")
+    return spec
 
 
 def _square(fields: Config, name: str, default: int) -> int:
@@ -358,9 +435,13 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec | None]] = {
     "Mistral3ForConditionalGeneration": pixtral,
     "Gemma3ForConditionalGeneration": siglip,
     "Gemma4ForConditionalGeneration": gemma4,
+    "Gemma4UnifiedForConditionalGeneration": gemma4_unified,
     "InternVLForConditionalGeneration": intern,
     "InternVLChatModel": intern_chat,
     "Glm4vForConditionalGeneration": glm,
     "Glm4vMoeForConditionalGeneration": glm,
     "Glm46VForConditionalGeneration": glm,
+    "KimiVLForConditionalGeneration": kimi_vl,
+    "KimiK25ForConditionalGeneration": kimi_k25,
+    "Kimi_K25ForConditionalGeneration": kimi_k25,
 }

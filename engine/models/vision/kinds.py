@@ -9,9 +9,11 @@ from engine.models.matrix import Scope
 from engine.models.shard import SINGLE, SingleRank
 from engine.models.spec import VisionSpec
 from engine.models.vision.gemma4 import Gemma4Encoder
+from engine.models.vision.gemma4_unified import Gemma4Projector
 from engine.models.vision.glm import GlmEncoder
 from engine.models.vision.intern import InternEncoder
 from engine.models.vision.layers import VisionEncoder
+from engine.models.vision.moonvit import MoonEncoder
 from engine.models.vision.pixtral import PixtralEncoder
 from engine.models.vision.qwen import QwenEncoder
 from engine.models.vision.siglip import SiglipEncoder
@@ -24,6 +26,9 @@ KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
     "intern_chat": InternEncoder,
     "glm": GlmEncoder,
     "gemma4": Gemma4Encoder,
+    "gemma4_unified": Gemma4Projector,
+    "kimi_vl": MoonEncoder,
+    "kimi_k25": MoonEncoder,
 }
 
 

@@ -78,6 +78,7 @@ class LayerForm:
     mlp_bias: bool = True
     scales: tuple[str, ...] = ()  # vectors [C] by which the results of attention and MLP are multiplied
     qk_norms: tuple[str, ...] = ()  # RMSNorms of queries and keys over all heads
+    turns_neighbours: bool = False  # RoPE turns channel 2i with 2i + 1, instead of i with i + head_dim / 2
 
 
 def form_norm(form: LayerForm, scope: Scope, size: int) -> Norm:
@@ -96,7 +97,7 @@ class EncoderLayer(nn.Module):
         self.proj = Linear(scope, size, {form.out: size}, bias=form.out_bias)
         self.up = Linear(scope, size, dict.fromkeys(form.up, inner), bias=form.mlp_bias)
         self.down = Linear(scope, inner, {form.down: size}, bias=form.mlp_bias)
-        self._is_gated = len(form.up) == 2
+        self._is_gated, self._turns_neighbours = len(form.up) == 2, form.turns_neighbours
         norms = [RMSNorm(scope / name, size, form.eps) for name in form.qk_norms]
         scales = [Vector(scope, name, size) for name in form.scales]
         self.qk_norms, self.scales = nn.ModuleList(norms), nn.ModuleList(scales)
@@ -119,6 +120,8 @@ class EncoderLayer(nn.Module):
         if self.qk_norms:
             query, key = (norm(x) for norm, x in zip(self.qk_norms, (query, key), strict=True))
         q, k, v = (each.unflatten(1, (self.spec.num_heads, -1)) for each in (query, key, value))
+        if self._turns_neighbours:  # scores stay the same in any order of channels
+            q, k = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (q, k))
         if turns is not None:
             q, k = kernels.rotate_halves(q, *turns), kernels.rotate_halves(k, *turns)
         return mixed(q, k, v, lengths)

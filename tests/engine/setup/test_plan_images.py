@@ -22,7 +22,7 @@ from engine.models.norms import UnitRMSNorm
 from engine.models.vision.kinds import make_encoder
 from engine.models.vision.layers import VisionEncoder
 from engine.setup.plan import cpu_here, make_plan
-from engine.worker.images import ENCODED_PATCHES, image_bytes
+from engine.worker.images import image_bytes, most_patches
 from tests.support.image_models import FAMILIES, make_case
 from tests.support.loaded import load
 
@@ -34,6 +34,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "Mistral3ForConditionalGeneration": ({}, {}, 5120),
     "Gemma3ForConditionalGeneration": ({"mm_tokens_per_image": 16}, {"image_size": 224}, 3840),
     "Gemma4ForConditionalGeneration": ({}, {}, 2560),
+    "Gemma4UnifiedForConditionalGeneration": ({}, {}, 3840),
+    "KimiVLForConditionalGeneration": ({}, {}, 2048),
     "InternVLForConditionalGeneration": ({}, {}, 4096),
     "Glm4vForConditionalGeneration": ({}, {}, 4096),
 }
@@ -107,7 +109,7 @@ def test_memory_of_encoding_is_estimated(architecture: str, monkeypatch: pytest.
     peaks = [_peak(encoder, [spec.tile or (24, 24)] * count) for count in (1, 2)]
     # What does not grow with the number of patches is left out.
     num_patches = math.prod(spec.tile or (24, 24))
-    needed = (peaks[1] - peaks[0]) * ENCODED_PATCHES // num_patches
+    needed = (peaks[1] - peaks[0]) * most_patches(spec) // num_patches
     _, estimate = image_bytes(spec, hidden, 4)
     assert 0.9 <= estimate / needed <= 3, f"{estimate >> 20} MiB for {needed >> 20}"
 

@@ -25,7 +25,7 @@ ELSEWHERE = {
     *("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel", "NomicBertModel"),
     *("ModernBertModel", "EuroBertModel", "Gemma3TextModel", "MPNetModel", "NewModel", "GteModel", "JinaBertModel"),
     *("AlbertModel", "ElectraModel", "DebertaV2Model", "LlamaBidirectionalModel", "JinaEmbeddingsV3Model"),
-    *("Gemma3nForConditionalGeneration",),
+    *("Gemma3nForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
     *("Phi3SmallForCausalLM", "DeciLMForCausalLM"),
     *("Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 }
