@@ -44,6 +44,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
 from engine.worker.parallel.cores import num_cores
+from engine.worker.proposers.draft_graphs import run_all
 from engine.worker.proposers.loading import load_proposer
 
 _log = logging.getLogger(__name__)
@@ -197,6 +198,8 @@ def compile_kernels(runner: ModelRunner, processes: Any = None) -> None:
         if any(each.reads_prefixes_once for each in runner.forward.attentions):
             for size in prefix_sizes(graph_sizes(max_decodes)):
                 runner.decode_step.run(packed, size, has_common_prefix=True)
+        if runner.proposer is not None and not runner.options.enforce_eager:
+            run_all(runner.proposer.works(), runner.device, runner.options.dtype)
     runner.batch.state.last_token.zero_()  # remove what the dummy run has left there
 
 

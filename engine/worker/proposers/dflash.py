@@ -14,7 +14,7 @@ from engine.models.residual import SublayerInput
 from engine.worker.attention.group_attention import AttentionStep, Prefills
 from engine.worker.options import MAX_DRAFTED_SEQS
 from engine.worker.proposers.draft_cache import DrafterSetup
-from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
+from engine.worker.proposers.draft_graphs import DraftWork
 from engine.worker.proposers.draft_sampler import DraftRows
 from engine.worker.proposers.model_proposer import ModelProposer, of_all_tokens
 from engine.worker.proposers.proposer import SampledStep
@@ -35,23 +35,13 @@ class DFlashProposer(ModelProposer):
         self._most_split = options.max_decodes if options.device.is_accelerator and not has_windows else 0
         self._each = torch.arange(options.max_num_seqs * self._block.length + 1, dtype=torch.int32).to(device)
         self._no_states = torch.zeros(0, 0, dtype=options.dtype, device=device)
-        self._graphs: DraftGraphs | None = None
 
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture the blocks of few requests and the guesses from them, where each token is a sequence of its own."""
-        most = self._most_split // self._block.length
+    def works(self) -> list[DraftWork]:
+        """Return the blocks of few requests and the guesses from them, where each token is a sequence of its own."""
+        most = min(self._most_split // self._block.length, MAX_DRAFTED_SEQS)
         if not self._captures or not most:
-            return
-        padding_row = len(self._state.records) - 1
-        sizes = sorted({min(size, most, MAX_DRAFTED_SEQS) for size in SIZES})
-        self._graphs = DraftGraphs(
-            self.device, self._guess_sampled, [0, padding_row, -1, 0], 0, sizes, self._options.dtype
-        )
-
-    def release(self) -> None:
-        super().release()
-        self._graphs = None
+            return []
+        return [DraftWork.up_to(most, self._guess_sampled, [0, len(self._state.records) - 1, -1, 0], width=0)]
 
     def propose(self, step: SampledStep) -> Tensor:
         """See `DeviceProposer.propose`."""
@@ -60,9 +50,9 @@ class DFlashProposer(ModelProposer):
         if not step.num_proposals:
             return torch.full((n, 0), -1, dtype=torch.int64, device=self.device.torch_device)
         rows, newest_ids = self.rows_of(step), self._newest(step)
-        if self._graphs is not None and self._graphs.fits(n):
+        if self._graphs and self._graphs[0].fits(n):
             integers = torch.stack((newest_ids, rows.rows, rows.newest, rows.num_slots))
-            return self._graphs.run(integers, self._no_states)
+            return self._graphs[0].run(integers, self._no_states)
         found, newest = self._guess(newest_ids, rows)
         self._sampler.keep(step.packed.members.rows, newest, found)
         return found

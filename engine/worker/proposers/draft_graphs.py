@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,28 +16,47 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of a pass, or requests, to 
 Work = Callable[[Tensor, Tensor], Tensor]  # (integers [columns, size] int64, hidden [size, width]) → the result
 
 
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """Work on integers and hidden states of so many tokens or requests."""
+
+    run: Work
+    padding: list[int]  # the integers of a token or request that is none
+    width: int  # of hidden states
+    sizes: list[int]  # to capture, ascending
+
+    @classmethod
+    def up_to(cls, most: int, run: Work, padding: list[int], width: int) -> DraftWork:
+        """Capture sizes up to `most`."""
+        return cls(run, padding, width, sorted({min(size, most) for size in SIZES}))
+
+    def inputs(self, size: int, device: Device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return integers and hidden states of `size` tokens or requests that are none."""
+        integers = torch.tensor(self.padding).unsqueeze(1).to(device.torch_device)
+        hidden = torch.zeros(size, self.width, device=device.torch_device, dtype=dtype)
+        return integers.repeat(1, size), hidden
+
+
+def run_all(works: Iterable[DraftWork], device: Device, dtype: torch.dtype) -> None:
+    """Run every work once for each of its sizes, which compiles its kernels."""
+    for work in works:
+        for size in reversed(work.sizes):
+            work.run(*work.inputs(size, device, dtype))
+
+
 class DraftGraphs:
-    """Graphs of work on integers and hidden states of so many tokens or requests, by padded size.
+    """Graphs of a work, by padded size. Owns the static buffers that the graphs read."""
 
-    Owns the static buffers that the graphs read.
-    """
-
-    def __init__(
-        self, device: Device, work: Work, padding: list[int], width: int, sizes: list[int], dtype: torch.dtype
-    ):
-        """`padding`: the integers of a token or request that is none. `width`: of hidden states, all of `dtype`."""
-        new = partial(torch.zeros, device=device.torch_device)
-        self._padding = torch.tensor(padding).unsqueeze(1).to(device.torch_device)
-        self._integers = new(len(padding), sizes[-1], dtype=torch.int64)
-        self._integers[:] = self._padding
-        self._hidden = new(sizes[-1], width, dtype=dtype)
-        self._sizes = sizes
+    def __init__(self, device: Device, work: DraftWork, dtype: torch.dtype) -> None:
+        """`dtype`: of hidden states."""
+        self._integers, self._hidden = work.inputs(work.sizes[-1], device, dtype)
+        self._padding, self._sizes = self._integers[:, :1].clone(), work.sizes
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         shared: Graph | None = None
-        for size in reversed(sizes):
-            inputs = self._integers[:, :size], self._hidden[:size]
-            work(*inputs)  # compile and select algorithms before the capture
-            graph, result = device.capture(partial(work, *inputs), shared)
+        for size in reversed(work.sizes):
+            run = partial(work.run, self._integers[:, :size], self._hidden[:size])
+            run()  # compile and select algorithms before the capture
+            graph, result = device.capture(run, shared)
             shared = shared or graph
             self._graphs[size] = graph, result
 

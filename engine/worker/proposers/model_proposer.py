@@ -14,7 +14,7 @@ from engine.models.attention import AttentionMetadata
 from engine.worker.attention.group_attention import AttentionStep
 from engine.worker.options import MAX_DRAFTED_SEQS
 from engine.worker.proposers.draft_cache import DraftCache, DrafterSetup
-from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs
+from engine.worker.proposers.draft_graphs import SIZES, DraftGraphs, DraftWork
 from engine.worker.proposers.draft_sampler import DraftRows, DraftSampler
 from engine.worker.proposers.proposer import SampledStep
 from engine.worker.sampling.rejection import DraftProbabilities
@@ -41,6 +41,7 @@ class ModelProposer(ABC):
         self._target, self._options, self.device = setup.target, setup.options, setup.options.device
         self.cache, self._sampler = DraftCache(setup), DraftSampler(setup)
         self._state, self._num = setup.state, setup.options.max_request_drafts
+        self._graphs: list[DraftGraphs] = []  # of `works`, once they are captured
 
     layers: Sequence[int] | None = None  # see `DeviceProposer.layers`
 
@@ -56,6 +57,7 @@ class ModelProposer(ABC):
     def release(self) -> None:
         """See `DeviceProposer.release`."""
         self.cache.release()
+        self._graphs = []
 
     @property
     def _captures(self) -> bool:
@@ -63,8 +65,13 @@ class ModelProposer(ABC):
         return CAPTURES and self._options.num_ranks_per_stage == 1
 
     @abstractmethod
+    def works(self) -> list[DraftWork]:
+        """See `DeviceProposer.works`."""
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """See `DeviceProposer.capture`."""
+        self._graphs = [DraftGraphs(self.device, work, self._options.dtype) for work in self.works()]
 
     @abstractmethod
     def propose(self, step: SampledStep) -> Tensor:
@@ -95,27 +102,17 @@ class SuccessiveProposer(ModelProposer):
         self.max_split = min(SPLIT_TOKENS, options.max_decodes)
         each = torch.arange(max(options.max_num_seqs, self.max_split) + 1, dtype=torch.int32)
         self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
-        self._passes: DraftGraphs | None = None
-        self._guesses: DraftGraphs | None = None
 
-    def release(self) -> None:
-        super().release()
-        self._passes = self._guesses = None
-
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture passes over few tokens and the guesses after them, with the KV cache as it is."""
+    def works(self) -> list[DraftWork]:
+        """Return passes over few tokens, and the guesses after them."""
         options, padding_row = self._options, len(self._state.records) - 1
         if not self._captures:
-            return
-        sizes = sorted({min(size, self.max_split) for size in SIZES})
-        self._passes = DraftGraphs(
-            self.device, self._split_pass, [0, padding_row, 0, 0], self.input_width, sizes, options.dtype
-        )
-        sizes = sorted({min(size, options.max_num_seqs, MAX_DRAFTED_SEQS) for size in SIZES})
-        self._guesses = DraftGraphs(
-            self.device, self._guess_sampled, [0, padding_row, -1, 0], self.output_width, sizes, options.dtype
-        )
+            return []
+        passes, guesses = self.max_split, min(options.max_num_seqs, MAX_DRAFTED_SEQS)
+        return [
+            DraftWork.up_to(passes, self._split_pass, [0, padding_row, 0, 0], self.input_width),
+            DraftWork.up_to(guesses, self._guess_sampled, [0, padding_row, -1, 0], self.output_width),
+        ]
 
     @property
     @abstractmethod
@@ -134,9 +131,9 @@ class SuccessiveProposer(ModelProposer):
         if first is None:
             return torch.full((n, num), -1, dtype=torch.int64, device=self.device.torch_device)
         (hidden, positions), rows = first
-        if self._guesses is not None and num == self._num and self._guesses.fits(n):
+        if self._graphs and num == self._num and self._graphs[1].fits(n):
             integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
-            return self._guesses.run(integers, hidden)
+            return self._graphs[1].run(integers, hidden)
         found = self._guess(hidden, positions, rows, num)
         self._sampler.keep(step.packed.members.rows, rows.newest, found)
         return found
@@ -161,8 +158,8 @@ class SuccessiveProposer(ModelProposer):
         """Run the drafter for at most `max_split` tokens of decoding requests, each as a sequence of its own: its
         request's earlier tokens are stored before it attends. All [T]; hidden [T, hidden] → [T, hidden].
         """
-        if self._passes is not None and self._passes.fits(len(ids)):
-            return self._passes.run(torch.stack((ids, rows, positions, is_kept.long())), hidden)
+        if self._graphs and self._graphs[0].fits(len(ids)):
+            return self._graphs[0].run(torch.stack((ids, rows, positions, is_kept.long())), hidden)
         return self._decode(ids, hidden, rows, positions, is_kept)
 
     def _split_pass(self, integers: Tensor, hidden: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.input_batch import BatchSamples, PackedStep, Row
+from engine.worker.proposers.draft_graphs import DraftWork
 from engine.worker.sampling.imposed import ImposedAcceptance
 from engine.worker.sampling.rejection import DraftProbabilities
 from kernels.data.layout import StepTensors
@@ -83,8 +84,11 @@ class DeviceProposer(Protocol):
     def release(self) -> None:
         """Release what it keeps beside KV blocks."""
 
+    def works(self) -> Sequence[DraftWork]:
+        """Return what it runs in graphs, on a device that has these, once it has memory."""
+
     def capture(self) -> None:
-        """Capture what it runs in graphs, on a device that has these."""
+        """Capture its `works`."""
 
     def propose(self, step: SampledStep) -> Tensor:
         """Return [n, num_proposals] int64 on the device: what may follow each request's newest kept token; -1: nothing.

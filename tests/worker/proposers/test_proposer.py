@@ -12,6 +12,7 @@ from torch import Tensor
 from engine import LLM, SamplingParams
 from engine.core.drafts.policy import DraftPolicy
 from engine.worker.model_runner import ModelRunner
+from engine.worker.proposers.draft_graphs import DraftWork
 from engine.worker.proposers.proposer import SampledStep
 
 PROMPTS = [[5, 9, 77, 5, 9], [30, 31, 32], [200, 7, 7, 7], [4] * 20, list(range(40, 60))]
@@ -34,6 +35,9 @@ class Teller:
 
     def release(self) -> None:
         pass
+
+    def works(self) -> list[DraftWork]:
+        return []
 
     def capture(self) -> None:
         pass
