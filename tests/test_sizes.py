@@ -10,8 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("quire", "engine", "kernels", "server", "benchmarks")
 MAX_LINES_OF_FUNCTION = 60
 MAX_LINES_OF_CLASS = 300  # with all its parents'
+MAX_LINES_OF_MODEL_RUNNER = 230  # to which every feature of the device would like to add
 MAX_PARAMETERS = 8  # without self; a host function that launches a kernel may unpack a record, so a few have more
-MAX_LONG_SIGNATURES = 12
+MAX_LONG_SIGNATURES = 9
 MAX_TOP_MODULES = 12
 MAX_COLUMNS = 120  # of C++; the linter counts those of Python
 
@@ -70,6 +71,10 @@ def test_few_functions_have_many_parameters() -> None:
 
 def test_classes_are_small() -> None:
     assert {name: lines for name, lines in sizes_of_classes().items() if lines > MAX_LINES_OF_CLASS} == {}
+
+
+def test_the_model_runner_is_small() -> None:
+    assert sizes_of_classes()["ModelRunner"] <= MAX_LINES_OF_MODEL_RUNNER
 
 
 def test_the_top_of_the_engine_has_few_modules() -> None:

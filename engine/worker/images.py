@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from engine.core.batch import MAX_ENCODED_TOKENS
+from engine.core.batch import MAX_ENCODED_TOKENS, ScheduledBatch
 from engine.core.engine_request import ImageInput
 from engine.models.decoder import Decoder, ImageTokens
 from engine.models.residual import ImageSpan
@@ -19,7 +19,7 @@ from engine.models.rope import sectioned_rows
 from engine.models.spec import Grid, VisionSpec
 from engine.models.vision.layers import EncodedImages
 from engine.worker.device import Device, Stopwatch
-from engine.worker.input_batch import PackedStep, Row
+from engine.worker.input_batch import InputBatch, PackedStep, Row
 
 ENCODED_PATCHES = 65_536  # the most that are encoded at once, or those of a single larger image
 # How many results of an MLP's inner width are held at once, by kind; others hold two.
@@ -63,6 +63,11 @@ class ImageReader:
             return 0
         *_, (_, _, end) = image_places(images, self._spec.merge_size)
         return end - images[-1].stop
+
+    def has_part(self, rows: InputBatch, batch: ScheduledBatch) -> bool:
+        """Return whether the batch computes tokens up to the last image of one of its requests."""
+        members = rows.members(batch)
+        return members.has_images and any(computes_images(row, rows.num_computed(row)) for row in members.rows)
 
     def step(self, packed: PackedStep) -> StepImages:
         """Encode what a step needs. Its requests with images compute tokens up to the last one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -335,6 +335,13 @@ class InputBatch:
         if with_params:
             for column in (samples.seed, samples.temperature, samples.top_p, samples.min_p, samples.top_k):
                 column[:n] = column[requests]
+
+    def set_newest(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Take the new tokens of these requests, at least one each, which another rank sampled."""
+        known = [(self.rows[name].index, tokens[-1]) for name, tokens in token_ids.items() if name in self.rows]
+        if known:
+            rows, tokens = self.device.upload(torch.tensor(known)).T
+            self.state.last_token[rows] = tokens.to(self.state.last_token.dtype)
 
     def num_computed(self, row: Row) -> int:
         """Return how many of the row's tokens the steps packed so far compute."""

@@ -6,7 +6,7 @@ stays on the device, so the next step can be launched before this one is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,24 +21,23 @@ from engine.core.engine_request import Adapter
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.worker.adapter_slots import AdapterSlots
-from engine.worker.block_store.block_copier import BlockCopier, Copier, StateCopier
+from engine.worker.block_store.block_copier import new_copier
 from engine.worker.block_store.block_file import BlockFile, BlockFileOptions, NoPeers, Peers, open_block_file
 from engine.worker.block_store.host_blocks import HostBlocks
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.decode_step import DecodeStep
-from engine.worker.executor import Computed, Executor, Padding, StepRequest, WholeLogits
+from engine.worker.executor import Executor, Padding, StepRequest
 from engine.worker.expert_load import ExpertLoad
 from engine.worker.forward_pass import EagerSteps, ForwardPass
-from engine.worker.images import ImageReader, computes_images, own_rows
-from engine.worker.input_batch import InputBatch, PackedStep
+from engine.worker.images import ImageReader, own_rows
+from engine.worker.input_batch import InputBatch
 from engine.worker.kv_cache import KVCacheLayout
+from engine.worker.last_stage import LastStage
 from engine.worker.mapped_memory import MappedMemory
 from engine.worker.options import RunnerOptions
 from engine.worker.parallel.communicator import StageLink
-from engine.worker.pooler import Pooler
 from engine.worker.proposers.model_proposer import ModelProposer
 from engine.worker.proposers.proposer import DeviceProposer
-from engine.worker.sampling.logprobs import PromptLogprobs
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.step_handle import StepHandle
 from engine.worker.step_sampling import StepSampling
@@ -89,7 +88,7 @@ class ModelRunner:
         self.executors: list[Executor] = []  # the first one that a step fits runs it; if none, it runs eagerly
         self._eager = EagerSteps(self.forward, self.images)
         self._sampling = StepSampling(self.batch, step, self.sampler, options)
-        self._pooler = Pooler(self.batch, model.norm, spec.hidden_size, model.head)
+        self._last_stage = LastStage(self.forward, self.batch, self.sampler, self._sampling, spec)
         self._file_thread = ThreadPoolExecutor(1, "prefix cache file")
         self._expert_load: ExpertLoad | None = None
         if options.expert_load_interval:
@@ -119,12 +118,7 @@ class ModelRunner:
 
     def open_block_file(self, options: BlockFileOptions, peers: Peers | None = None) -> BlockFile | None:
         """Open a file of a pool's blocks, see `block_file.open_block_file`. `peers`: the other ranks' files, if any."""
-        layout, cache = self.kv_layout, self.forward.kv_cache
-        if options.pool:
-            copier: Copier = StateCopier(layout.block_parts(cache)[options.pool], layout, self.device)
-        else:
-            max_blocks = max(options.buffer_bytes // max(layout.block_bytes, 1), 1)
-            copier = BlockCopier(cache, layout, self.device, max_blocks)
+        copier = new_copier(options.pool, options.buffer_bytes, self.forward.kv_cache, self.kv_layout, self.device)
         file = open_block_file(options, copier, peers or NoPeers(), self._file_thread)
         if file is not None and self.host is not None:
             file.use_host(self.host, options.pool)
@@ -237,10 +231,10 @@ class ModelRunner:
         self.update_rows(output)
         if self.images is not None and output.encoder is not None:
             self.images.forget(output.encoder.forgotten)
-        step = StepRequest(output, PromptLogprobs.indices(output, self.batch), self._pooler.indices(output))
+        step = self._last_stage.request(output)
         if self.adapters is not None and self.batch.members(output.batch).has_adapters:
             step = step._replace(has_adapters=True)
-        if self.images is not None and self._computes_images(output):
+        if self.images is not None and self.images.has_part(self.batch, output.batch):
             step = step._replace(has_images=True)
         if self._expert_load is not None and not step.only_decodes and self._expert_load.begin():
             step = step._replace(counts_experts=True)
@@ -253,13 +247,13 @@ class ModelRunner:
         computed = executor.run(step, packed)
         handle = StepHandle(output, encoding=None if self.images is None else self.images.take_stopwatch())
         if packed.members.samples.has_drafts and not padding.splits:
-            self._expand_samples(packed, output.num_proposals > 0)
+            self._last_stage.expand_samples(packed, output.num_proposals > 0)
         if step.counts_experts and self._expert_load is not None:
             handle.expert_counts = self._expert_load.end()
         if computed.is_graph:  # other launches keep the device waiting anyway
             handle.device_waited = self._sampling.device_waits
         if self.model.stage.is_last:
-            self._sample(handle, step, packed, computed)
+            self._last_stage.complete(handle, step, packed, computed)
         else:
             assert self._link is not None
             assert computed.hidden is not None
@@ -268,18 +262,6 @@ class ModelRunner:
         if self.host is not None:
             self.host.after_launch()
         return handle
-
-    def _computes_images(self, output: SchedulerOutput) -> bool:
-        members = self.batch.members(output.batch)
-        return members.has_images and any(
-            computes_images(row, self.batch.num_computed(row)) for row in members.rows if row.images
-        )
-
-    def _expand_samples(self, packed: PackedStep, has_reader: bool) -> None:
-        """Give each sample of a step with drafts what its request's last one has."""
-        is_plain = packed.members.greedy and not self.sampler.has_processed
-        if has_reader or not is_plain:  # else nothing reads it
-            self.batch.expand_samples(packed, self.forward.step, with_params=not is_plain)
 
     def _executor(self, step: StepRequest) -> tuple[Executor, Padding]:
         """Return what runs the step, and the size for which it is packed: the same in all ranks and stages."""
@@ -290,45 +272,3 @@ class ModelRunner:
             if padding is not None and self.batch.packed_size(step.output, *padding) <= executor.max_words:
                 return executor, padding
         return self._eager, self._eager.fits(step)
-
-    def _sample(self, handle: StepHandle, step: StepRequest, packed: PackedStep, computed: Computed) -> None:
-        """Complete what the executor has left of a step on the last stage, up to its sampling."""
-        logits, tokens, num_samples = computed.logits, computed.tokens, len(packed.members.samples)
-        if logits is None:
-            hidden = computed.hidden
-            assert hidden is not None
-            self._use_every_token(handle, step, packed, hidden)
-            if len(step.pooled) == num_samples:  # nothing to sample
-                logits = WholeLogits(hidden[:0], self.sampler)
-                tokens = torch.full((num_samples,), -1, device=self.device.torch_device)
-            else:
-                indices = None if len(hidden) == num_samples else self.forward.sampled_tokens(packed)
-                last = hidden if indices is None else hidden[indices]
-                logits = WholeLogits(self.model.logits(last, self.forward.sampled_adapters(step, packed)), self.sampler)
-        if tokens is None:
-            samples = packed.members.samples
-            tokens = self.sampler.sample_unfiltered(logits.gathered(), packed.members.greedy, not samples.has_drafts)
-            if samples.has_drafts and not samples.all_drafted:
-                self.sampler.store_undrafted(tokens, samples)
-        self._sampling.begin(handle, packed, logits, tokens, computed.is_graph)
-
-    def _use_every_token(self, handle: StepHandle, step: StepRequest, packed: PackedStep, hidden: Tensor) -> None:
-        """Compute what is wanted of the hidden states of all tokens [T, hidden]."""
-        if step.scored:
-            logits, size = self.forward.logits_of(hidden, step.has_adapters), self.spec.vocab_size
-            handle.prompt_logprobs = PromptLogprobs.of(packed, step.scored, logits, size, self.device.upload)
-        if step.pooled:
-            handle.embeddings = self._pooler.pool(packed, step.pooled, hidden)
-
-    def set_newest(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Take the new tokens of these requests, sampled by the last stage, at least one each. Only the first stage
-        needs them: its rows hold the newest.
-        """
-        known = [
-            (row.index, tokens[-1])
-            for name, tokens in token_ids.items()
-            if (row := self.batch.rows.get(name)) is not None
-        ]
-        if known and self.model.stage.is_first:
-            rows, tokens = self.device.upload(torch.tensor(known)).T
-            self.batch.state.last_token[rows] = tokens.to(self.batch.state.last_token.dtype)

@@ -168,6 +168,7 @@ class Follower:
     def __init__(self, are_renewed: bool, survive_failures: bool) -> None:
         self.are_renewed, self.survive_failures = are_renewed, survive_failures
         self.num_left = self.num_resets = 0
+        self.batch = self
         build: Any = SimpleNamespace(rank=1, shard=SimpleNamespace(rank=1), stage=Stage(0, 1))
         self.steps = ranks.FollowedSteps(build, cast(Any, self), cast(Any, self))
 

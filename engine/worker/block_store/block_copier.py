@@ -106,3 +106,12 @@ class StateCopier:
 
     def _of_parts(self, row: Tensor) -> Sequence[Tensor]:
         return row.split([part.shape[1] for part in self._parts])
+
+
+def new_copier(
+    pool: int, buffer_bytes: int, kv_cache: Sequence[LayerCache], layout: KVCacheLayout, device: Device
+) -> Copier:
+    """Return what copies blocks of a pool, through a buffer of about so many bytes. Pool 0: KV blocks."""
+    if pool:
+        return StateCopier(layout.block_parts(kv_cache)[pool], layout, device)
+    return BlockCopier(kv_cache, layout, device, max(buffer_bytes // max(layout.block_bytes, 1), 1))

@@ -590,7 +590,8 @@ class FollowedSteps:
 
     def _launch(self, message: Launch) -> None:
         self._batch = self._batch if message.repeated else message.output.batch
-        self._runner.set_newest(message.sampled)
+        if self._build.stage.is_first:  # it embeds them; the last stage has sampled them
+            self._runner.batch.set_newest(message.sampled)
         launched = self._runner.launch(replace(message.output, batch=self._batch))
         if self._handle is not None and self._handle.done is not None:
             self._handle.done.synchronize()  # like rank 0, queue at most two steps
