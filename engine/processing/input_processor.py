@@ -131,8 +131,7 @@ class InputProcessor:
         """Check a request and return it in the form that the engine accepts.
 
         Raises `ValueError`, with the valid values, if the engine could not run it: a `ParameterError` if one field of
-        the request is at fault. May take a second, unless the
-        sampling parameters are prepared already.
+        the request is at fault. May take a second, unless the sampling parameters are prepared already.
         """
         if request.pooling is not None:
             self._check_pooling(request.prompt_token_ids, request.pooling)

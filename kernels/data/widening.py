@@ -1,10 +1,9 @@
 """When prefill attention over an e4m3 cache gains from upcast copies of its pages, made once a layer. Needs no Triton.
 
 On Hopper, a warpgroup converts the codes of an e4m3 cache to float16 before the tensor core reads them: again for each
-tile of
-queries, and more slowly than TMA loads upcast pages. An upcast copy costs time for each key, and saves it for each
-query that sees
-the key. New keys and values are only written once more when they are stored; older ones are read, too.
+tile of queries, and more slowly than TMA loads upcast pages. An upcast copy costs time for each key, and saves it for
+each query that sees the key. New keys and values are only written once more when they are stored; older ones are read,
+too.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _prefill_kernel(
     if WINDOW > 0:  # keys before `oldest` are seen by no row, those from `whole_begin` by every row's window
         oldest = tl.maximum(first_pos - WINDOW + 1, 0)
         whole_begin = tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
-    if SPARSE is not None:  # likewise; those before that are seen at all are seen by every row
+    if SPARSE is not None:  # the local blocks; each block before them is seen by all rows or by none
         local = first_local_block(first_pos, SPARSE)
         oldest = local * SPARSE[0]
         whole_begin = first_local_block(last_pos, SPARSE) * SPARSE[0]

@@ -303,8 +303,7 @@ def _config(n: int, row: int, group: int, size: int, tiles: Tiles, gated: bool) 
     """Return tile sizes for rows of codes of `size` bytes.
 
     Few tokens are bound by reading the codes, many by the tensor cores. Codes of one load have one scale, where there
-    are
-    groups. Measured on an H200.
+    are groups. Measured on an H200.
     """
     if size == 4:
         return Config(32, 32, 4, 2)

@@ -2,8 +2,7 @@
 (models.md).
 
 `python -m server.docs.tables` rewrites them. A table is between `<!-- parameters: NAME -->`, or `flags` or `table`
-instead of
-`parameters`, and `<!-- end -->`.
+instead of `parameters`, and `<!-- end -->`.
 """
 
 from __future__ import annotations

@@ -100,8 +100,7 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
     """Read a key file. Returns the callers by the SHA-256 of their keys. Raises `ConfigError`, which never shows a key.
 
     The file is YAML (or JSON): lines `NAME: KEY`, with an `Entry` instead of the key if there are more settings. A key
-    is
-    `sha256:` and its hash, or the key itself. A file may also contain just a single key.
+    is `sha256:` and its hash, or the key itself. A file may also contain just a single key.
     """
     label = f"api_key_file {path}"
     callers = _callers(_entries(_read(path, label), label), label)

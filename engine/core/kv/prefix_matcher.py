@@ -21,11 +21,11 @@ class PrefixMatcher:
 
     The name of a full block is its group and `sha256(hash of the previous block, its name ids)`; the chain starts at
     `sha256(salt)`, or with a LoRA adapter at a hash of that and the adapter's version; once weights were replaced, at a
-    hash of that and their version. Name ids are the token ids,
-    except for placeholders (`Request.name_ids`). So a name stands for a whole prefix, equal prefixes have equal names,
-    and a chain survives the eviction and recomputation of a block in its middle. SHA-256 makes a hit proof of equal
-    content: no one can construct two prefixes with the same name, as would be possible with Python's `hash()` of token
-    tuples. A name takes 32 bytes; the tokens to compare would take a kilobyte.
+    hash of that and their version. Name ids are the token ids, except for placeholders (`Request.name_ids`). So a name
+    stands for a whole prefix, equal prefixes have equal names, and a chain survives the eviction and recomputation of a
+    block in its middle. SHA-256 makes a hit proof of equal content: no one can construct two prefixes with the same
+    name, as would be possible with Python's `hash()` of token tuples. A name takes 32 bytes; the tokens to compare
+    would take a kilobyte.
     """
 
     def __init__(

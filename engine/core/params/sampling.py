@@ -34,9 +34,8 @@ class SamplingParams:
     `frequency_penalty`, `presence_penalty`, DRY, `allowed_token_ids`, `thinking_token_budget`, the grammar of
     `structured_outputs`, `top_n_sigma`, `temperature`, `min_p`, `top_k`, `top_p`, `typical_p`, XTC. `temperature=0` is
     greedy: it takes the token with the highest logit after the steps up to the grammar, and ignores the later ones.
-    With
-    `seed`, the same request gives the same tokens whatever else is in the batch. Log probabilities are computed from
-    the model's raw logits, before any of these steps.
+    With `seed`, the same request gives the same tokens whatever else is in the batch. Log probabilities are computed
+    from the model's raw logits, before any of these steps.
     """
 
     n: int = parameter(1, "number of answers to each prompt", at_least=1, at_most=128)

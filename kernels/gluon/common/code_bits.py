@@ -107,7 +107,7 @@ def _in_order(a, b, c, d, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def decode_words(words, KIND: gl.constexpr, LAYOUT: gl.constexpr):
-    """int32 words of four bytes [warps, rows, words] → [warps, rows, 4 · words] bfloat16, likewise."""
+    """int32 words of four bytes [warps, rows, words] → [warps, rows, 4 · words] bfloat16, see `_in_order`."""
     if KIND == "e4m3" or KIND == "int8":
         TEXT: gl.constexpr = E4M3_WORDS if KIND == "e4m3" else INT8_WORDS
         a, b, c, d = gl.inline_asm_elementwise(TEXT, "=h,=h,=h,=h,r", [words], dtype=FOUR, is_pure=True, pack=1)

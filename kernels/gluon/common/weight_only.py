@@ -1,10 +1,8 @@
 """Weight-only GEMMs on Hopper's tensor cores: how a stage's codes become an operand in registers.
 
 A stage is 64 bytes of codes of each of a warpgroup's 64 rows. With four-bit codes, a byte holds channels j and j + K /
-2, so
-a stage has two tiles of x. A thread takes 16 bytes of a row at once, of which each of the tensor core's four steps
-wants
-four bytes, two by two, eight channels apart: so x lies in the order of `place_of`.
+2, so a stage has two tiles of x. A thread takes 16 bytes of a row at once, of which each of the tensor core's four
+steps wants four bytes, two by two, eight channels apart: so x lies in the order of `place_of`.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking
@@ -36,8 +34,7 @@ def place_of(channel, BYTES: tl.constexpr):
     """Position of a channel in an ordered row of x.
 
     Each half of BYTES is padded to a multiple of 64. Of each 64 channels the bits of the number, which count quarters,
-    steps,
-    tiles and pairs of channels, are permuted: steps, tiles, quarters, pairs.
+    steps, tiles and pairs of channels, are permuted: steps, tiles, quarters, pairs.
     """
     WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64
     c = channel % BYTES

@@ -1,8 +1,8 @@
 """LoRA within a GEMM of few tokens: the first programs of its launch compute A · x, all others add B times that.
 
 The others load B, and A · x once it is complete, when they have requested the last of their weights: so they wait for
-both at once. The first programs have all been started when others
-are, so none of these waits for a program that finds no place.
+both at once. The first programs have all been started when others are, so none of these waits for a program that finds
+no place.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking

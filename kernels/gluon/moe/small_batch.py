@@ -186,8 +186,7 @@ def _stage_scales(
 ):  # fmt: skip
     """For each half, scales times factors of all STAGED steps in shared memory, float32 [WARPS, BLOCK_N, STAGED].
 
-    SMALL: times 2^62, for codes that
-    are decoded to their value times 2^-126 and channels times 2^64.
+    SMALL: times 2^62, for codes that are decoded to their value times 2^-126 and channels times 2^64.
     """
     LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 1], [2, 16, 1], [WARPS // 2, 1, 2], [1, 0, 2])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0, 2])

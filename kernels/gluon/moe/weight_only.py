@@ -58,8 +58,8 @@ def _gather_kernel(
 ):  # fmt: skip
     """out [routed token in order, width]: a routed token's token in order, with zeros where there is no channel.
 
-    Likewise zeros in `inner`, for a weight of rows of NEXT_BYTES; PADDING: a power of two, at least as many as a row
-    has.
+    `inner` gets such zeros, too, for a weight of rows of NEXT_BYTES. PADDING: a power of two, at least as many as a row
+    of it has.
     """
     WIDTH: tl.constexpr = (BYTES + 63) // 64 * 64 * HALVES
     position = tl.program_id(0).to(tl.int64)
@@ -483,8 +483,8 @@ def launch(
     activation: str = "",
     following: QuantizedWeight | None = None,
 ) -> None:
-    """x: routed tokens in order [routed tokens, width]; out: with an activation, likewise, for the weight `following`;
-    see `_quantized_experts_kernel`.
+    """x: routed tokens in order [routed tokens, width]; out: with an activation, those for the weight `following`; see
+    `_quantized_experts_kernel`.
     """
     n, block_m = weight.codes.shape[1] // (2 if activation else 1), tiles.block_m
     row, k = weight.codes.shape[2], weight.num_channels
