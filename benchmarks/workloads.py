@@ -39,7 +39,7 @@ class Workload:
     name: str
     requests: list[Request]
     prefix_caching: bool = False  # the engine is to have its prefix cache on
-    greedy: bool = False  # answers are the likeliest tokens, else they are sampled
+    greedy: bool = False  # answers are greedy, else they are sampled
     counts: bool = False  # for weights whose text counts, see `benchmarks.counting`
     adapters: int = 0  # LoRA adapters that the requests use alternately; 0: none
 

@@ -242,7 +242,7 @@ class EngineConfig:
     )
     compress_experts: bool = flag(
         False,
-        "keep a mixture's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
+        "keep an MoE model's bfloat16 experts in 12 bits a weight, without loss, on Hopper GPUs: a quarter less memory "
         "and faster answers, but slower long prompts",
     )
     expert_load_interval: int = flag(

@@ -256,8 +256,8 @@ def make_plan(config: EngineConfig, gpu: GPU, *, offline: bool = False) -> Plan:
         kept, encoding = image_bytes(spec.vision, spec.hidden_size, options.dtype.itemsize)
         activations = max(activations, encoding) + kept
     if _compresses(own, options):
-        num_mixtures = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
-        activations += weights["experts"] // num_mixtures  # a large step decompresses a layer's
+        num_moe_layers = sum(isinstance(layer.mlp, MoESpec) for layer in own.layers)
+        activations += weights["experts"] // num_moe_layers  # a large step decompresses a layer's
         weights["experts"] = round(weights["experts"] * COMPRESSED)
     adapters = _adapter_bytes(spec, options, folder)
     drafter = _drafter_bytes(spec, options, folder)
@@ -344,11 +344,11 @@ def _read_model(config: EngineConfig) -> tuple[Path, ModelSpec]:
 
 
 def _compresses(spec: ModelSpec, options: RunnerOptions) -> bool:
-    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    moe_layers = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     return (
         options.compress_experts
         and spec.quantization is None
-        and any(not mlp.bias and mlp.activation != "relu2" for mlp in mixtures)
+        and any(not mlp.bias and mlp.activation != "relu2" for mlp in moe_layers)
     )
 
 

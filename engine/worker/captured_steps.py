@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
     num_seqs: int
     num_tokens: int  # more with drafts
-    samples: bool  # the likeliest token after every one; else another part of the step samples
+    samples: bool  # the argmax after every token; else another part of the step samples
     has_adapters: bool = False  # some sequences may use LoRA adapters
 
 

@@ -1,6 +1,6 @@
 """Deterministic forms of operations that PyTorch computes: each token alone, and each head where ranks share heads.
 
-PyTorch's matrix products choose their order of sums by the number of rows, its sums split one long row among threads,
+PyTorch's GEMMs choose their order of sums by the number of rows, its sums split one long row among threads,
 and its functions round the last elements of a tensor otherwise than whole vectors. Alone, a token always has the same
 shape, so the same bytes. The CPU's own kernels need no such form.
 """

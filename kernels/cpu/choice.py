@@ -1,4 +1,4 @@
-"""The faster of the C++ kernels and PyTorch, for products, attention and norms by data type and number of tokens.
+"""The faster of the C++ kernels and PyTorch, for GEMMs, attention and norms by data type and number of tokens.
 
 Measured at the first start of an instruction set and kept beside its library, unless the machine was too busy.
 `QUIRE_CPU_KERNELS` decides without measuring: `native` for the C++ kernels, `pytorch` for PyTorch.

@@ -35,7 +35,7 @@ class _Call(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """`Layout` in products.cpp: lanes of a vector, rows of a matrix that products read together, offset of bytes,
+    """`Layout` in products.cpp: lanes of a vector, rows of a matrix that GEMMs read together, offset of bytes,
     channels of bfloat16 side by side.
     """
 

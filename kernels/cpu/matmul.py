@@ -1,4 +1,4 @@
-"""Matrix products by the CPU's own kernels; without them by oneDNN over packed weights; else by PyTorch."""
+"""GEMMs by the CPU's own kernels; without them by oneDNN over packed weights; else by PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.reference import silu_and_mul
 
 _onednn = torch.ops.mkldnn
 PACKED_FOR = 16  # tokens that oneDNN packs weights for: about the best blocks for fewer, and for many more
-STORE, ADD, SWIGLU = range(3)  # what becomes of a product: `Then` in products.cpp
+STORE, ADD, SWIGLU = range(3)  # what becomes of a result: `Then` in products.cpp
 
 
 class _Struct(ctypes.Structure):
@@ -88,7 +88,7 @@ def swiglu(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
 
 
 def _fuses_swiglu(weight: NativeWeight) -> bool:
-    """Return True if the activation is computed in the product, where the gate is not rounded before. A deterministic
+    """Return True if the activation is fused with the GEMM, where the gate is not rounded before. A deterministic
     form has one rounding for whatever part of the rows a rank holds.
     """
     return weight.num_rows % (2 * layout().tile_rows) == 0 and not FORMS.deterministic

@@ -48,7 +48,7 @@ def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
                 "deterministic needs the CPU's kernels in C++: "
                 + ("unset QUIRE_CPU_KERNELS" if mode() == "pytorch" else "install a C++ compiler")
             )
-        native.choices = Choices()  # PyTorch's products depend on the number of tokens
+        native.choices = Choices()  # PyTorch's GEMMs depend on the number of tokens
         return
     if native is None or mode() != "auto":
         return

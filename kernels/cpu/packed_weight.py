@@ -1,4 +1,4 @@
-"""Matrices as the CPU's own products read them: see `native/products.cpp` for the layout."""
+"""Matrices as the CPU's own GEMMs read them: see `native/products.cpp` for the layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NO_SCALES = Scales()
 
 
 class NativeWeight(Tensor):
-    """A matrix [N, K], or a stack of them, for the CPU's own products, which alone can read it: as a tensor, its
+    """A matrix [N, K], or a stack of them, for the CPU's own GEMMs, which alone can read it: as a tensor, its
     blocks.
     """
 
@@ -67,7 +67,7 @@ class NativeWeight(Tensor):
 
 
 def pack_stack(weight: Tensor | QuantizedWeight) -> NativeWeight | None:
-    """A stack of E matrices [N, K], each a whole number of tiles, packed as one; None: the products cannot take it."""
+    """A stack of E matrices [N, K], each a whole number of tiles, packed as one; None: the GEMMs cannot take it."""
     codes = weight if isinstance(weight, Tensor) else weight.codes
     count, n = codes.shape[:2]
     padding = -n % layout().tile_rows
@@ -94,7 +94,7 @@ def pack_stack(weight: Tensor | QuantizedWeight) -> NativeWeight | None:
 
 
 def pack_floats(weight: Tensor) -> NativeWeight | None:
-    """weight [N, K] of float32 or bfloat16; None: of other dtypes there are no products."""
+    """weight [N, K] of float32 or bfloat16; None: of other dtypes there are no GEMMs."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     kind = KINDS[weight.dtype]
@@ -102,7 +102,7 @@ def pack_floats(weight: Tensor) -> NativeWeight | None:
 
 
 def pack_codes(weight: QuantizedWeight) -> NativeWeight | None:
-    """Integers of eight or four bits in groups of channels that products can take; None: others.
+    """Integers of eight or four bits in groups of channels that GEMMs can take; None: others.
 
     Products round x to eight bits, with a scale for each token and group of at most 128 channels.
     """

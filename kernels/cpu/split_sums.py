@@ -42,7 +42,7 @@ def split_weight(weight: Weight, columns: tuple[slice, ...], bias: Tensor | None
 
 
 def _multiplies(weight: QuantizedWeight, columns: tuple[slice, ...]) -> bool:
-    """Return True if products take pieces of the codes. The answer is that of every rank's part of the matrix."""
+    """Return True if GEMMs take pieces of the codes. The answer is that of every rank's part of the matrix."""
     width = columns[0].stop
     group, sizes = min(weight.group, width), GROUPS.get(weight.kind, ())
     return has_whole_groups(weight, columns) and any(width % size == 0 and group % size == 0 for size in sizes)

@@ -38,7 +38,7 @@ class Choice:
     fixed_few_tokens: int = 64  # Triton's GEMM with one order of sums; then Gluon's of many
     fixed_small_weight: int = 1 << 23  # elements of a weight whose rows are divided among more programs for few tokens
     # Forms that are off until they ran: `tests.gpu.deterministic_speed.FORMS_BY_NAME`.
-    fixed_overlaps: bool = False  # Gluon's GEMM of many tokens asks for products while others are computed
+    fixed_overlaps: bool = False  # Gluon's GEMM of many tokens overlaps a step with the one before
     fixed_early: bool = False  # decodes ask for keys before the kernel ahead has ended
     fixed_prompt_stages: int = 3  # of a tile of queries of a prompt
     fixed_stages: int = 2  # of a program that has a sequence's ranges alone

@@ -94,7 +94,7 @@ def _norm_and_rows(
     out: Tensor,
     gate: Gate | Literal[""] = "",
 ) -> bool:
-    """Compute the norm of x and its product in one kernel, if there is one for it."""
+    """Compute the norm of x and its GEMM in one kernel, if there is one for it."""
     if not isinstance(weight, Tensor) or not multiplies_rows(x, weight, out) or not fixed_few.norms(x, norm[0]):
         return False
     if len(weight) > CHOICE.small_batch_outputs:

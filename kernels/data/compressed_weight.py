@@ -1,8 +1,8 @@
 """Stacks of bfloat16 matrices in 12 bits a weight, without loss.
 
 Nearly all weights of a row have one of 15 exponents: its largest and the 14 below. So a weight's code is its sign, the
-7 bits of its significand and 4 bits for its exponent: 3/4 of the memory, and of what a product reads. The few smaller
-weights have code zero; they stand in a list for each block of rows, which a product treats as additional columns.
+7 bits of its significand and 4 bits for its exponent: 3/4 of the memory, and of what a GEMM reads. The few smaller
+weights have code zero; they stand in a list for each block of rows, which a GEMM treats as additional columns.
 (DFloat11, arXiv 2504.11651, has exponents in a code of variable length instead.)
 """
 
@@ -58,7 +58,7 @@ class CompressedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads."""
+        """Bytes that a GEMM reads."""
         return self.codes.nbytes + self.scale.nbytes + self.small.nbytes
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Tokens rounded to codes, as products of codes take them. Needs no Triton."""
+"""Quantised tokens, as GEMMs of codes take them. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """x [M, K] as one product takes it: x[m, k] ≈ codes[m, k] · scale[m, k // group]."""
+    """x [M, K] as one GEMM takes it: x[m, k] ≈ codes[m, k] · scale[m, k // group]."""
 
     codes: Tensor  # [M, K] or more rows, e4m3 or int8
     scale: Tensor  # [as many, ceil(K / group)] float32, of any strides
     group: int  # channels of a scale; 0: all
-    num_rows: int  # M: nothing is written to the rows beyond it, which some products need
-    dtype: torch.dtype  # of x, and of the product
+    num_rows: int  # M: nothing is written to the rows beyond it, which some GEMMs need
+    dtype: torch.dtype  # of x, and of the result
 
     @classmethod
     def empty(cls, x: Tensor, dtype: torch.dtype, group: int = 0, by_group: bool = False) -> QuantizedRows:

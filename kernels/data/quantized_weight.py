@@ -35,7 +35,7 @@ class QuantizedWeight:
     factor: Tensor | None = None  # [N] float32
     minimum: Tensor | None = None  # [N, ceil(K / group)] float32; on CPUs: GPUs have fractional zero points
     order: Tensor | None = None  # [K] int64: a permutation of the channels; None: identity
-    rounds_activations: bool = False  # products may quantise x to this kind, with one scale per token
+    rounds_activations: bool = False  # GEMMs may quantise x to this kind, with one scale per token
     panel: int = 0  # channels of a panel; 0: rows lie one after the other
 
     @property
@@ -52,7 +52,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads."""
+        """Bytes that a GEMM reads."""
         tensors = (self.codes, self.scale, self.zero, self.factor, self.minimum, self.order)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -88,7 +88,7 @@ def in_panels(stack: QuantizedWeight, panel: int) -> QuantizedWeight:
     """The stack with codes of e4m3 or int8 in panels, in the same memory: of `panel` channels, rows one after the
     other.
 
-    What a product reads of many rows at once then lies side by side, and memory sends it faster.
+    What a GEMM reads of many rows at once then lies side by side, and memory sends it faster.
     """
     for codes in stack.codes:
         n, k = codes.shape

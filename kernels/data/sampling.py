@@ -21,7 +21,7 @@ class Part(enum.Enum):
 class SamplingRows(NamedTuple):
     """Parameters of the sampling of B rows of logits. The order is temperature, min_p, top_k, top_p."""
 
-    temperature: Tensor  # [B] float32; 0: the likeliest token, lowest id on ties
+    temperature: Tensor  # [B] float32; 0: the argmax, lowest id on ties
     top_k: Tensor  # [B] int32; <= 0: all tokens
     top_p: Tensor  # [B] float32
     min_p: Tensor  # [B] float32

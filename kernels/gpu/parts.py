@@ -1,4 +1,4 @@
-"""The sum of a product's parts, and the norm of that: each part is the product of some of the channels."""
+"""The partial sums of a split-K GEMM added up, and the norm of that: each is of some of the channels."""
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 

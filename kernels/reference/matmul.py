@@ -1,4 +1,4 @@
-"""Matrix products, alone and with the norm, the gated activation or the residual sum around them in a decoder layer."""
+"""GEMMs, alone and with the norm, the gated activation or the residual sum around them in a decoder layer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def sampling_thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     finite = torch.finfo(logits.dtype)
     peak = logits.amax(-1, keepdim=True).clamp_(finite.min, finite.max)
     floor = torch.where(min_p > 0, peak + temperature * min_p.log(), -math.inf)
-    # All tokens below `tail` together weigh at most 1 - top_p of the likeliest token alone: top_p's threshold is above.
+    # All tokens below `tail` together weigh at most 1 - top_p of the argmax alone: top_p's threshold is above.
     tail = torch.where(top_p < 1, peak + temperature * ((1 - top_p) / vocab_size).log(), -math.inf)
     limited = (top_k > 0) & (top_k < vocab_size)
     above = (logits >= torch.maximum(floor, tail)).sum(-1, keepdim=True)
@@ -226,7 +226,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     """Raw logits [B, V] -> (logprob [B], rank [B], top_ids [B, num_top], top_logprobs [B, num_top]).
 
     token_ids [B] int64: the tokens whose logprob and rank (1: none is likelier) are returned first. The top tokens come
-    in order, the likeliest first. Logprobs are float32, ranks and ids int64.
+    in order, the most likely first. Logprobs are float32, ranks and ids int64.
     """
     wide = logits.float()
     total = wide.logsumexp(-1, keepdim=True)

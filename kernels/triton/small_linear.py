@@ -1,7 +1,7 @@
 """GEMM of one or two tokens and a float weight on CUDA cores, in Triton, with a fused prologue and epilogue.
 
 A linear layer of so few tokens is bound by reading its weight, and a decode step by its number of kernels. So one
-kernel computes the product, the RMSNorm before it, and the activation or the residual sum after it. A token's norm
+kernel computes the GEMM, the RMSNorm before it, and the activation or the residual sum after it. A token's norm
 factor 1/rms is the same for all its channels, so it is applied to the accumulators, and one pass over x suffices. With
 programmatic dependent launch a kernel starts while the one before it still runs, and first loads weights, which no
 earlier kernel writes: its first chunk into registers, the rest into L2.

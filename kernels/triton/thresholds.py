@@ -194,7 +194,7 @@ def _bound_kernel(
                 flat = tl.reshape(best, (PIECES * TOPS,))
                 bound = _from_key(_search(flat, low, high, k, peak, t, NEG_INF, False, SHIFT), SHIFT)
         elif p < 1:
-            # All tokens below the bound together weigh at most 1 - p of all, or of the likeliest alone.
+            # All tokens below the bound together weigh at most 1 - p of all, or of the argmax alone.
             i = tl.arange(0, PIECES)
             own = tl.load(sums + row.to(tl.int64) * NUM_PIECES + i, mask=i < NUM_PIECES, other=0.0)
             total = tl.sum(tl.where(i < NUM_PIECES, own * _weigh(peak_of, peak, t, NEG_INF), 0.0), 0)

@@ -111,7 +111,7 @@ def answers(
     /,
     **settings: Any,
 ) -> dict[str, list[int]]:
-    """The tokens of each request, and where it wants log-probabilities the ranks of these and the likeliest tokens.
+    """The tokens of each request, and where it wants log-probabilities the ranks of these and the most likely tokens.
 
     `begin`: called with the engine before the first request.
     """

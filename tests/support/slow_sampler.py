@@ -96,7 +96,7 @@ def filtered_logits(logits: list[float], params: SamplingParams, coin: float) ->
         kth = sorted(logits, reverse=True)[min(params.top_k, len(logits)) - 1]
         keep([x >= kth for x in logits])
     if params.top_p < 1:
-        keep(_likeliest(softmax(logits, temperature), params.top_p))
+        keep(_most_likely(softmax(logits, temperature), params.top_p))
     if params.typical_p < 1:
         probs = softmax(logits, temperature)
         surprises = [-math.log(p) if p > 0 else INF for p in probs]
@@ -118,7 +118,7 @@ def filtered_logits(logits: list[float], params: SamplingParams, coin: float) ->
     return logits
 
 
-def _likeliest(probs: list[float], mass: float) -> list[bool]:
+def _most_likely(probs: list[float], mass: float) -> list[bool]:
     wanted, total = [False] * len(probs), 0.0
     for t in sorted(range(len(probs)), key=lambda t: -probs[t]):
         wanted[t] = True

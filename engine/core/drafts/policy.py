@@ -135,7 +135,7 @@ class DraftCounts:
 
 
 class DraftPolicy:
-    """Chooses the drafts of each step: the tokens that are likeliest right, as many as make tokens come fastest.
+    """Chooses the drafts of each step: the tokens most likely to be right, as many as make tokens come fastest.
 
     It compares steps with 0, 1, 2 … drafts by the expected time for a token of a request, averaged over the requests.
     So drafts of some requests must not slow the others down by more than they gain: what counts is not the number of

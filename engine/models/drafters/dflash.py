@@ -5,7 +5,7 @@ states there, of several of its layers. The block that follows, the newest token
 itself, later tokens included.
 
 Sources: DFlash, arXiv 2602.06036, and the code that its authors publish with checkpoints, whose names of tensors and of
-config.json these are. DFlash2 adds convolutions around sublayers, and a selector of one path through the likeliest
+config.json these are. DFlash2 adds convolutions around sublayers, and a selector of one path through the most likely
 tokens. DSpark adds a bias of each token on the next one.
 """
 

@@ -83,7 +83,7 @@ def reject(
     """Replace the tokens [S] of samples with drafts: by the draft if it is accepted, else by a token of the residual.
 
     A sample keeps its token if its draft was not sampled from known probabilities: a lookup's has none, and comparing
-    it with a sample of the model is rejection sampling already. So does a sample that takes the likeliest token.
+    it with a sample of the model is rejection sampling already. So does a sample that takes the argmax.
     `logits`: returns those of all samples, [S, V], filled with masks but not processed.
     """
     members, samples = packed.members, packed.members.samples

@@ -284,7 +284,7 @@ def _fixed_many_kernel(
 
 
 class Config(NamedTuple):
-    """Tile sizes, and whether products overlap; see `_fixed_many_kernel`."""
+    """Tile sizes, and whether the tensor core overlaps steps; see `_fixed_many_kernel`."""
 
     block_m: int
     halves: int

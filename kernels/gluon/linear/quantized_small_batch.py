@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with low-bit weights, in Gluon, with the norm before and the SwiGLU or sum after them.
+"""GEMMs of up to 16 tokens with low-bit weights, in Gluon, with the norm before and the SwiGLU or sum after them.
 
 As in `kernels.gluon.linear.small_batch`, a thread loads the codes of a row straight into the registers from which the
 tensor core takes them, and the channels of the tokens in the same order; between the two, codes become bfloat16 by

@@ -1,4 +1,4 @@
-"""Matrix products for up to 16 tokens on tensor cores, in Gluon, with the norm before and the gated activation or sum
+"""GEMMs of up to 16 tokens on tensor cores, in Gluon, with the norm before and the gated activation or sum
 after them.
 
 A weight is read once, so it never goes through shared memory: each thread loads 16 bytes of a row straight into the

@@ -1,4 +1,4 @@
-"""Products of tens to hundreds of tokens with low-bit weights on Hopper's tensor cores, in Gluon.
+"""GEMMs of tens to hundreds of tokens with low-bit weights on Hopper's tensor cores, in Gluon.
 
 A program multiplies 128 rows of the weight by a tile of tokens. Each of two warpgroups has half of the rows: upper and
 lower ones, or with SwiGLU gate rows and up rows; one thread has the sums of both. While the tensor core multiplies one
@@ -303,7 +303,7 @@ def _dense_quantized_kernel(
 
     A tile has BLOCK_M + MORE tokens. Each program takes `part_steps` steps of the channels; if these are not all, out
     is [parts, M, N], the sums of each part. BAND tiles of tokens are multiplied by all rows before the next ones, so
-    that their x is still in L2. The number of channels is no constant, so that products that differ in it share a
+    that their x is still in L2. The number of channels is no constant, so that GEMMs that differ in it share a
     compiled kernel.
     """
     x_smem, more_smem, codes_smem, full, empty = _allocate(codes_desc, HALVES, BLOCK_M, MORE, STAGES)

@@ -2,7 +2,7 @@
 
 As in `kernels.gluon.moe.small_batch`, a thread loads words straight into registers, where they become operands of the
 tensor core. A program multiplies sixteen rows of one expert by all tokens that chose it; its warps share the channels.
-Of a single token, the products with its experts' down matrices are one product over the channels of all of them.
+Of a single token, the GEMMs with its experts' down matrices are one GEMM over the channels of all of them.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking

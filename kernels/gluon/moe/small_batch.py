@@ -3,8 +3,8 @@
 As in `kernels.gluon.linear.small_batch`, a thread loads the weights of a row straight into the registers from which the
 tensor core takes them, low-bit codes as in `kernels.gluon.linear.quantized_small_batch`. A program of the first kernel
 multiplies some rows of gate and up of one expert by all tokens that chose it, so each weight is read once; it also
-applies the routing weight. Then down is the same product, and a last kernel sums a token's experts. Of a single token,
-the products with its experts' down matrices are one product over the channels of all of them, whose warps find their
+applies the routing weight. Then down is the same GEMM, and a last kernel sums a token's experts. Of a single token,
+the GEMMs with its experts' down matrices are one GEMM over the channels of all of them, whose warps find their
 expert's weights by its id, and which begins to load while the kernel before it still runs.
 """
 

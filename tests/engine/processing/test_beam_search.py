@@ -42,7 +42,7 @@ def test_scores_are_those_of_the_definition(length_penalty: float, ignore_eos: b
         assert num_asked < 0.8 * num_most, "it goes on after nothing better can come"
 
 
-def test_a_wide_search_finds_the_likeliest_of_all() -> None:
+def test_a_wide_search_finds_the_most_likely_of_all() -> None:
     params = BeamSearchParams(beam_width=10, max_tokens=3, length_penalty=0)
     for seed in range(20):
         model = chance(seed, 3)

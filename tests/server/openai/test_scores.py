@@ -39,7 +39,7 @@ class Scored:
             return self._model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
     def check(self, prompt: list[int], answer: list[int], logprobs: list[float], tops: list[list[float]]) -> None:
-        """The answer's log-probabilities, and those of the likeliest tokens at its positions."""
+        """The answer's log-probabilities, and those of the most likely tokens at its positions."""
         table = self.table(prompt + answer)[len(prompt) - 1 : -1]
         assert logprobs == pytest.approx(table.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist(), abs=1e-3)
         for row, found in zip(table, tops, strict=True):

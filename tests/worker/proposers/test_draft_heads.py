@@ -1,4 +1,4 @@
-"""Draft heads cut to some tokens, and quantised: guesses are the likeliest of these tokens, and texts stay."""
+"""Draft heads cut to some tokens, and quantised: drafts are the most likely of these tokens, and texts stay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mtp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MTPReference, n
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_cut_head_guesses_the_likeliest_of_its_tokens(ranks: int, mtp: tuple[Path, MTPReference, nn.Linear]) -> None:
+def test_a_cut_head_drafts_the_most_likely_of_its_tokens(ranks: int, mtp: tuple[Path, MTPReference, nn.Linear]) -> None:
     folder, reference, head = mtp
     reference.target.lm_head = _Cut(head, TOKENS)
     given: dict[str, Any] = {"given": {"speculative_token_map": str(folder / "tokens.json")}}
