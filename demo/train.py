@@ -175,15 +175,23 @@ def learning_rate(progress: float) -> float:
     return min(1.0, 0.01 + progress / 0.03) * min(1.0, (1.0 - progress) / 0.5)
 
 
+def make_optimizers(
+    model: Model, args: argparse.Namespace
+) -> tuple[list[nn.Parameter], list[tuple[torch.optim.Optimizer, float]]]:
+    """Return the weights that are no matrices of layers, and the optimizers of all weights, with their rates."""
+    weights = model.named_weights()
+    matrices = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
+    others = [weight for name, weight in weights.items() if not name.endswith("proj.weight")]
+    fused = others[0].device.type == "cuda"
+    adam = torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=fused)
+    return others, [(adam, args.adam_lr), (Muon(matrices, args.muon_lr, weight_decay=0.05), args.muon_lr)]
+
+
 def train(
     model: Model, pool: Pool, args: argparse.Namespace, device: torch.device, deadline: float
 ) -> dict[str, object]:
     """Trains until the deadline (time.monotonic). Returns what it has measured."""
-    weights = model.named_weights()
-    matrices = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
-    others = [weight for name, weight in weights.items() if not name.endswith("proj.weight")]
-    adam = torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
-    optimizers = [(adam, args.adam_lr), (Muon(matrices, args.muon_lr, weight_decay=0.05), args.muon_lr)]
+    others, optimizers = make_optimizers(model, args)
 
     def loss_of(drawn: np.ndarray, drawn_positions: np.ndarray) -> Tensor:
         ids, positions = to_device(drawn, device), to_device(drawn_positions, device)
@@ -247,7 +255,8 @@ def more(text: str) -> dict[str, float]:
     return factors
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for the model")
     parser.add_argument("--minutes", type=float, default=5.0, help="time for data and training together")
@@ -269,9 +278,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print-every", type=float, default=10.0)
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    start = time.monotonic()
+
+def main() -> None:
+    args, start = arguments(), time.monotonic()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here: use --device cpu --tiny to try the script")
     device = torch.device(args.device)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("quire", "engine", "kernels", "server", "benchmarks")
+PACKAGES = ("quire", "engine", "kernels", "server", "benchmarks", "demo")
 MAX_LINES_OF_FUNCTION = 60
 MAX_LINES_OF_CLASS = 300  # with all its parents'
 MAX_LINES_OF_MODEL_RUNNER = 230  # to which every feature of the device would like to add
 MAX_PARAMETERS = 8  # without self; a host function that launches a kernel may unpack a record, so a few have more
-MAX_LONG_SIGNATURES = 9
+MAX_LONG_SIGNATURES = 10
 MAX_TOP_MODULES = 12
 MAX_COLUMNS = 120  # of C++; the linter counts those of Python
 
