@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import importlib.util
 import json
 import os
 import socket
@@ -34,6 +35,8 @@ Generate = Callable[[list[list[int]], list[int]], int]  # prompts, output length
 def load_llm(name: str, model: str, settings: dict[str, Any]) -> tuple[Callable[[], Any], type, str]:
     """vLLM and quire have the same interface: a constructor, its SamplingParams, its version."""
     if name == "vllm":
+        if importlib.util.find_spec("flashinfer") is None:  # vLLM's start would end without it
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         import vllm as module
     else:
         import engine as module

@@ -73,3 +73,9 @@ def test_heads_beyond_a_tile_read_it_each(num_heads: int, finds_room: bool) -> N
     """Falcon-7B has 71 heads for its KV head, more than the kernel's tile has rows."""
     mixer = AttentionSpec(num_heads=num_heads, num_kv_heads=1, head_dim=64, scale=0.125, rope=None)
     assert _finds_room(mixer) == finds_room
+
+
+def test_encoders_read_it_each() -> None:
+    """Their texts see tokens on both sides, which the kernel does not know."""
+    mixer = AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=64, scale=0.125, rope=None, causal=False)
+    assert not _finds_room(mixer)

@@ -83,9 +83,11 @@ def common_prefixes(groups: Sequence[CacheGroup], options: RunnerOptions) -> Com
 
 
 def _finds_room(mixer: AttentionSpec) -> bool:
-    """Return whether the kernel for common prefixes computes this attention: the heads of a KV head fit a tile."""
+    """Return whether the kernel for common prefixes computes this attention: causal, and the heads of a KV head fit a
+    tile.
+    """
     fits = mixer.num_heads // mixer.num_kv_heads <= kernels.SHARED_ROWS
-    return fits and mixer.sparse is None and not mixer.alibi
+    return fits and mixer.causal and mixer.sparse is None and not mixer.alibi
 
 
 def _with_prefix(plan: kernels.DecodePlan, mixer: AttentionSpec) -> kernels.DecodePlan:
