@@ -15,8 +15,14 @@ from engine.vision.loader import ImageLoader, Picture, PromptWithImages
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
-from server.generation.tool_schemas import completed_definitions
+from server.generation.tool_schemas import completed_definitions, plain_definitions
 from server.parsing.harmony import EFFORTS
+
+# Forms of tools for templates that fail on the given one, with what is said of them.
+_OTHER_TOOLS = (
+    (completed_definitions, "the chat template reads optional fields of tools, which are shown as empty"),
+    (plain_definitions, "the chat template cannot show the schemas of these tools, and is given simpler ones"),
+)
 
 EncodeText = Callable[[str], list[int]]  # tokenizes as much of a text as can be in the prompt; may raise `RequestError`
 
@@ -86,16 +92,17 @@ class ConversationEncoder:
             raise _misplaced(error) from None
 
     def _rendered(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> RenderedChat:
-        """Render messages; if the template fails, once more with tools that have all optional fields."""
+        """Render messages; if the template fails, once more with tools as more templates read them."""
         try:
             return self._chat.renderer.render(messages, **options)
         except ChatTemplateError as error:
-            tools = completed_definitions(options.get("tools") or ())
-            if tools != (options.get("tools") or []):
-                with contextlib.suppress(ChatTemplateError):
-                    rendered = self._chat.renderer.render(messages, **{**options, "tools": tools})
-                    note = "the chat template reads optional fields of tools, which are shown as empty"
-                    return replace(rendered, changes=(*rendered.changes, note))
+            given = options.get("tools") or []
+            for change, note in _OTHER_TOOLS:
+                tools = change(given)
+                if tools != given:
+                    with contextlib.suppress(ChatTemplateError):
+                        rendered = self._chat.renderer.render(messages, **{**options, "tools": tools})
+                        return replace(rendered, changes=(*rendered.changes, note))
             reason = f"the chat template rejected the messages: {error}"
             raise InvalidRequestError(reason, "messages", lead=None) from None
 

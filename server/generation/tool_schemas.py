@@ -40,6 +40,39 @@ def completed_definitions(definitions: Sequence[dict[str, Any]]) -> list[dict[st
     return [_completed(each) for each in definitions]
 
 
+def plain_definitions(definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return completed definitions whose schemas each have one form: some chat templates read no others.
+
+    The published macro `json_to_python_type` calls itself without end for the type null.
+    """
+    found = completed_definitions(definitions)
+    for index, each in enumerate(found):
+        function = each.get("function")
+        if isinstance(function, dict):
+            found[index] = {**each, "function": {**function, "parameters": _plain(function["parameters"])}}
+    return found
+
+
+def _plain(schema: Any, depth: int = _MAX_DEPTH) -> dict[str, Any]:
+    """Return a schema without booleans as schemas, lists of items and null as a type."""
+    if not (isinstance(schema, dict) and depth):
+        return {}
+    out = {name: value for name, value in schema.items() if name != "type"}
+    kinds = schema.get("type", ())
+    left = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "null"]
+    if left:
+        out["type"] = left[0] if len(left) == 1 else left
+    if isinstance(out.get("properties"), dict):
+        plain = {name: _plain(each, depth - 1) for name, each in out["properties"].items()}
+        out["properties"] = {name: {"description": "", **each} for name, each in plain.items()}
+    if "items" in out:
+        items = out["items"]
+        out["items"] = _plain(items[0] if items and isinstance(items, list) else items, depth - 1)
+    if "object" in left:
+        out["additionalProperties"] = _plain(out.get("additionalProperties"), depth - 1)
+    return out
+
+
 def _completed(definition: dict[str, Any]) -> dict[str, Any]:
     function = definition.get("function")
     if not isinstance(function, dict):

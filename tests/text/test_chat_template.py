@@ -297,3 +297,24 @@ def test_what_is_written_out_is_counted_by_the_level(monkeypatch: pytest.MonkeyP
         shared = [shared, shared]
     with pytest.raises(jinja2.TemplateError):
         budget.spend_on(shared)
+
+
+def test_a_busy_machine_makes_no_template_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the thread's CPU time, and that is looked at only when the clock says so."""
+    num_calls, used = 0, 0.0
+
+    def cpu_time() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        return used if num_calls > 1 else 0.0
+
+    hours = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr(chat_template, "monotonic", lambda: float(next(hours)))
+    monkeypatch.setattr(chat_template, "thread_time", cpu_time)
+    template = ChatTemplate("{% for each in range(5) %}{{ each }}{% endfor %}")
+    assert template.render([]) == "01234"
+    assert num_calls > 1
+    used = chat_template.MAX_SECONDS + 1
+    num_calls = 0
+    with pytest.raises(ChatTemplateError, match="CPU time"):
+        template.render([])

@@ -302,6 +302,39 @@ def test_templates_that_read_optional_fields(serve: Serve) -> None:
     assert "warnings" not in live.chat(tools=[TOOLS[0]]).json()
 
 
+# As the tool templates of Hermes 2 and 3 and of Command R write types; the last branch has no end for null.
+PYTHON_TYPES = """
+{%- macro python_type(spec) -%}
+{%- if spec.type == "string" -%}str{%- elif spec.type == "array" -%}List[{{ python_type(spec["items"]) }}]
+{%- elif spec.type == "object" -%}Dict[{{ python_type(spec.additionalProperties) }}]
+{%- elif spec.type is iterable -%}Union[{% for t in spec.type %}{{ python_type({"type": t}) }}{% endfor %}]
+{%- endif -%}
+{%- endmacro -%}
+{%- for t in tools or [] %}{% for name, spec in t.function.parameters.properties|items -%}
+{{ name }}: {{ python_type(spec) }}{{ "" + spec.description }}
+{% endfor %}{% endfor -%}
+"""
+
+
+@pytest.mark.parametrize(
+    ("schema", "shown"),
+    [
+        ({"type": ["string", "null"], "description": "d"}, "x: strd\n"),
+        ({"type": "null"}, "x: Union[]"),
+        ({"type": "array", "items": {"type": ["null", "string"]}}, "x: List[str]"),
+        ({"type": "array", "items": True}, "x: List[Union[]]"),
+        ({"type": "object", "properties": {}}, "x: Dict[Union[]]"),
+        (True, "x: Union[]"),
+    ],
+)
+def test_templates_that_read_few_forms_of_schemas(schema: Any, shown: str, serve: Serve) -> None:
+    live = start(serve, PYTHON_TYPES + HERMES, "Hi")
+    parameters = {"type": "object", "properties": {"x": schema}}
+    response = live.chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert response.status_code == 200, response.text
+    assert shown in live.prompt_text()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_formats_that_are_not_listed(serve: Serve, shape: str) -> None:
     source, text = SHAPES[shape]
