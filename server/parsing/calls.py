@@ -205,7 +205,8 @@ class ParametersCall(_Arguments):
         self._key = slotted(syntax.key, "(?P<key>(?s:.){1,256}?)", syntax.value)
         self._kinds, self._first = dict(syntax.kinds), syntax.key.strip()
         self._leads, self._trails = syntax.value.endswith("\n"), syntax.end.startswith("\n")
-        self._mark = syntax.end.strip()
+        self._mark = self._end_mark = syntax.end.strip()
+        self._wrapping = syntax.wrapping
         self._followers = (self._first, *followers)
         self._value: frozenset[str] | None = None  # the allowed types of the value being read; None: between values
         self._counts = True  # the value's name is new
@@ -264,6 +265,13 @@ class ParametersCall(_Arguments):
             self._is_first = False
             if text.startswith(("\n", "\r\n")):
                 return 2 if text[0] == "\r" else 1
+        if self._is_first and self._wrapping[0]:
+            if text != self._wrapping[0] and self._wrapping[0].startswith(text) and not finished:
+                return 0
+            self._is_first = False
+            if text.startswith(self._wrapping[0]):
+                self._begin_wrapped()
+                return len(self._wrapping[0])
         end = self._find_end(text, finished)
         if end is None:
             keep = len(text) - begun(text, self._mark)
@@ -280,6 +288,14 @@ class ParametersCall(_Arguments):
         self._add(value)
         self._end_value()
         return end + len(self._mark)
+
+    def _begin_wrapped(self) -> None:
+        """Begin a value that ends in another mark, and is a text wherever the schema allows one."""
+        self._mark = self._wrapping[1] + self._end_mark
+        if "string" in (self._value or ()) and not self._streams:
+            self._value = frozenset({"string"})
+            if self._counts:
+                self._new.append('"')
 
     def _find_end(self, text: str, finished: bool) -> int | None:
         """Return where the value ends, if that is certain. A mark inside a value is followed by none that may
@@ -322,7 +338,7 @@ class ParametersCall(_Arguments):
         assert kinds is not None
         if self._counts:
             self._new.append('"' if self._streams else as_json("".join(self._parts), kinds))
-        self._value = None
+        self._value, self._mark = None, self._end_mark
 
 
 class LiteralsCall(_Arguments):

@@ -239,7 +239,7 @@ _FORMATS = (
         begin='<function name="',
         call=("", '">', "</function>"),
         separator='\n<function name="',
-        arguments=Parameters(key='<param name="', value='">', end="</param>"),
+        arguments=Parameters(key='<param name="', value='">', end="</param>", wrapping=("<![CDATA[", "]]>")),
     ),
     ToolFormat(
         name="deepseek_v3",

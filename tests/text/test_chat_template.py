@@ -300,7 +300,7 @@ def test_what_is_written_out_is_counted_by_the_level(monkeypatch: pytest.MonkeyP
 
 
 def test_a_busy_machine_makes_no_template_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is the thread's CPU time, and that is looked at only when the clock says so."""
+    """Only the CPU time of the thread counts, and it is looked at only when the clock says so."""
     num_calls, used = 0, 0.0
 
     def cpu_time() -> float:

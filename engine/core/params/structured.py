@@ -42,6 +42,7 @@ class Parameters(Syntax):
     value: str  # `{kind}` stands for the text in `kinds` of the value's JSON type
     end: str
     kinds: tuple[tuple[str, str], ...] = ()
+    wrapping: tuple[str, str] = ("", "")  # marks that may stand around a text, as XML's CDATA
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -55,6 +55,17 @@ CASES: list[tuple[str, str, Found]] = [
     ("hermes", "half a <tool_ca", [("", "half a <tool_ca")]),
     ("hermes", '<tool_call>\n{"name": "f", "arg', [("f", "")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x', [("f", '{"x')]),
+    (
+        "minicpm5",
+        '<function name="f"><param name="x"><![CDATA[a\n<b>]]></param></function>',
+        [("f", '{"x": "a\\n<b>"}')],
+    ),
+    ("minicpm5", '<function name="f"><param name="x"><![CDATA[3]]></param></function>', [("f", '{"x": "3"}')]),
+    (
+        "minicpm5",
+        '<function name="f"><param name="x"><![CDATA[</param>]]]></param><param name="y"><![C</param></function>',
+        [("f", '{"x": "</param>]", "y": "<![C"}')],
+    ),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]', [("f", '{"x": 1}')]),
     (
         "mistral",
