@@ -248,7 +248,9 @@ def test_memory_of_another_adapter_leaves_no_trace(layout: AdapterLayout, folder
 
 
 def test_ranks_hold_parts_of_the_same_matrices(tiny_model: Path, folder: Path) -> None:
-    """Together the ranks' parts of B · A are those of one rank."""
+    """Together the ranks' parts of B · A are those of one rank, but for rounding: PyTorch's product of another number
+    of rows or columns may add in another order.
+    """
     spec = read_spec(tiny_model)
 
     def products(shard: Shard) -> list[torch.Tensor]:
@@ -264,9 +266,9 @@ def test_ranks_hold_parts_of_the_same_matrices(tiny_model: Path, folder: Path) -
     # Of the second layer q, k and v are stacked, divided by rows; down_proj of the first layer is divided by columns.
     qkv, parts = whole[4], [each[4] for each in ranks]
     q = torch.cat([part[:32] for part in parts])
-    assert torch.equal(qkv[:64], q)
-    assert q.abs().sum() > 0
-    assert torch.equal(whole[3], torch.cat([each[3] for each in ranks], 1))
+    torch.testing.assert_close(qkv[:64], q)
+    assert q.abs().max() > 0.01
+    torch.testing.assert_close(whole[3], torch.cat([each[3] for each in ranks], 1))
 
 
 def test_the_version_changes_with_the_files(folder: Path) -> None:

@@ -63,8 +63,9 @@ def test_compressed_experts(
             return replace(stack, gate_up=decompress(gate_up), down=decompress(down))
         return stack
 
-    expected = decode(plain, make_prompts(), 3)
     monkeypatch.setattr(kernels, "pack_weight", lambda weight: weight)
+    plain.pack_weights()
+    expected = decode(plain, make_prompts(), 3)
     monkeypatch.setattr(kernels, "compress_experts", compressed)
     monkeypatch.setattr(
         kernels, "experts", lambda x, ids, weights, stack, *more: experts(x, ids, weights, as_it_was(stack), *more)
