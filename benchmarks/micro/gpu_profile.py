@@ -133,6 +133,7 @@ def profile(llm: Any, requests: list[Request]) -> tuple[dict[str, Any], list[Eve
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False) for n in output_lens]
 
     def run() -> float:
+        llm.reset_prefix_cache()
         start = time.perf_counter()
         llm.generate(inputs, params, use_tqdm=False)
         return time.perf_counter() - start
@@ -179,24 +180,26 @@ def main(argv: list[str] | None = None) -> int:
     need_gpus("benchmarks.micro.gpu_profile")
     from engine import LLM
 
+    works = [named(name, 10000) for name in args.work.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         llm = LLM(
             model=str(model_folder(args.model, Path(folder))),
             load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
-            dtype="bfloat16", gpu_memory_utilization=args.gpu_memory_utilization, enable_prefix_caching=False,
+            dtype="bfloat16", gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_prefix_caching=any(work.prefix_caching for work in works), kv_offloading_size=0,
             tensor_parallel_size=args.tensor_parallel_size, deterministic=args.deterministic,
         )  # fmt: skip
         results: dict[str, Any] = {"environment": environment(), "model": args.model}
         results["startup_seconds"] = round(time.perf_counter() - start, 2)
     compiled = count_compiles()
     steps: dict[str, list[list[Event]]] = {}
-    for work in args.work.split(","):
-        result, events = profile(llm, named(work, 10000).requests)
-        results[work] = result
+    for work in works:
+        result, events = profile(llm, work.requests)
+        results[work.name] = result
         if args.trace:
-            steps[work] = steady_steps(events)
-        print(f"{work}: {result['output_tokens_per_s']:,} output tokens/s, GPU idle {result['gpu_idle']:.1%}")
+            steps[work.name] = steady_steps(events)
+        print(f"{work.name}: {result['output_tokens_per_s']:,} output tokens/s, GPU idle {result['gpu_idle']:.1%}")
         for k in result["kernels"]:
             print(f"  {k['ms']:10.1f} ms {k['calls']:7d} x {k['us_each']:8.2f} µs  {k['name']}")
     results["compiles_after_warm_up"] = compiled
