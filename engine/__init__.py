@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         RequestUpdate,
     )
     from engine.replicas.state import EngineState
+    from engine.setup.weight_transfer import send_weights
     from engine.text.tokenizer import TokenizerError
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "TagsError",
     "TokenizerError",
     "__version__",
+    "send_weights",
 ]
 
 _MODULES = {
@@ -98,6 +100,7 @@ _MODULES = {
     "StructuredOutputs": "engine.core.params.structured",
     "TagsError": "engine.errors",
     "TokenizerError": "engine.text.tokenizer",
+    "send_weights": "engine.setup.weight_transfer",
 }
 
 

@@ -234,9 +234,8 @@ class AsyncEngine:
         return self._availability.weights_version
 
     async def update_weights(self, path: str, *, abort: bool = False) -> None:
-        """Replace the weights by those in another folder, or if it has no config.json, some tensors by those in it; see
-        `Engine.update_weights`. New requests are refused.
-
+        """Replace the weights by those in another folder, or if it has no config.json, some tensors by those in it; or
+        by tensors that `send_weights` sends from an address. See `Engine.update_weights`. New requests are refused.
         Waits for the running requests, or ends them with `abort`. Raises `EngineError`: all weights are those of before
         then.
         """
@@ -267,6 +266,7 @@ class AsyncEngine:
             replica.supervisor.send(Shutdown())
         for replica in self._replicas:
             replica.supervisor.close()
+        self._availability.close()
 
     async def _run(self) -> None:
         """Load the parts of the model that this process needs, then keep the replicas running."""

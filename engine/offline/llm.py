@@ -177,7 +177,7 @@ class LLM:
 
     def update_weights(self, weights: str | Mapping[str, Tensor]) -> None:
         """Replace the weights by those in another folder of the same model; or some tensors: those in a folder without
-        config.json, or these ones, by the checkpoint's names.
+        config.json, these ones, by the checkpoint's names, or those that `send_weights` sends from an address.
 
         Raises `EngineError` if they do not fit: those of before stay. Tensors are copied to shared memory, and stay
         there until all of them are replaced, or `close`.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from engine.errors import EngineAsleepError
 from engine.replicas.dispatcher import Dispatcher
 from engine.replicas.replica import Replica
-from engine.setup.weight_source import WeightSource
+from engine.replicas.weight_receiver import receive_into
+from engine.setup.weight_source import TensorFolders, WeightSource, is_address
 
 
 class Availability:
@@ -25,6 +26,7 @@ class Availability:
         """`check_alive`: raises `EngineDeadError` once the processes are lost for good."""
         self.weights_path, self.weights_version = weights_path, 0  # the version counts replacements
         self._source: WeightSource | None = None  # of the newest weights; None: they have not been replaced
+        self._received = TensorFolders()
         self._replicas, self._dispatcher = replicas, dispatcher
         self._check_alive, self._abort_all = check_alive, abort_all
         self._lock, self._refuses, self._is_updating = asyncio.Lock(), False, False
@@ -82,20 +84,34 @@ class Availability:
         """See `AsyncEngine.update_weights`."""
         async with self._lock:
             self.check()
-            self._refuses = self._is_updating = True
+            folder = path
             try:
-                if abort:
-                    self._abort_all()
-                if self._source is None:
-                    self._source = await asyncio.to_thread(WeightSource.of, self._replicas[0].config)
-                source = await asyncio.to_thread(self._source.after, path)
-                await self._update_replicas(source, self._source)
-                self._source = source
+                if is_address(path):
+                    folder = self._received.new()
+                    await receive_into(folder, path)
+                await self._replace_weights(folder, abort)
                 self.weights_path, self.weights_version = path, self.weights_version + 1
             finally:
-                self._refuses = self._is_updating = False
-                for replica in self._replicas:
-                    self._dispatcher.started(replica)  # with an empty cache
+                self._received.keep(() if self._source is None else self._source.overlays)
+
+    async def _replace_weights(self, folder: str, abort: bool) -> None:
+        self._refuses = self._is_updating = True
+        try:
+            if abort:
+                self._abort_all()
+            if self._source is None:
+                self._source = await asyncio.to_thread(WeightSource.of, self._replicas[0].config)
+            source = await asyncio.to_thread(self._source.after, folder)
+            await self._update_replicas(source, self._source)
+            self._source = source
+        finally:
+            self._refuses = self._is_updating = False
+            for replica in self._replicas:
+                self._dispatcher.started(replica)  # with an empty cache
+
+    def close(self) -> None:
+        """Remove the weights that were received."""
+        self._received.close()
 
     async def _update_replicas(self, source: WeightSource, before: WeightSource) -> None:
         updates = (replica.update_weights(source) for replica in self._replicas)

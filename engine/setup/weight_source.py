@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # not in an API process
     from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux: files in memory, which all processes share
+ADDRESSES = ("nccl://", "gloo://")  # begin the addresses from which weights are received
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class TensorFolders:
 
     def update(self, engine: Updatable, weights: str | Mapping[str, Tensor]) -> None:
         """Replace the weights by those in a folder, or by tensors. Raises `EngineError`: those of before stay then."""
+        if isinstance(weights, str) and is_address(weights):
+            weights = _received(weights)
         if not isinstance(weights, str):
             self.folders.append(write_tensors(weights))
             weights = self.folders[-1].name
@@ -85,9 +88,15 @@ class TensorFolders:
             source = engine.weights.after(weights)
             engine.update_weights(source.folder, source.overlays)
         finally:
-            self._keep(engine.weights.overlays)
+            self.keep(engine.weights.overlays)
 
-    def _keep(self, used: Sequence[str]) -> None:
+    def new(self) -> str:
+        """Return an empty folder."""
+        self.folders.append(_new_folder())
+        return self.folders[-1].name
+
+    def keep(self, used: Sequence[str]) -> None:
+        """Remove all folders but those in use."""
         for folder in self.folders:
             if folder.name not in used:
                 folder.cleanup()
@@ -95,15 +104,33 @@ class TensorFolders:
 
     def close(self) -> None:
         """Remove all."""
-        self._keep(())
+        self.keep(())
+
+
+def is_address(path: str) -> bool:
+    """Return whether weights are received from there, see `weight_transfer`; else it is a folder."""
+    return path.startswith(ADDRESSES)
+
+
+def _received(address: str) -> Mapping[str, Tensor]:
+    from engine.setup.weight_transfer import receive_weights
+
+    try:
+        return receive_weights(address)
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(f"no weights came from {address}: {error}") from None
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    return tempfile.TemporaryDirectory(prefix="quire-weights-", dir=in_memory)
 
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
     """Write tensors, by the checkpoint's names, to a new folder in shared memory. It exists until its `cleanup`."""
     from safetensors.torch import save_file
 
-    in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    folder = tempfile.TemporaryDirectory(prefix="quire-weights-", dir=in_memory)
+    folder = _new_folder()
     # Tensors that share memory, such as tied ones, would be refused.
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(copies, Path(folder.name, "model.safetensors"))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save, save_file
 
 from engine import LLM, AsyncEngine, EngineConfig, EngineError, EngineRequest, SamplingParams
 from engine.models.errors import ModelError
+from engine.setup.weight_transfer import send_weights
+from tests.engine.setup.test_weight_transfer import free_address
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -152,6 +155,51 @@ def test_named_tensors_replace_those_of_the_model(
     assert answers(llm) == before
     assert llm._tensors.folders == []
     llm.close()
+
+
+def test_tensors_that_another_process_sends(tiny_model: Path, other: Path) -> None:
+    fresh = LLM(model=str(other), **SETTINGS)
+    expected = answers(fresh)
+    fresh.close()
+    llm = LLM(model=str(tiny_model), **SETTINGS)
+    address = free_address()
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send_weights, some(other, ""), address)
+        llm.update_weights(address)
+        sending.result()
+    assert answers(llm) == expected
+    with pytest.raises(EngineError, match="no weights came from gloo://:5: an address is"):
+        llm.update_weights("gloo://:5")
+    assert answers(llm) == expected
+    llm.close()
+
+
+def test_a_server_receives_tensors(tiny_model: Path, other: Path) -> None:
+    """Requests go on until all have come. What it has received is there as long as it is used."""
+    fresh = LLM(model=str(other), **SETTINGS)
+    (answer,) = fresh.generate([{"prompt_token_ids": list(range(40))}], GREEDY, use_tqdm=False)
+    fresh.close()
+    address = free_address()
+
+    async def test() -> None:
+        engine = await AsyncEngine.start(EngineConfig(model=str(tiny_model), **SETTINGS))
+        try:
+            with pytest.raises(EngineError, match="no weights came from gloo://:5: an address is"):
+                await engine.update_weights("gloo://:5")
+            update = asyncio.create_task(engine.update_weights(address))
+            await asyncio.to_thread(send_weights, some(other, ""), address)
+            await update
+            assert (engine.weights_path, engine.weights_version) == (address, 1)
+            request = EngineRequest("a", list(range(40)), GREEDY)
+            found = [token async for new in engine.generate(request) for token in new.token_ids]
+            assert found == list(answer.outputs[0].token_ids)
+            (folder,) = engine._availability._received.folders
+            await engine.update_weights(str(other))
+            assert not Path(folder.name).exists()
+        finally:
+            engine.close()
+
+    asyncio.run(test())
 
 
 def test_tensors_that_cannot_be_used(tiny_model: Path, other: Path, tmp_path: Path) -> None:

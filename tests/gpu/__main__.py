@@ -69,6 +69,7 @@ from tests.gpu.shared_attention import check_shared_attention
 from tests.gpu.shared_prefix import check_shared_prefix
 from tests.gpu.sleep import check_sleep_speed, check_sleep_texts
 from tests.gpu.sparse import check_index, check_sparse_engines
+from tests.gpu.weights import check_sent_weights
 from tests.support.unwritten import unwritten_is_nan
 
 PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
@@ -82,6 +83,7 @@ PARTS: dict[str, tuple[Callable[[Checks], None], ...]] = {
     "sampling": (check_sampling, check_faults, check_distribution),
     "blocks": (check_blocks,),
     "sleep": (check_sleep_texts, check_sleep_speed),
+    "weights": (check_sent_weights,),
     "host": (check_host_texts, check_file_texts, check_host_speed),
     "families": (check_families, check_phi3_small),
     "moe": (check_routers, check_sorted_pairs, check_expert_products),
