@@ -37,7 +37,7 @@ from engine.core.drafts.policy import DraftPolicy
 from engine.core.drafts.proposer import Guesses, Proposal, Proposer
 from engine.core.engine_request import EngineRequest
 from engine.core.params.structured import StructuredOutputs
-from engine.worker.proposers.ngram import NgramGuesses
+from engine.worker.proposers.ngram import NgramLookup
 
 # Of CPU time, with OMP_NUM_THREADS=1 and QUIRE_BENCH_CPU_TIME=1: for a busy machine.
 CLOCK = time.process_time if os.environ.get("QUIRE_BENCH_CPU_TIME") else time.perf_counter
@@ -199,7 +199,7 @@ def _measured(llm: LLM, policy: DraftPolicy, lookup: Proposer, work: Work, secon
 
 def num_found(prompt: list[int], answer: list[int]) -> int:
     """Return how many tokens of an answer lookup finds, if each step verifies eight."""
-    guesses, found, at = NgramGuesses(3, 6), 0, 1
+    guesses, found, at = NgramLookup(3, 6), 0, 1
     while at < len(answer):
         guessed = guesses.propose(prompt + answer[:at], 8).token_ids
         came = answer[at : at + len(guessed)]

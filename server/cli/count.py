@@ -15,7 +15,7 @@ EPILOG = """examples:
   quire count zai-org/GLM-4.7-Flash answers/*.txt --size 32768 --output tokens.json
   quire serve zai-org/GLM-4.7-Flash --speculative-config '{"method": "mtp", "speculative_token_map": "tokens.json"}'
 
-A draft head that can guess fewer tokens is faster, and answers stay what they are. Texts should be answers of the model
+A draft head that proposes fewer tokens is faster, and answers stay what they are. Texts should be answers of the model
 itself to prompts like those that it will get. Files are texts, or .jsonl with an object in each line: its "text", or
 the contents of its "messages" by the assistant.
 """

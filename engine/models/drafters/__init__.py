@@ -1,1 +1,1 @@
-"""Models that guess the next tokens of another one, the target: prediction layers, draft heads, and smaller models."""
+"""Models that draft the next tokens of another one, the target: prediction layers, draft heads, and smaller models."""

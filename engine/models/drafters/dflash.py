@@ -1,4 +1,4 @@
-"""DFlash, DFlash2 and DSpark: drafters that guess a block of tokens in one pass.
+"""DFlash, DFlash2 and DSpark: drafters that draft a block of tokens in one pass.
 
 Their layers attend to the target: the keys and values of a position that the target has computed are of its hidden
 states there, of several of its layers. The block that follows, the newest token and masks, attends to these and to
@@ -42,7 +42,7 @@ Sublayer = Callable[[SublayerInput, ResidualEpilogue], ResidualStream]
 
 
 def read_dflash(folder: Path, target: ModelSpec, num_tokens: int) -> DraftSpec:
-    """Read the config.json of a drafter in `folder` for this target. `num_tokens`: that it is to guess at a time.
+    """Read the config.json of a drafter in `folder` for this target. `num_tokens`: that it is to draft at a time.
 
     Raises `ModelError`, which names what is wrong.
     """

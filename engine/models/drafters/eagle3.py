@@ -84,7 +84,7 @@ def _read(folder: Path, config: dict[str, Any], target: ModelSpec) -> DraftSpec:
 
 
 class DraftVocabulary(CheckpointModule):
-    """The tokens that a head can guess."""
+    """The tokens that a head can propose."""
 
     def __init__(self, count: int, vocab_size: int, scope: Scope) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Eagle3Head(nn.Module):
         return stream.hidden
 
     def following(self, hidden: Tensor) -> Tensor:
-        """Return what the head reads for the next guess, given its residual stream [n, hidden]."""
+        """Return what the head reads for the next draft, given its residual stream [n, hidden]."""
         normed: Tensor = self.norm(hidden) if self.spec.norm_output else hidden
         return normed
 

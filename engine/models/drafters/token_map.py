@@ -1,4 +1,4 @@
-"""Files of the tokens that a draft head may guess: the most frequent ones of texts, counted by `quire count`."""
+"""Files of the tokens that a draft head may propose: the most frequent ones of texts, counted by `quire count`."""
 
 from __future__ import annotations
 

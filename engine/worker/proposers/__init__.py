@@ -1,1 +1,1 @@
-"""Proposers: they guess the next tokens of requests, see `engine.core.drafts.proposer`."""
+"""Proposers: they draft the next tokens of requests, see `engine.core.drafts.proposer`."""

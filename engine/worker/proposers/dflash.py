@@ -37,11 +37,11 @@ class DFlashProposer(ModelProposer):
         self._no_states = torch.zeros(0, 0, dtype=options.dtype, device=device)
 
     def works(self) -> list[DraftWork]:
-        """Return the blocks of few requests and the guesses from them, where each token is a sequence of its own."""
+        """Return the blocks of few requests and the drafts from them, where each token is a sequence of its own."""
         most = min(self._most_split // self._block.length, MAX_DRAFTED_SEQS)
         if not self._captures or not most:
             return []
-        return [DraftWork.up_to(most, self._guess_sampled, [0, len(self._state.records) - 1, -1, 0], width=0)]
+        return [DraftWork.up_to(most, self._draft_sampled, [0, len(self._state.records) - 1, -1, 0], width=0)]
 
     def propose(self, step: SampledStep) -> Tensor:
         """See `DeviceProposer.propose`."""
@@ -53,14 +53,14 @@ class DFlashProposer(ModelProposer):
         if self._graphs and self._graphs[0].fits(n):
             integers = torch.stack((newest_ids, rows.rows, rows.newest, rows.num_slots))
             return self._graphs[0].run(integers, self._no_states)
-        found, newest = self._guess(newest_ids, rows)
+        found, newest = self._draft(newest_ids, rows)
         self._sampler.keep(step.packed.members.rows, newest, found)
         return found
 
-    def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
-        """Return the guesses of requests that may sample, see `DraftGraphs`."""
+    def _draft_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
+        """Return the drafts of requests that may sample, see `DraftGraphs`."""
         newest_ids, rows, newest, num_slots = integers
-        return self._guess(newest_ids, DraftRows(rows, newest, num_slots, greedy=False))[0]
+        return self._draft(newest_ids, DraftRows(rows, newest, num_slots, greedy=False))[0]
 
     def _store(self, step: SampledStep) -> None:
         """Store keys and values of the step's tokens, rejected drafts among them."""
@@ -77,8 +77,8 @@ class DFlashProposer(ModelProposer):
         first = self.upload(np.array([samples.of_request(i).start for i in range(samples.num_requests)]))
         return step.tokens[(first + step.counts - 1).clamp(min=0)].clamp(min=0)
 
-    def _guess(self, newest_ids: Tensor, rows: DraftRows) -> tuple[Tensor, Tensor]:
-        """Return the guesses of n requests, [n, num_tokens] int64, and the positions before them, [n] int64: below 0
+    def _draft(self, newest_ids: Tensor, rows: DraftRows) -> tuple[Tensor, Tensor]:
+        """Return the drafts of n requests, [n, num_tokens] int64, and the positions before them, [n] int64: below 0
         where a block does not fit, so that there are none. newest_ids [n] int64.
         """
         block, n = self._block, len(newest_ids)
@@ -87,12 +87,12 @@ class DFlashProposer(ModelProposer):
         hidden = self._run(replace(rows, newest=rows.newest.where(fits, 0)), fits, newest_ids)
         hidden = hidden.view(n, block.length, -1)[:, block.length - block.num_tokens :]
         logits = self._logits(hidden.flatten(0, 1)).view(n, block.num_tokens, -1)
-        guessed, before = list[Tensor](), newest_ids
+        drafts, before = list[Tensor](), newest_ids
         for i in range(block.num_tokens):
             of_token = self._drafter.following(logits[:, i], hidden[:, i], before)
-            guessed.append(self._sampler.sample(of_token, rows, i + 1))
-            before = guessed[-1].clamp(min=0)
-        found = torch.stack(guessed, 1)
+            drafts.append(self._sampler.sample(of_token, rows, i + 1))
+            before = drafts[-1].clamp(min=0)
+        found = torch.stack(drafts, 1)
         none = ((found < 0).cumsum(1) > 0) | ~fits.unsqueeze(1)
         return found.masked_fill(none, -1), rows.newest.where(fits, -1)
 

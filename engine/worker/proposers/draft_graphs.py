@@ -1,4 +1,4 @@
-"""CUDA graphs of a drafter: one pass over few tokens, and the guesses after it."""
+"""CUDA graphs of a drafter: one pass over few tokens, and the drafts after it."""
 
 from __future__ import annotations
 

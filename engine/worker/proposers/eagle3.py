@@ -38,6 +38,6 @@ class Eagle3Proposer(FollowingProposer):
         return self._head.following(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `SuccessiveProposer.logits`. Tokens that the head cannot guess have -inf."""
+        """See `SuccessiveProposer.logits`. Tokens that the head cannot propose have -inf."""
         own = self._head.logits(hidden)
         return of_all_tokens(own, self._head.vocabulary.token_ids, self._target.spec.vocab_size)

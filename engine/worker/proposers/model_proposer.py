@@ -1,4 +1,4 @@
-"""The common parts of drafters that run a model on the device: their KV cache, and guesses one after another."""
+"""The common parts of drafters that run a model on the device: their KV cache, and drafts one after another."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ModelProposer(ABC):
 
 
 class SuccessiveProposer(ModelProposer):
-    """Guesses one token after another: each is the input of a pass that guesses the next one."""
+    """Drafts one token after another: each is the input of a pass that gives the next one."""
 
     def __init__(self, setup: DrafterSetup) -> None:
         super().__init__(setup)
@@ -104,14 +104,14 @@ class SuccessiveProposer(ModelProposer):
         self._each = each.to(options.device.torch_device)  # [n + 1]: starts of sequences of one token
 
     def works(self) -> list[DraftWork]:
-        """Return passes over few tokens, and the guesses after them."""
+        """Return passes over few tokens, and the drafts after them."""
         options, padding_row = self._options, len(self._state.records) - 1
         if not self._captures:
             return []
-        passes, guesses = self.max_split, min(options.max_num_seqs, MAX_DRAFTED_SEQS)
+        passes, drafts = self.max_split, min(options.max_num_seqs, MAX_DRAFTED_SEQS)
         return [
             DraftWork.up_to(passes, self._split_pass, [0, padding_row, 0, 0], self.input_width),
-            DraftWork.up_to(guesses, self._guess_sampled, [0, padding_row, -1, 0], self.output_width),
+            DraftWork.up_to(drafts, self._draft_sampled, [0, padding_row, -1, 0], self.output_width),
         ]
 
     @property
@@ -134,17 +134,17 @@ class SuccessiveProposer(ModelProposer):
         if self._graphs and num == self._num and self._graphs[1].fits(n):
             integers = torch.stack((positions, rows.rows, rows.newest, rows.num_slots))
             return self._graphs[1].run(integers, hidden)
-        found = self._guess(hidden, positions, rows, num)
+        found = self._draft(hidden, positions, rows, num)
         self._sampler.keep(step.packed.members.rows, rows.newest, found)
         return found
 
-    def _guess_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
-        """Return the guesses of requests that may sample, see `DraftGraphs`."""
+    def _draft_sampled(self, integers: Tensor, hidden: Tensor) -> Tensor:
+        """Return the drafts of requests that may sample, see `DraftGraphs`."""
         positions, rows, newest, num_slots = integers
-        return self._guess(hidden, positions, DraftRows(rows, newest, num_slots, greedy=False), self._num)
+        return self._draft(hidden, positions, DraftRows(rows, newest, num_slots, greedy=False), self._num)
 
-    def _guess(self, hidden: Tensor, positions: Tensor, rows: DraftRows, num: int) -> Tensor:
-        """Return `num` guesses of each request, [n, num] int64, after the first pass."""
+    def _draft(self, hidden: Tensor, positions: Tensor, rows: DraftRows, num: int) -> Tensor:
+        """Return `num` drafts of each request, [n, num] int64, after the first pass."""
         proposed = [self._sampler.sample(self.logits(hidden), rows, 1)]
         for i in range(1, num):
             positions = positions + 1

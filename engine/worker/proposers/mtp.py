@@ -34,7 +34,7 @@ class MTPProposer(FollowingProposer):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `SuccessiveProposer.logits`. Tokens that a cut head cannot guess have -inf."""
+        """See `SuccessiveProposer.logits`. Tokens that a cut head cannot propose have -inf."""
         head = self._head.lm_head
         found = self._target.logits_of_normed(hidden, head)
         return found if head is None else of_all_tokens(found, head.token_ids, self._target.spec.vocab_size)

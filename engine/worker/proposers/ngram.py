@@ -45,23 +45,23 @@ class _Occurrences:
         return found if found and text[found - self._length : found] == last else -1
 
 
-class NgramGuesses:
+class NgramLookup:
     """The text of a request: what the client predicted, the prompt, and the output so far.
 
-    As long as the output follows an earlier occurrence, the guesses go on there. Else they begin after the newest
+    As long as the output follows an earlier occurrence, the proposals go on there. Else they begin after the newest
     occurrence of the last tokens: of the longest run that occurs, of two lengths, where a long one is looked up only if
-    a short one occurs. If that is less far back than there are tokens to guess, what followed it is repeated. If none
-    occurs, the last token may stand for the one that was to follow, and the guesses go on after that one.
+    a short one occurs. If that is less far back than there are tokens to propose, what followed it is repeated. If none
+    occurs, the last token may stand for the one that was to follow, and the proposals go on after that one.
     """
 
     def __init__(self, least: int, longest: int, prediction: Sequence[int] = ()) -> None:
-        """`least`, `longest`: tokens that must agree before a guess."""
+        """`least`, `longest`: tokens that must agree before a proposal."""
         self._least, self._short = least, _Occurrences(least)
         self._long = _Occurrences(longest) if longest > least else None
         self._text = list(prediction)
         self._num_predicted = len(self._text)
         self._num_known = 0  # tokens of prompt and output in the text
-        self._source = 0 if self._text else -1  # index in the text of the next guess; -1: none
+        self._source = 0 if self._text else -1  # index in the text of the next proposal; -1: none
         self._basis = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Proposal:
@@ -85,10 +85,10 @@ class NgramGuesses:
             return NO_PROPOSAL
         if source < self._num_predicted:
             return Proposal(text[source : min(source + most, self._num_predicted)], self._basis, from_prediction=True)
-        guess = text[source : source + most]
-        while len(guess) < most:  # the text repeats what began at the source, and may do so again and again
-            guess += guess[: most - len(guess)]
-        return Proposal(guess, self._basis)
+        found = text[source : source + most]
+        while len(found) < most:  # the text repeats what began at the source, and may do so again and again
+            found += found[: most - len(found)]
+        return Proposal(found, self._basis)
 
     def _after_replaced(self, new: Sequence[int]) -> int:
         """Return where the followed text goes on if the last of the `new` tokens stands for one of it; -1: nowhere."""
@@ -115,14 +115,14 @@ class NgramGuesses:
 
 
 class NgramProposer:
-    """Guesses by lookup in each request's own text, without a model."""
+    """Proposals by lookup in each request's own text, without a model."""
 
     def __init__(self, least: int, longest: int) -> None:
-        """`least`, `longest`: tokens that must agree before a guess; the longest agreement is tried first."""
+        """`least`, `longest`: tokens that must agree before a proposal; the longest agreement is tried first."""
         self._least, self._longest = least, longest
 
-    def start(self, request: EngineRequest) -> NgramGuesses:
+    def start(self, request: EngineRequest) -> NgramLookup:
         """See `Proposer.start`."""
         prediction = request.sampling.prediction or ()
         assert not isinstance(prediction, str), "the input processor makes token ids of it"
-        return NgramGuesses(self._least, self._longest, prediction)
+        return NgramLookup(self._least, self._longest, prediction)

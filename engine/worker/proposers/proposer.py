@@ -66,7 +66,7 @@ class SampledStep:
 
 
 class DeviceProposer(Protocol):
-    """Guesses tokens by a model on the device."""
+    """Drafts tokens by a model on the device."""
 
     @property
     def layers(self) -> Sequence[int] | None:

@@ -1,4 +1,4 @@
-"""Guesses that cost nothing, for benchmarks whose acceptance is imposed."""
+"""Drafts that cost nothing, for benchmarks whose acceptance is imposed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.engine_request import EngineRequest
 
 
 class RepeatingProposer:
-    """Guesses the newest token again and again."""
+    """Proposes the newest token again and again."""
 
     def start(self, request: EngineRequest) -> Guesses:
         """See `Proposer.start`."""

@@ -29,8 +29,8 @@ class SuffixLimits:
     least: int = 3  # tokens that must agree
     max_depth: int = 24  # tokens whose agreement is compared
     max_answers: int = 10_000
-    max_factor: float = 1.0  # tokens of a guess for each one that agrees
-    least_probability: float = 0.1  # that the last token of a guess is right, by the occurrences
+    max_factor: float = 1.0  # tokens of a proposal for each one that agrees
+    least_probability: float = 0.1  # that the last token of a proposal is right, by the occurrences
 
 
 class EarlierAnswers:
@@ -87,8 +87,8 @@ class EarlierAnswers:
         if len(last) < self._length:
             return NO_PROPOSAL
         found, basis = self._occurrences(last)
-        most, probability, guessed = min(most, int(limits.max_factor * basis)), 1.0, list[int]()
-        while found and len(guessed) < most:
+        most, probability, proposed = min(most, int(limits.max_factor * basis)), 1.0, list[int]()
+        while found and len(proposed) < most:
             votes: dict[int, int] = {}
             for at in found:
                 votes[self._text[at]] = votes.get(self._text[at], 0) + 1
@@ -96,9 +96,9 @@ class EarlierAnswers:
             probability *= votes[token] / len(found)
             if token == END or probability < limits.least_probability:
                 break
-            guessed.append(token)
+            proposed.append(token)
             found = [at + 1 for at in found if self._text[at] == token]
-        return Proposal(guessed, basis) if guessed else NO_PROPOSAL
+        return Proposal(proposed, basis) if proposed else NO_PROPOSAL
 
     def _occurrences(self, last: array[int]) -> tuple[list[int], int]:
         """Return the newest indices after the longest suffix of `last` that occurs, and its length; [], 0: none."""
@@ -120,7 +120,7 @@ class EarlierAnswers:
 
 
 class SuffixProposer:
-    """Guesses by lookup in earlier answers to the same caller, and by another proposer in the request's own text.
+    """Proposals by lookup in earlier answers to the same caller, and by another proposer in the request's own text.
 
     A caller is a tenant with a cache salt and an adapter: a caller's answers speed up no other's, which would tell what
     they were. Memory is bounded; the callers that were not seen for longest are forgotten first.
@@ -135,7 +135,7 @@ class SuffixProposer:
 
     def start(self, request: EngineRequest) -> Guesses:
         """See `Proposer.start`."""
-        return _SuffixGuesses(self, _caller(request), self._own.start(request))
+        return _SuffixLookup(self, _caller(request), self._own.start(request))
 
     def finish(self, request: EngineRequest, answer: Sequence[int]) -> None:
         """Keep the answer to a request that has finished."""
@@ -143,7 +143,7 @@ class SuffixProposer:
             self._waiting.append((_caller(request), list(answer[-MAX_OF_ANSWER:])))
 
     def propose(self, caller: tuple[str, str], token_ids: Sequence[int], most: int) -> Proposal:
-        """Return a guess by the caller's earlier answers."""
+        """Return a proposal by the caller's earlier answers."""
         if self._waiting:
             self._add(*self._waiting.popleft())
         answers = self._callers.get(caller)
@@ -168,7 +168,7 @@ class SuffixProposer:
             self.size -= oldest.size
 
 
-class _SuffixGuesses:
+class _SuffixLookup:
     def __init__(self, earlier: SuffixProposer, caller: tuple[str, str], own: Guesses) -> None:
         self._earlier, self._caller, self._own = earlier, caller, own
 

@@ -1,4 +1,4 @@
-"""Acceptance that does not depend on what was guessed, to compare engines at equal acceptance."""
+"""Acceptance that does not depend on what was proposed, to compare engines at equal acceptance."""
 
 from __future__ import annotations
 

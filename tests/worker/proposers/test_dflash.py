@@ -27,7 +27,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_are_those_of_the_reference_and_texts_stay(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_drafts_are_those_of_the_reference_and_texts_stay(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
     """Prompts are computed in chunks, and most drafts are rejected."""
     folder, model = target
     reference = make_block_drafter(kind, tmp_path, model)
@@ -86,7 +86,7 @@ def test_a_cache_of_eight_bits(target: tuple[Path, Any], tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash2", "own head"])
-def test_guesses_on_two_ranks(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_drafts_on_two_ranks(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
     reference = make_block_drafter(kind, tmp_path, target[1])
     drafted = Drafted(target[0], "dflash", tmp_path, num=4, tensor_parallel_size=2)
     expected = drafted.answers(GREEDY, drafts=False)

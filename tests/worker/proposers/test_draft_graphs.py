@@ -24,7 +24,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
-def test_guesses_are_those_of_passes_that_are_not_captured(
+def test_drafts_are_those_of_passes_that_are_not_captured(
     method: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Replayed] = []

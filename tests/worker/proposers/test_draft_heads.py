@@ -75,7 +75,7 @@ def test_a_cut_head_drafts_the_most_likely_of_its_tokens(ranks: int, mtp: tuple[
 
 
 @pytest.mark.parametrize("tokens", [{}, {"speculative_token_map": "tokens.json"}], ids=["all", "some"])
-def test_a_quantised_head_guesses_as_its_rounded_weights_do(
+def test_a_quantised_head_drafts_as_its_rounded_weights_do(
     tokens: dict[str, Any], mtp: tuple[Path, MTPReference, nn.Linear]
 ) -> None:
     folder, reference, head = mtp

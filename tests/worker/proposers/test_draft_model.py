@@ -58,7 +58,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(itself: Drafted, kind: s
     assert tried == accepted > 80
 
 
-def test_guesses_are_those_of_the_draft_model_alone(drafted: Drafted, small: Path) -> None:
+def test_drafts_are_those_of_the_draft_model_alone(drafted: Drafted, small: Path) -> None:
     expected = drafted.answers(params(temperature=0), drafts=False)
     drafted.llm.reset_prefix_cache()
     drafted.proposed.clear()

@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_are_those_of_the_reference_and_texts_stay(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_drafts_are_those_of_the_reference_and_texts_stay(kind: str, target: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = target
     reference = make_eagle3(tmp_path, model, **KINDS[kind])
     drafted = Drafted(folder, "eagle3", tmp_path)

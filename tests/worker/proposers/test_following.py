@@ -35,7 +35,7 @@ def _eagle3(folder: Path) -> tuple[Any, tuple[Path, str, Path]]:
 
 @pytest.mark.parametrize("make", [_mtp, _eagle3])
 @pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 13}], ids=["", "preempted"])
-def test_guesses_after_a_pause_are_those_of_the_reference(
+def test_drafts_after_a_pause_are_those_of_the_reference(
     make: Callable[[Path], tuple[Any, tuple[Any, ...]]],
     settings: dict[str, Any],
     tmp_path: Path,

@@ -25,7 +25,7 @@ FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5",
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_guesses_are_those_of_the_reference_and_texts_stay(name: str, tmp_path: Path) -> None:
+def test_drafts_are_those_of_the_reference_and_texts_stay(name: str, tmp_path: Path) -> None:
     reference = make_mtp_checkpoint(name, tmp_path)
     drafted = Drafted(tmp_path, "mtp")
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)

@@ -51,7 +51,7 @@ def _dflash(folder: Path) -> Made:
 
 
 @pytest.mark.parametrize("make", [_draft_model, _mtp, _eagle3, _dflash])
-def test_a_drafter_rests_and_guesses_again_for_new_requests(
+def test_a_drafter_rests_and_drafts_again_for_new_requests(
     make: Callable[[Path], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guesses, given = make(tmp_path)
