@@ -286,8 +286,9 @@ class ParametersCall(_Arguments):
         if self._trails and value.endswith("\n"):
             value = value[:-1].removesuffix("\r")
         self._add(value)
+        num_read = end + len(self._mark)
         self._end_value()
-        return end + len(self._mark)
+        return num_read
 
     def _begin_wrapped(self) -> None:
         """Begin a value that ends in another mark, and is a text wherever the schema allows one."""
