@@ -76,8 +76,11 @@ class CapturedPrefills:
 def common_prefixes(groups: Sequence[CacheGroup], options: RunnerOptions) -> CommonPrefixes | None:
     """Return the prefixes that decodes on this device read once for all requests that have them in common; None: it
     does not. The sums of a token then depend on the other requests of its step, which deterministic mode rules out.
+    Encoders do not decode.
     """
-    if not READS_PREFIXES_ONCE or not options.device.is_accelerator or options.deterministic:
+    if not READS_PREFIXES_ONCE or not options.device.is_accelerator:
+        return None
+    if options.deterministic or options.whole_prompts:
         return None
     return CommonPrefixes.of(groups, options.block_size, kernels.MIN_SHARED, kernels.MIN_MEMBERS)
 
