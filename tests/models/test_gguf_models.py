@@ -159,6 +159,7 @@ def test_generation_from_a_file(tmp_path: Path) -> None:
 
 
 # Published files, which tests do not download
+LONG_TEXT = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")[:3000]
 
 
 def real(variable: str) -> list[Path]:
@@ -172,7 +173,8 @@ def real(variable: str) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_published_files_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 greedy tokens in float32, of the GGUF files in QUIRE_TEST_GGUF. `test_published_vocabularies` tests prompts.
+    """200 greedy tokens and the log-probability of a long text in float32, of the GGUF files in QUIRE_TEST_GGUF.
+    `test_published_vocabularies` tests prompts.
 
     transformers converts Gemma's vocabulary to one that gives other ids than the original.
     """
@@ -181,11 +183,20 @@ def test_published_files_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_, **__: True)  # it is not used
     prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a  village\n\nthere lived"]
     for path in real("QUIRE_TEST_GGUF"):
-        llm = LLM(str(path), dtype="float32", max_model_len=256)
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+        llm = LLM(str(path), dtype="float32", max_model_len=1024)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        (read,) = llm.generate([LONG_TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0))
         llm.close()
         options = {"gguf_file": path.name, "dtype": torch.float32}
         model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
         for output in outputs:
             ids = list(output.prompt_token_ids)
-            assert list(output.outputs[0].token_ids) == transformers_decode(model, ids, 50).token_ids
+            assert list(output.outputs[0].token_ids) == transformers_decode(model, ids, 200).token_ids
+        ids = list(read.prompt_token_ids)
+        with torch.inference_mode():
+            known = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        want = known[range(len(ids) - 1), ids[1:]].mean().item()
+        rows = zip((read.prompt_logprobs or [])[1:], ids[1:], strict=True)
+        found = [row[token].logprob for row, token in rows if row is not None]
+        assert len(found) > 300
+        assert sum(found) / len(found) == pytest.approx(want, abs=1e-4)
