@@ -12,6 +12,7 @@ from engine.models.matrix import Scope
 from engine.models.norms import RMSNorm
 from engine.models.residual import GateEpilogue, ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.spec import DenseSpec
+from kernels.data.activation import SLOPE
 
 
 class MLP(nn.Module):
@@ -65,7 +66,7 @@ class MLP(nn.Module):
             limit = self.spec.limit
             gate, up = self.gate_up.run(x).unflatten(1, (-1, 2)).unbind(2)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return kernels.sigmoid(1.702 * gate).mul_(gate).mul_(up + 1)
+            return kernels.sigmoid(SLOPE * gate).mul_(gate).mul_(up + 1)
         assert self.spec.activation != "clamped_swiglu"
         return kernels.activation(self.gate_up.run(x), self.spec.activation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Drafted:
         config |= {"prompt_lookup_min": 16, "enable_adaptive_verification": False}
         if draft is not None:
             config["model"] = str(draft)
+        self.num = num
         self.llm = LLM(str(model), **{**SETTINGS, **settings}, speculative_config=config)
         self._scheduler = self.llm._engine.scheduler
         policy = self._scheduler._planner.drafts
@@ -54,6 +55,16 @@ class Drafted:
         self.use(drafts)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(each.token_ids) for output in outputs for each in output.outputs]
+
+    def check(self, params: SamplingParams, propose: Callable[[list[int], int], list[int]], every: int) -> None:
+        """Check that greedy texts are those without drafts, and of some drafts that they are those of a reference."""
+        expected = self.answers(params, drafts=False)
+        self.llm.reset_prefix_cache()
+        assert self.answers(params) == expected
+        compared = [(known, proposed) for known, proposed in self.proposed[::every] if proposed]
+        assert len(compared) > 8
+        for known, proposed in compared:
+            assert proposed == propose(known, self.num)
 
     def use(self, drafts: bool) -> None:
         """Use the drafter from now on, or not."""

@@ -32,13 +32,7 @@ def test_drafts_are_those_of_the_reference_and_texts_stay(kind: str, target: tup
     folder, model = target
     reference = make_block_drafter(kind, tmp_path, model)
     drafted = Drafted(folder, "dflash", tmp_path, num=4)
-    expected = drafted.answers(GREEDY, drafts=False)
-    drafted.llm.reset_prefix_cache()
-    assert drafted.answers(GREEDY) == expected
-    compared = [(known, proposed) for known, proposed in drafted.proposed[::3] if proposed]
-    assert len(compared) > 8
-    for known, proposed in compared:
-        assert proposed == reference.propose(known, 4)
+    drafted.check(GREEDY, reference.propose, every=3)
     sampled = GREEDY.clone(temperature=0.8, seed=5, top_k=9)
     assert drafted.answers(sampled) == drafted.answers(sampled, drafts=False), "of a cached prefix, too"
     drafted.llm.close()
@@ -50,13 +44,7 @@ def test_tokens_of_blocks_as_sequences_of_their_own(target: tuple[Path, Any], tm
     drafted = Drafted(target[0], "dflash", tmp_path, num=4)
     runner: Any = drafted.llm._engine.runner
     runner.proposer._most_split = 15  # blocks of three requests, of five tokens each
-    expected = drafted.answers(GREEDY, drafts=False)
-    drafted.llm.reset_prefix_cache()
-    assert drafted.answers(GREEDY) == expected
-    compared = [(known, proposed) for known, proposed in drafted.proposed[::3] if proposed]
-    assert len(compared) > 8
-    for known, proposed in compared:
-        assert proposed == reference.propose(known, 4)
+    drafted.check(GREEDY, reference.propose, every=3)
     drafted.llm.close()
 
 

@@ -21,6 +21,7 @@ from kernels.cuda.choice import GLUON
 from kernels.data.block_weight import BLOCK_KINDS, BlockKind, BlockWeight, unit_channels
 from kernels.gluon.common import block_bits as bits
 from kernels.gluon.linear import block_small_batch as few
+from tests.kernels.gluon.linear.test_quantized_small_batch import check_small_batch
 from tests.oracles.random_weights import random_blocks
 from tests.support.gluon_on_tensors import run_on_tensors
 
@@ -111,33 +112,8 @@ def matrix(kind: BlockKind, n: int, k: int, device: str) -> tuple[BlockWeight, T
 
 
 def check(kind: BlockKind, num_tokens: int, n: int, k: int, device: str) -> None:
-    """All operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
-
-    (one, exact), (two, wide) = matrix(kind, n, k, device), matrix(kind, 2 * n, k, device)
-    x, scale, bias, residual = (
-        random(num_tokens, 2 * k)[:, :k],
-        1 + random(k) / 10,
-        random(2 * n),
-        random(num_tokens, n),
-    )
-    assert block_linear.is_small_batch(x, one)
-    xd, bias_d = x.double(), bias.double()
-    normed = reference.rms_norm(xd, scale.double(), 1e-6)
-    cases = [
-        (linear.linear(x, one), xd @ exact.T),
-        (linear.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
-        (linear.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
-        (linear.norm_gated(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
-        (linear.norm_gated(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
-        (linear.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
-    ]
-    for i, (got, want) in enumerate(cases):
-        assert got.shape == want.shape
-        assert (got.double() - want).norm() < 6e-3 * want.norm(), i
+    one, two = matrix(kind, n, k, device), matrix(kind, 2 * n, k, device)
+    check_small_batch(one, two, num_tokens, 6e-3, lambda x: block_linear.is_small_batch(x, one[0]))
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)

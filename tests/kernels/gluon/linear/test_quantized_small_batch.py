@@ -1,6 +1,7 @@
 """GEMMs of up to 16 tokens with low-bit matrices: the kernel's arithmetic here, the kernel itself on a GPU."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,37 +57,48 @@ def without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "scale_of", scale_of)
 
 
-def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
-    """All four operations, through the package's own dispatch, on rows of a larger tensor and with a bias."""
-    generator = torch.Generator().manual_seed(0)
+Matrix = tuple[QuantizedWeight, Tensor]  # and its values [N, K] in float64
+
+
+def check_small_batch(one: Matrix, two: Matrix, num_tokens: int, limit: float, takes: Callable[[Tensor], bool]) -> None:
+    """Check all operations through the package's own dispatch, on rows of a larger tensor and with a bias.
+
+    one: N rows; two: N rows of a gate, then N of up. limit: of the error. takes: whether the kernel computes x.
+    """
+    generator, (n, k) = torch.Generator().manual_seed(0), one[1].shape
+    device = one[1].device
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
 
-    one = random_weight(form, n, k, device)
-    two = random_weight(form, 2 * n, k, device)
-    x, scale, bias, residual = (
-        random(num_tokens, 2 * k)[:, :k],
-        1 + random(k) / 10,
-        random(2 * n),
-        random(num_tokens, n),
-    )
-    assert quantized_linear.small_batch_config(x, one, False) is not None
-    assert quantized_linear.small_batch_config(x, two, True) is not None
-    exact, wide = (reference.dequantize(each.codes, each, torch.float64) for each in (one, two))
-    xd, bias_d = x.double(), bias.double()
-    normed = reference.rms_norm(xd, scale.double(), 1e-6)
+    x, scale = random(num_tokens, 2 * k)[:, :k], 1 + random(k) / 10
+    bias, residual = random(2 * n), random(num_tokens, n)
+    assert takes(x)
+    product = x.double() @ one[1].T
+    normed = reference.rms_norm(x.double(), scale.double(), 1e-6)
+    gated = normed @ two[1].T
     cases = [
-        (linear.linear(x, one), xd @ exact.T),
-        (linear.linear(x, one, bias[:n]), xd @ exact.T + bias_d[:n]),
-        (linear.norm_linear(x, scale, 1e-6, one, bias[:n]), normed @ exact.T + bias_d[:n]),
-        (linear.norm_gated(x, scale, 1e-6, two), reference.silu_and_mul(normed @ wide.T)),
-        (linear.norm_gated(x, scale, 1e-6, two, bias), reference.silu_and_mul(normed @ wide.T + bias_d)),
-        (linear.linear_add(residual.clone(), x, one, bias[:n]), residual.double() + xd @ exact.T + bias_d[:n]),
+        (linear.linear(x, one[0]), product),
+        (linear.linear(x, one[0], bias[:n]), product + bias[:n].double()),
+        (linear.norm_linear(x, scale, 1e-6, one[0], bias[:n]), normed @ one[1].T + bias[:n].double()),
+        (linear.norm_gated(x, scale, 1e-6, two[0]), reference.silu_and_mul(gated)),
+        (linear.norm_gated(x, scale, 1e-6, two[0], bias), reference.silu_and_mul(gated + bias.double())),
+        (linear.linear_add(residual.clone(), x, one[0], bias[:n]), residual.double() + product + bias[:n].double()),
     ]
     for i, (got, want) in enumerate(cases):
         assert got.shape == want.shape
-        assert (got.double() - want).norm() < 8e-3 * want.norm(), i
+        assert (got.double() - want).norm() < limit * want.norm(), i
+
+
+def check(form: str, num_tokens: int, n: int, k: int, device: str) -> None:
+    one, two = random_weight(form, n, k, device), random_weight(form, 2 * n, k, device)
+    exact, wide = (reference.dequantize(each.codes, each, torch.float64) for each in (one, two))
+
+    def takes(x: Tensor) -> bool:
+        of = quantized_linear.small_batch_config
+        return of(x, one, False) is not None and of(x, two, True) is not None
+
+    check_small_batch((one, exact), (two, wide), num_tokens, 8e-3, takes)
 
 
 @pytest.mark.parametrize("form", [name for name in FORMS if name not in ("int4 desc_act", "nvfp4")])
