@@ -79,7 +79,10 @@ THOUGHTS = """The user wants to know how a paged cache keeps its promises. Let m
 First the block table: it maps positions to blocks, so nothing has to be contiguous.
 Then the free list: what is released last is found again first."""
 
-HOSTILE = '<img src=x onerror="document.title=1"> <b>bold?</b> [bad](javascript:alert(1)) and **[good](https://example.org/)**.'
+HOSTILE = (
+    '<img src=x onerror="document.title=1"> <b>bold?</b> [bad](javascript:alert(1)) '
+    "and **[good](https://example.org/)**."
+)
 
 METRICS = """vllm:num_requests_running{{model_name="m",engine="0"}} 3.0
 vllm:num_requests_waiting{{model_name="m",engine="0"}} 2.0
