@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +68,8 @@ class Vllm:
 
     def __init__(self, model: Path, *, cache_tokens: int, host_gib: float, **settings: Any) -> None:
         """`host_gib`: of its own offload to host memory; 0: none. `settings`: of its `EngineArgs`."""
+        if importlib.util.find_spec("flashinfer") is None:  # vLLM's start would end without it
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         import vllm
         from vllm.sampling_params import RequestOutputKind
 

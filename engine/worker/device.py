@@ -13,7 +13,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -195,25 +195,43 @@ class _NoQueue:
 
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # of a container
+CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# Of a group's files and of what they hold, as versions 2 and 1 name them: its limit, its use, the page cache in that.
+CGROUP_NAMES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def _available() -> int:
     """Return the available bytes of the CPU's memory. The page cache counts as free.
 
-    In a container this is at most the rest of its limit.
+    In a container or a service this is at most the rest of its limit, and of the limits around it.
     """
     try:
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10
     except (OSError, ValueError, LookupError):
         free = _available_on_macos() if sys.platform == "darwin" else _pages("SC_AVPHYS_PAGES")
+    return max(min(free, *_rests_of_limits()), 0)
+
+
+def _rests_of_limits() -> Iterator[int]:
+    """Yield what each limit on this process's memory leaves, and at last a number that is no limit."""
     try:
-        limit, held = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        of_kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return max(min(free, limit - held + int(of_kinds["inactive_file"])), 0)
-    except (OSError, ValueError, LookupError):  # there is no limit
-        return free
+        groups = {kinds: own for _, kinds, own in (line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines())}
+    except (OSError, ValueError):
+        groups = {}
+    for kind, limit_name, held_name, cached_name in CGROUP_NAMES:
+        own = Path(groups.get(kind, "/").strip("/"))
+        for group in (own, *own.parents):  # a container sees its own group as the root
+            folder = CGROUP / kind / group
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                limit, held = (int((folder / name).read_text()) for name in (limit_name, held_name))
+                of_kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield limit - held + int(of_kinds[cached_name])
+    yield sys.maxsize
 
 
 def _pages(name: str) -> int:

@@ -58,6 +58,8 @@ def test_memory_that_holds_copies_of_files_is_free_within_a_containers_limit(
 ) -> None:
     monkeypatch.setattr("engine.worker.device.MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr("engine.worker.device.CGROUP", tmp_path)
+    monkeypatch.setattr("engine.worker.device.OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
     assert CpuDevice().memory().free == 40 << 10
     (tmp_path / "memory.current").write_text(f"{20 << 10}\n")
@@ -65,6 +67,35 @@ def test_memory_that_holds_copies_of_files_is_free_within_a_containers_limit(
     for limit, free in (("max", 40), (str(32 << 10), 16), (str(100 << 10), 40), ("0", 0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert CpuDevice().memory().free == free << 10, limit
+
+
+def test_the_memory_of_a_service_ends_at_the_nearest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group has a limit, or one around it, in both versions of control groups."""
+    monkeypatch.setattr("engine.worker.device.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("engine.worker.device.CGROUP", tmp_path)
+    monkeypatch.setattr("engine.worker.device.OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
+    (tmp_path / "own").write_text("4:memory:/jobs/7\n1:cpu:/jobs\n0::/system.slice/quire.service\n")
+
+    def limit(group: str, names: tuple[str, str, str], kibibytes: int) -> None:
+        folder = tmp_path / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, size in zip(names[:2], (kibibytes, 20), strict=True):
+            (folder / name).write_text(f"{size << 10}\n")
+        (folder / "memory.stat").write_text(f"cache 9\n{names[2]} {4 << 10}\n")
+
+    second = "memory.max", "memory.current", "inactive_file"
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    for group, names, limit_of_group, free in (
+        ("system.slice/other.service", second, 17, 40),
+        ("system.slice/quire.service", second, 50, 34),
+        ("system.slice", second, 48, 32),
+        ("memory/jobs/8", first, 18, 32),
+        ("memory/jobs/7", first, 44, 28),
+        ("memory", first, 40, 24),
+    ):
+        limit(group, names, limit_of_group)
+        assert CpuDevice().memory().free == free << 10, group
 
 
 @pytest.mark.parametrize(
