@@ -36,7 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 HEAVY = {"tensor parallel", "pipeline parallel"}
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Qwen2_5_VL", "Mistral3", "Gemma3"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Qwen2_5_VL", "Mistral3", "Gemma3", "Kimi_K25"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(request.param, tmp_path_factory.mktemp(request.param), answers=False).folder
 
@@ -79,6 +79,8 @@ def prompts(model: Path) -> list[Any]:
 
 
 def test_no_bit_depends_on_other_requests_in_deterministic_mode(model: Path) -> None:
+    if model.name.startswith("Kimi"):
+        pytest.skip("latent attention takes half a minute in this mode, whatever the encoder")
     sampling = SAMPLING.clone(max_tokens=6)
 
     def scores(llm: LLM, asked: list[Any]) -> list[float | None]:
