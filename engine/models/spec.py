@@ -406,7 +406,8 @@ class VisionSpec:
     eps: float = 1e-6  # of norms
     norm: Literal["rms", "layer"] = "layer"  # of InternVL
     qkv_bias: bool = True  # of InternVL and GLM
-    qk_norm: bool = False  # of InternVL: RMSNorms over all heads
+    qk_norm: bool = False  # RMSNorms of queries and keys: InternVL's over all heads, GLM-OCR's over each
+    layer_bias: bool = False  # of GLM-OCR: the other matrices of layers have biases, too
     head_size: int = 0  # 0: `hidden_size` / `num_heads`
     clips: bool = False  # of Gemma 4: inputs and outputs of matrices are limited
     is_standardised: bool = False  # of Gemma 4: tokens are shifted and scaled before the projection

@@ -130,6 +130,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "InternVL": (MISTRAL | {"model_type": "qwen3"}, INTERN),
     "Glm4v": (GLM, GLM_VISION),
     "Glm4vMoe": (GLM_MOE, GLM_VISION),
+    "GlmOcr": (TEXT | {"rope_parameters": SECTIONS}, GLM_VISION | {"attention_bias": True}),
 }
 
 

@@ -247,6 +247,22 @@ def glm(config: Config, text: Config) -> VisionSpec:
     return spec
 
 
+def glm_ocr(config: Config, text: Config) -> VisionSpec:
+    """GLM-OCR: GLM's encoder without learnt positions, with biases and norms of queries and keys."""
+    fields = {"hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536, "attention_bias": True, **_fields(config)}
+    ids = {"image_token_id": 59280, "image_start_token_id": 59256, "image_end_token_id": 59257}
+    spec = glm(ids | config | {"vision_config": fields}, text)
+    return replace(
+        spec,
+        intermediate_size=integer(fields, "intermediate_size", 4096),
+        num_positions=0,
+        qk_norm=True,
+        layer_bias=spec.qkv_bias,
+        projector_size=3 * spec.intermediate_size,
+        rope_sections=_sections(text, (16, 24, 24)),
+    )
+
+
 def gemma4(config: Config, text: Config) -> VisionSpec | None:
     """Gemma 4: up to 280 tokens of an image; in the larger models they see each other in layers with a window."""
     if config.get("vision_config") is None:
@@ -441,6 +457,7 @@ VISION: dict[str, Callable[[Config, Config], VisionSpec | None]] = {
     "Glm4vForConditionalGeneration": glm,
     "Glm4vMoeForConditionalGeneration": glm,
     "Glm46VForConditionalGeneration": glm,
+    "GlmOcrForConditionalGeneration": glm_ocr,
     "KimiVLForConditionalGeneration": kimi_vl,
     "KimiK25ForConditionalGeneration": kimi_k25,
     "Kimi_K25ForConditionalGeneration": kimi_k25,

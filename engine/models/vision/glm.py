@@ -1,4 +1,4 @@
-"""The image encoder of GLM-4.1V, 4.5V and 4.6V. Shapes as in `engine.models.vision.layers`."""
+"""The image encoder of GLM-4.1V, 4.5V, 4.6V and GLM-OCR. Shapes as in `engine.models.vision.layers`."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ FORM = LayerForm(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
     norm="rms",
-    out_bias=False,
-    mlp_bias=False,
 )
 
 
 class GlmEncoder(VisionEncoder):
-    """A transformer with RoPE and learnt vectors of positions, interpolated for images of any grid."""
+    """A transformer with RoPE, and but for GLM-OCR learnt vectors of positions, interpolated for images of any grid."""
 
     def __init__(self, spec: VisionSpec, out_size: int, scope: Scope) -> None:
         super().__init__(spec)
         scope, size = scope / "visual", spec.hidden_size
         self.patch_embed = PatchEmbedding(spec, scope / "patch_embed" / "proj", bias=True, frames=2)
-        self.first_norm = RMSNorm(scope / "post_conv_layernorm", size, spec.eps)
-        self.positions = Vector(scope, "embeddings.position_embedding.weight", spec.num_positions, size)
-        form = replace(FORM, eps=spec.eps, qkv_bias=spec.qkv_bias)
+        self.first_norm = self.positions = None
+        if spec.num_positions:
+            self.first_norm = RMSNorm(scope / "post_conv_layernorm", size, spec.eps)
+            self.positions = Vector(scope, "embeddings.position_embedding.weight", spec.num_positions, size)
+        form = replace(FORM, eps=spec.eps, qkv_bias=spec.qkv_bias, out_bias=spec.layer_bias, mlp_bias=spec.layer_bias)
+        form = replace(form, qk_norms=("attn.q_norm", "attn.k_norm") if spec.qk_norm else (), norms_heads=spec.qk_norm)
         self.layers = nn.ModuleList(EncoderLayer(spec, form, scope / "blocks" / i) for i in range(spec.num_layers))
         self.last_norm = RMSNorm(scope / "post_layernorm", size, spec.eps)
         self.merge = Vector(scope, "downsample.weight", out_size, size, spec.merge_size, spec.merge_size)
@@ -58,9 +59,11 @@ class GlmEncoder(VisionEncoder):
     frequencies: Tensor  # [head_dim / 4]
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> EncodedImages:
-        x, block = self.first_norm(self.patch_embed(patches)), self.spec.merge_size
+        x, block = self.patch_embed(patches), self.spec.merge_size
         of_images = [patch_positions(grid, block).to(x.device) for grid in grids]
-        x = x + torch.cat([self._positions(grid, at) for grid, at in zip(grids, of_images, strict=True)])
+        if self.first_norm is not None:
+            positions = [self._positions(grid, at) for grid, at in zip(grids, of_images, strict=True)]
+            x = self.first_norm(x) + torch.cat(positions)
         angles = (torch.cat(of_images).unsqueeze(-1) * self.frequencies).flatten(1)  # [N, head_dim / 2]
         turns, lengths = (angles.cos(), angles.sin()), [rows * columns for rows, columns in grids]
         for _, layer in self._computed():
@@ -73,6 +76,7 @@ class GlmEncoder(VisionEncoder):
         """Return the vectors [n, C] of patches in the rows and columns `at` [n, 2] of an image: those of the square are
         stretched over it.
         """
+        assert self.positions is not None
         side = round(self.spec.num_positions**0.5)
         square = self.positions.weight.float().view(side, side, -1).permute(2, 0, 1)[None]
         positions = (at + 0.5) / torch.tensor(grid, device=at.device) * 2 - 1  # from -1 to 1

@@ -77,7 +77,8 @@ class LayerForm:
     out_bias: bool = True
     mlp_bias: bool = True
     scales: tuple[str, ...] = ()  # vectors [C] by which the results of attention and MLP are multiplied
-    qk_norms: tuple[str, ...] = ()  # RMSNorms of queries and keys over all heads
+    qk_norms: tuple[str, ...] = ()  # RMSNorms of queries and keys
+    norms_heads: bool = False  # these are over each head, instead of over all
     turns_neighbours: bool = False  # RoPE turns channel 2i with 2i + 1, instead of i with i + head_dim / 2
 
 
@@ -98,7 +99,9 @@ class EncoderLayer(nn.Module):
         self.up = Linear(scope, size, dict.fromkeys(form.up, inner), bias=form.mlp_bias)
         self.down = Linear(scope, inner, {form.down: size}, bias=form.mlp_bias)
         self._is_gated, self._turns_neighbours = len(form.up) == 2, form.turns_neighbours
-        norms = [RMSNorm(scope / name, size, form.eps) for name in form.qk_norms]
+        self._norms_heads = form.norms_heads
+        width = spec.head_dim if form.norms_heads else size
+        norms = [RMSNorm(scope / name, width, form.eps) for name in form.qk_norms]
         scales = [Vector(scope, name, size) for name in form.scales]
         self.qk_norms, self.scales = nn.ModuleList(norms), nn.ModuleList(scales)
 
@@ -117,9 +120,11 @@ class EncoderLayer(nn.Module):
 
     def _attention(self, qkv: Tensor, turns: Turns | None, lengths: Sequence[int]) -> Tensor:
         query, key, value = qkv.chunk(3, 1)
-        if self.qk_norms:
+        if self.qk_norms and not self._norms_heads:
             query, key = (norm(x) for norm, x in zip(self.qk_norms, (query, key), strict=True))
         q, k, v = (each.unflatten(1, (self.spec.num_heads, -1)) for each in (query, key, value))
+        if self._norms_heads:
+            q, k = (norm(x) for norm, x in zip(self.qk_norms, (q, k), strict=True))
         if self._turns_neighbours:  # scores stay the same in any order of channels
             q, k = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (q, k))
         if turns is not None:
