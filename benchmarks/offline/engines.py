@@ -165,7 +165,7 @@ class Results:
     left_out: list[str] = field(default_factory=list)
 
     def take(self, job: Job, number: int, events: Iterable[dict[str, Any]]) -> list[str]:
-        """Keep what a process said; the works of which it has at least one run."""
+        """Keep what a process said. Returns the works that have at least one run."""
         expected = {work.name: workloads.num_tokens(work.requests)[1] for work in job.works}
         measured = []
         for event in events:

@@ -14,7 +14,7 @@ _MAX_SEARCHED = 1 << 28  # characters; a fraction of a second
 
 
 def lost_messages(messages: Sequence[dict[str, Any]], prompt: str) -> list[int]:
-    """Return the indexes of messages of which a text or a call is not in the prompt.
+    """Return the indexes of messages with a text or a call that is not in the prompt.
 
     `messages`: as of `message_shape.shaped`. Templates may strip a text, write it as JSON, or indent its lines. The
     search is bounded: what a template puts far from its place in a huge prompt is taken to be there.

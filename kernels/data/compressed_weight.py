@@ -25,7 +25,7 @@ LARGEST = 142  # the largest exponent of a row: that of 2^15, so that its scale 
 
 @dataclass(frozen=True, slots=True)
 class CompressedWeight:
-    """W [E, N, K] bfloat16, of which N is a multiple of 128, or with `gated` of 256, and K of 64.
+    """W [E, N, K] bfloat16: N is a multiple of 128, or with `gated` of 256, and K of 64.
 
     A code of exponent c > 0, sign s and significand m stands for (-1)^s (1 + m / 128) 2^(c - 127) times its row's
     scale.

@@ -164,8 +164,8 @@ class ExpertLora:
     numbers: Tensor  # [S · E] int32: of expert e in slot s, at s · E + e, in both
 
     def routed(self, ids: Tensor, first: int, count: int, tokens: AdapterTokens) -> AdapterTokens:
-        """Return the adapters of routed tokens [T · k]: ids [T, k] int32 of their experts, of which this rank has
-        `count` from `first` on.
+        """Return the adapters of routed tokens [T · k]: ids [T, k] int32 of their experts. This rank has `count`
+        experts from `first` on.
         """
         local, slots = ids - first, tokens.slots[:, None]
         is_own = (local >= 0) & (local < count) & (slots >= 0)

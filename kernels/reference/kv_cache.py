@@ -54,9 +54,9 @@ def widen_pages(
     """Copy pieces of contexts in e4m3 caches [num_blocks, Hkv, block_size, D] to out [2, P, Hkv, page, D], which has
     any dtype that holds e4m3 exactly. Scales are not applied.
 
-    pages [N, 3] int32: a sequence, the first position that is needed, and which of the P pages to write. That holds the
-    `page` positions of which the first is a multiple of `page`. Slots before the needed one become 0; those from
-    position lens[sequence] on are not written. lens [S] int32; block_tables and rows [S] as in
+    pages [N, 3] int32: a sequence, the first position that is needed, and which of the P pages to write. A page
+    begins at a multiple of `page`. Slots before the needed one become 0; those from position lens[sequence] on are not
+    written. lens [S] int32; block_tables and rows [S] as in
     `paged_attention_prefill`.
     """
     page, block_size = out.shape[3], key_cache.shape[2]

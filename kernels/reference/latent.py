@@ -1,4 +1,4 @@
-"""Attention over latents: one short vector of each token, of which the keys and values of all heads are projections.
+"""Attention over latents: one short vector of each token, whose projections are the keys and values of all heads.
 
 A head's key is key_up · latent, so its score with a query is the latent's with queryᵀ · key_up. Attention therefore
 compares queries that are projected so ("absorbed") with the cached latents, and gives weighted sums of latents, which

@@ -26,7 +26,7 @@ from kernels.triton.activation import activate
 
 LARGE_STEP = 512  # tokens from which tiles are large
 PROGRAMS = 4  # of a multiprocessor, up to which tiles are divided among programs
-MANY_OUTPUTS = 16384  # of which tiles are enough
+MANY_OUTPUTS = 16384  # so many give enough of the ordinary tiles
 
 
 @triton.jit

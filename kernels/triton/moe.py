@@ -1,8 +1,9 @@
 """Grouped GEMMs of MoE, and the sum of each token's experts, in Triton.
 
 Routed tokens are sorted by expert on the device (`kernels.triton.pairs`), so nothing that the CPU sees depends on what
-was chosen. The rows of an expert's weight are the rows of the tensor core's tile and its tokens the columns, of which
-there may be few. The sum adds in the order of a token's ids, without atomics, so the same input gives the same bytes.
+was chosen. The rows of an expert's weight are the rows of the tensor core's tile and its tokens the columns: a tile
+may have few of these. The sum adds in the order of a token's ids, without atomics, so the same input gives the same
+bytes.
 """
 
 # ruff: noqa: RUF005 - kernels have no unpacking

@@ -27,7 +27,7 @@ from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_opt
 
 NEG_INF = tl.constexpr(float("-inf"))
 PIECE = 4096  # tokens for each program of the first and third kernel
-GROUP = 32  # tokens of which the first keeps the best
+GROUP = 32  # tokens, whose best one is kept
 FEW_ASIDE, MANY_ASIDE = 8192, 32768  # logits set aside that the fourth and the fifth search in registers
 SEARCH_BLOCK = 2048
 
@@ -293,9 +293,7 @@ def _threshold_kernel(
     NUM_PIECES: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SEARCH_MANY: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The final thresholds of rows of which no piece has set aside more than FEW logits; with SEARCH_MANY, of the
-    others.
-    """
+    """Final thresholds of rows whose pieces have each set aside at most FEW logits; with SEARCH_MANY, of the rest."""
     if PDL:
         launch_dependents()
         wait_for_inputs()

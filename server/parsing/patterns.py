@@ -13,7 +13,7 @@ class Pattern:
     """A text that may be white space more or less than written, where a text has white space or begins or ends."""
 
     def __init__(self, *atoms: str) -> None:
-        """`atoms`: regular expressions, of which each prefix of their sequence may be all that has arrived."""
+        """`atoms`: regular expressions, one after another. Any prefix of this sequence may be all that has arrived."""
         self._whole = re.compile("".join(atoms))
         prefix = ""
         for atom in reversed(atoms):

@@ -4,7 +4,7 @@ numbers.
 The work is cut up as in `kernels.triton.attention_decode`, a line of tiles of 64 keys in as many equal pieces as there
 are programs, two on each multiprocessor. One warp brings the queries, keys and values of all pairs (sequence, KV head)
 in a piece, by TMA, several stages ahead, so loads go on from one pair to the next. A warpgroup multiplies. Keys are the
-rows of the tensor core's products and query heads the columns, of which there may be few.
+rows of the tensor core's tile and query heads the columns: a tile may have few of these.
 
 A step writes only each sequence's newest key and value, so tiles before them are asked for before the preceding kernel
 ends. `kernels.gluon.attention.prefill` says how a tile is loaded in boxes.
@@ -36,7 +36,7 @@ from kernels.gpu.launch import cdiv, launch_dependents, next_power_of_2, pdl_opt
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = 64
 KNOWN = KnownArgs("window", "soft_cap", "alibi_slopes", "sinks", "causal")
-SHARED_BYTES, REGISTERS = 112_000, 96  # of a program, of which two share a multiprocessor, and of its threads
+SHARED_BYTES, REGISTERS = 112_000, 96  # of a program (two share a multiprocessor), and of each thread
 
 
 @gluon.jit

@@ -60,9 +60,7 @@ def _load_queries(query, smem, stride, GROUP: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _zero():
-    """0, of which the compiler does not know: what it is added to stays where it is, not before the loop, in
-    registers.
-    """
+    """0, unknown to the compiler: so it does not move what this is added to before the loop, into registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

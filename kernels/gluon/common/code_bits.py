@@ -96,7 +96,7 @@ def _in_order(a, b, c, d, LAYOUT: gl.constexpr):
     """[warps, rows, words] each → [warps, rows, 4 · words]: a[0], b[0], c[0], d[0], a[1] ..., as the tensor core takes
     them.
 
-    Each of the four threads of a row has one piece of its channels, of which the tensor core takes eight at a time.
+    Each of a row's four threads has one piece of its channels. The tensor core takes eight channels at a time.
     """
     WARPS: gl.constexpr = a.shape[0]
     ROWS: gl.constexpr = a.shape[1]

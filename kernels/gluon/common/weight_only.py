@@ -1,8 +1,8 @@
 """Weight-only GEMMs on Hopper's tensor cores: how a stage's codes become an operand in registers.
 
-A stage is 64 bytes of codes of each of a warpgroup's 64 rows. With four-bit codes, a byte holds channels j and j + K /
-2, so a stage has two tiles of x. A thread takes 16 bytes of a row at once, of which each of the tensor core's four
-steps wants four bytes, two by two, eight channels apart: so x lies in the order of `place_of`.
+A stage is 64 bytes of codes of each of a warpgroup's 64 rows. With four-bit codes, a byte holds channels j and
+j + K / 2, so a stage has two tiles of x. A thread takes 16 bytes of a row at once. Each of the tensor core's four steps
+uses four of these bytes, two by two, eight channels apart: so x lies in the order of `place_of`.
 """
 
 # ruff: noqa: RUF005 - Gluon has no unpacking

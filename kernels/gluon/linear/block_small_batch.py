@@ -470,8 +470,8 @@ class Config(NamedTuple):
 
 @functools.cache
 def _choose(units: int, num_tokens: int) -> Config:
-    """Return the warps of which fewest idle; with one token, whose x needs few registers, rather eight: then two
-    programs share a multiprocessor, and one multiplies while the other adds up its tile.
+    """Return the number of warps with which fewest idle; with one token, whose x needs few registers, rather eight.
+    Then two programs share a multiprocessor, and one multiplies while the other adds up its tile.
     """
     counts, kept = ((8, 16, 4), 2) if num_tokens == 1 else ((16, 8, 4), 1 if num_tokens <= 8 else 0)
     warps = min(counts, key=lambda count: cdiv(units, count) * count)

@@ -1,7 +1,7 @@
 """GEMMs of tens to hundreds of tokens with GGUF's blocks on Hopper's tensor cores, in Gluon.
 
-As in `kernels.gluon.linear.weight_only`, of which the copies, the sums and the stores are: a pair of steps is a unit of
-`kernels.data.block_weight`. With each, a thread loads the scales of its two rows, and their codes' high bits.
+Copies, sums and stores are those of `kernels.gluon.linear.weight_only`. A pair of steps is a unit of
+`kernels.data.block_weight`: with each, a thread loads the scales of its two rows, and their codes' high bits.
 """
 
 
@@ -89,7 +89,7 @@ def in_order(x: Tensor, rows: BlockRows, norm_weight: Tensor | None = None, eps:
 
 @gluon.constexpr_function
 def _of_rows(count):
-    """Layout of words [64, count] of which each thread of a row has all."""
+    """Layout of words [64, count]: each of a row's four threads has all of them."""
     registers = [[0, 1 << i] for i in range(count.bit_length() - 1)] + [[8, 0]]
     return gl.DistributedLinearLayout(
         registers, [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, count]
@@ -98,7 +98,7 @@ def _of_rows(count):
 
 @gluon.constexpr_function
 def _of_quarters(count):
-    """Layout of words [64, 4 · count] of which each of a row's four threads has `count`."""
+    """Layout of words [64, 4 · count]: each of a row's four threads has `count` of them."""
     registers = [[0, 1 << i] for i in range(count.bit_length() - 1)] + [[8, 0]]
     return gl.DistributedLinearLayout(
         registers, [[0, count], [0, 2 * count], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4 * count]

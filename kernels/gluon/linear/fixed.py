@@ -296,7 +296,7 @@ class Config(NamedTuple):
 
 
 def config(num_tokens: int, n: int, gated: bool, pieces: int) -> Config:
-    """Return the largest tile of which there are enough, else the smallest."""
+    """Return the largest tile that gives enough tiles, else the smallest."""
     halves = (2,) if gated else (2, 1) if pieces == 1 else (1,)
     found = [Config(128, each) for each in halves] + [Config(64, halves[-1])]
     enough = [each for each in found if each.tiles(num_tokens, n, gated) >= FEWEST_TILES]

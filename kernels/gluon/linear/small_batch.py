@@ -300,7 +300,7 @@ def config(n: int, k: int, gated: bool) -> Config:
     """Return how to compute a shape that was not measured: loads into some 64 registers of each thread in flight."""
     chunks = k // 64
     warps = min(chunks & -chunks, 8)
-    warps = warps if warps > 2 else 4  # of which some have a chunk less
+    warps = warps if warps > 2 else 4  # some have a chunk less
     narrow = n < 2048  # as many programs as multiprocessors only with 8 rows each
     block_n = 8 if narrow else 16
     ahead = max(64 // (2 * block_n if gated else block_n), 1)
