@@ -120,7 +120,7 @@ class LatentGroupAttention(GroupAttention):
         if not n or not self._chooses:
             return None
         longest = tables.shape[1] * self._block_size  # a GPU's lengths are unknown here
-        if lens.is_cpu:
+        if not self._options.device.is_accelerator:
             longest = int(lens[:n].max())
             if longest <= self._top_k and not kernels.FORMS.always_chooses:
                 return None
