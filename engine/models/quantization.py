@@ -125,6 +125,9 @@ FLOATS = (
 )
 
 
+UNNAMED = ("weights_proj",)  # floats in fp8 checkpoints (DeepSeek V3.2) that do not say so
+
+
 def choose_quantization(
     stored: Quantization | None,
     method: str | None,
@@ -224,7 +227,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     rows, group = (128, 128) if block else (0, 0)
     scheme = Scheme(layout="plain", kind="e4m3", rows=rows, group=group, activations=True)
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
-    return Quantization(method="fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
+    return Quantization(method="fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head", *UNNAMED))
 
 
 def _fbgemm(config: Mapping[str, Any]) -> Quantization:

@@ -185,25 +185,22 @@ def test_tokens_of_expanded_latents(
 def test_tokens_of_chosen_latents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Prompts and decodes that choose, in graphs, too; short prompts attend to all, expanded."""
+    """Prompts and decodes that choose, in graphs, too."""
     pytest.importorskip("transformers")
     make_checkpoint("glm_moe_dsa", tmp_path, {"num_hidden_layers": 2, "index_topk": 12})
     names, settings = ["greedy", "long prompt", "late"], {"skip_tokenizer_init": True}
     expected = answers(tmp_path, names, **settings)
     request.getfixturevalue("gpu")
     monkeypatch.setattr(options, "CHOOSES_ON_GPUS", True)
-    monkeypatch.setattr(latent, "FEWEST_QUERIES_ON_ACCELERATOR", 1)
-    monkeypatch.setattr(latent, "is_worth_expanding", lambda *_: True)
     kinds, metadata = set(), LatentGroupAttention.metadata
 
     def counted(self: LatentGroupAttention, step: Any, prefills: Any) -> Any:
         found = metadata(self, step, prefills)
         chooses = found.decode_choice is not None, found.prefill_choice is not None
-        kinds.add((type(prefills).__name__, *chooses, found.prefill_kv is not None))
+        kinds.add((type(prefills).__name__, *chooses))
         return found
 
     monkeypatch.setattr(LatentGroupAttention, "metadata", counted)
     assert answers(tmp_path, names, **settings) == expected
-    assert ("NoneType", True, False, False) in kinds, "decodes"
-    assert ("Prefills", False, True, False) in kinds, "long prompts"
-    assert {kind[3] for kind in kinds if kind[0] == "Prefills"} == {False, True}, "short ones are expanded"
+    assert ("NoneType", True, False) in kinds, "decodes"
+    assert ("Prefills", False, True) in kinds, "long prompts"

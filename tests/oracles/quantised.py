@@ -331,6 +331,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], Writer]] = {
         ("glm4_moe", "mxfp4"),
         ("qwen2_moe", "nvfp4"),
         ("deepseek_v3", "fp8-deepseek"),
+        ("deepseek_v32", "fp8-deepseek"),
     ]
 }
 
@@ -367,7 +368,8 @@ def make_quantised(
     for full, weight in tensors.items():
         prefix = full.removesuffix(".weight")
         if (
-            not prefix.endswith(("_proj", "_mqa", ".w1", ".w2", ".w3"))
+            not prefix.endswith(("_proj", "_mqa", ".w1", ".w2", ".w3", ".wk", ".wq_b"))
+            or prefix.endswith("weights_proj")
             or (weight.dim() == 3) != stacked
             or (is_excluding and excluded in prefix)
         ):

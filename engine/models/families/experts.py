@@ -175,7 +175,7 @@ def _sparse(config: Config, *, interleaved: bool) -> ModelSpec:
         num_heads=integer(config, "index_n_heads"),
         head_dim=integer(config, "index_head_dim", maximum=MAX_HEAD_DIM),
         top_k=integer(config, "index_topk"),
-        interleaved=interleaved,
+        interleaved=flag(config, "indexer_rope_interleave", interleaved),
     )
     if index.head_dim < mixer.rope.rotary_dim:
         raise ModelError(f"'index_head_dim' ({index.head_dim}) must be at least 'qk_rope_head_dim'")

@@ -28,12 +28,16 @@ def _mtp(folder: Path) -> tuple[Any, tuple[Path, str]]:
     return make_mtp_checkpoint("glm4_moe", folder), (folder, "mtp")
 
 
+def _sparse_mtp(folder: Path) -> tuple[Any, tuple[Path, str]]:
+    return make_mtp_checkpoint("deepseek_v32", folder), (folder, "mtp")
+
+
 def _eagle3(folder: Path) -> tuple[Any, tuple[Path, str, Path]]:
     reference = make_eagle3(folder / "head", make_checkpoint("qwen3", folder), vocab=90)
     return reference, (folder, "eagle3", folder / "head")
 
 
-@pytest.mark.parametrize("make", [_mtp, _eagle3])
+@pytest.mark.parametrize("make", [_mtp, _sparse_mtp, _eagle3])
 @pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 13}], ids=["", "preempted"])
 def test_drafts_after_a_pause_are_those_of_the_reference(
     make: Callable[[Path], tuple[Any, tuple[Any, ...]]],
