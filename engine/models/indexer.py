@@ -9,12 +9,13 @@ of blocks with one token each, so attention over them needs no kernel of its own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 import kernels
+from engine.models.formats import weight_formats
 from engine.models.layers import Linear
 from engine.models.matrix import Scope
 from engine.models.norms import LayerNorm
@@ -23,6 +24,7 @@ from engine.models.spec import IndexSpec
 
 NORM_EPS = 1e-6
 SCORES = 1 << 24  # that are held at a time
+SCORE_BYTES = 20  # of each, with the masks and orders made of it
 TILE = 128  # lengths are rounded up to a multiple
 
 
@@ -116,7 +118,8 @@ class Indexer(nn.Module):
         self.query = Linear(scope, query_rank, {"wq_b": spec.num_heads * spec.head_dim})
         self.key = Linear(scope, hidden_size, {"wk": spec.head_dim})
         self.key_norm = LayerNorm(scope / "k_norm", spec.head_dim, NORM_EPS, bias=True)
-        self.weights = Linear(scope, hidden_size, {"weights_proj": spec.num_heads})
+        floats = replace(scope, weight_formats=weight_formats(None))  # in quantised checkpoints, too
+        self.weights = Linear(floats, hidden_size, {"weights_proj": spec.num_heads})
 
     def run(
         self, x: SublayerInput, short: SublayerInput, new: kernels.NewLatents, choices: Sequence[TokenChoice]

@@ -114,7 +114,6 @@ ONLINE = {  # formats to which a float checkpoint can be quantised at load time
 # Encoders of images do, too: their sizes often are no multiples of a group, and their weights are few.
 FLOATS = (
     "kv_b_proj",
-    "weights_proj",
     "in_proj_a",
     "in_proj_b",
     "in_proj_ba",
@@ -123,9 +122,6 @@ FLOATS = (
     "multi_modal_projector",
     "embed_vision",
 )
-
-
-UNNAMED = ("weights_proj",)  # floats in fp8 checkpoints (DeepSeek V3.2) that do not say so
 
 
 def choose_quantization(
@@ -227,7 +223,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     rows, group = (128, 128) if block else (0, 0)
     scheme = Scheme(layout="plain", kind="e4m3", rows=rows, group=group, activations=True)
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
-    return Quantization(method="fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head", *UNNAMED))
+    return Quantization(method="fp8", schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
 
 
 def _fbgemm(config: Mapping[str, Any]) -> Quantization:

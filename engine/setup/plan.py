@@ -22,6 +22,7 @@ from engine.models.drafters.loading import drafter_bytes
 from engine.models.errors import ModelError
 from engine.models.families import read_spec
 from engine.models.hub import resolve_model
+from engine.models.indexer import SCORE_BYTES, SCORES
 from engine.models.recurrent_spec import RecurrentSpec
 from engine.models.shard import SINGLE, Shard
 from engine.models.spec import DenseSpec, LatentSpec, ModelSpec, MoESpec
@@ -380,7 +381,18 @@ def _activation_bytes(spec: ModelSpec, layout: KVCacheLayout, options: RunnerOpt
     streams = 1 if spec.altup is None else 3 * spec.altup.num_streams  # predicted and corrected ones, too
     hidden = options.max_num_batched_tokens * size * (2 * streams * spec.hidden_size + widest)
     logits = options.max_num_seqs * spec.vocab_size * (size + 4)
-    return max(hidden, logits)
+    return max(hidden + _choice_bytes(spec, options), logits)
+
+
+def _choice_bytes(spec: ModelSpec, options: RunnerOptions) -> int:
+    """Estimate what the choice of tokens by an indexer takes: queries and chosen slots of all tokens, and scores."""
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)]
+    index = next((mixer.index for mixer in mixers if mixer.index is not None), None)
+    if index is None or options.max_model_len <= index.top_k:
+        return 0
+    width = index.num_heads * index.head_dim * options.dtype.itemsize + 4 * index.top_k
+    scores = min(SCORES, options.max_num_batched_tokens * options.max_model_len)
+    return options.max_num_batched_tokens * width + scores * SCORE_BYTES
 
 
 def _mlp_width(mlp: DenseSpec | MoESpec | None, hidden_size: int) -> int:

@@ -31,6 +31,7 @@ FEATURES = (
     Feature("sliding windows", "model"),
     Feature("experts", "model"),
     Feature("latent attention", "model"),
+    Feature("sparse attention", "model"),
     Feature("recurrent layers", "model"),
     Feature("fp8 weights", "weights", {"quantization": "fp8"}),
     Feature("int8 weights", "weights", {"quantization": "int8"}),
@@ -142,6 +143,13 @@ CHECKPOINTS = {
             "qk_rope_head_dim": 16, "v_head_dim": 64,  # two ranks can divide them in blocks of 128
         },
     ),
+    "deepseek_v32": Checkpoint(
+        frozenset({"latent attention", "sparse attention", "experts"}),
+        {
+            "moe_intermediate_size": 256, "intermediate_size": 256, "q_lora_rank": 64, "kv_lora_rank": 64,
+            "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "index_head_dim": 32,
+        },
+    ),
     "lfm2": Checkpoint(frozenset({"recurrent layers"}), {"hidden_size": 256, "intermediate_size": 256}),
     "qwen3_5_moe": Checkpoint(
         frozenset({"recurrent layers", "experts"}),
@@ -157,6 +165,7 @@ CHECKPOINTS = {
 # Pairs that are refused at start → a part of the error.
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"fp8 KV cache", "latent attention"}): "kv_cache_dtype must be auto for latent attention",
+    frozenset({"fp8 KV cache", "sparse attention"}): "kv_cache_dtype must be auto for latent attention",
     frozenset({"expert load", "pipeline parallel"}): "expert_load_interval needs pipeline_parallel_size 1",
     **{frozenset({name, "pipeline parallel"}): "cannot be used with pipeline_parallel_size" for name in MODEL_DRAFTERS},
     frozenset({"rejection sampling", "deterministic"}): "standard cannot be used with deterministic",
@@ -168,6 +177,8 @@ _ONE_FORMAT = "a checkpoint has one weight format"
 NO_PAIR: dict[frozenset[str], str] = {
     frozenset({"sliding windows", "latent attention"}): "no family has both",
     frozenset({"sliding windows", "recurrent layers"}): "no family has both",
+    frozenset({"sliding windows", "sparse attention"}): "no family has both",
+    frozenset({"recurrent layers", "sparse attention"}): "no family has both",
     frozenset({"latent attention", "recurrent layers"}): "Kimi Linear alone has both: tests/engine/test_hybrids.py",
     frozenset({"deterministic", "tensor parallel"}): "not with every model: tests/engine/test_deterministic_ranks.py",
     **{

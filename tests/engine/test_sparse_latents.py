@@ -43,10 +43,21 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24},
         {"deterministic": True, "max_num_batched_tokens": 24},
+        {"deterministic": True, "tensor_parallel_size": 2},
         {"kv_offloading_size": 0.01, "num_gpu_blocks_override": 30},
         {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}},
     ],
-    ids=["plain", "chunked", "little memory", "ranks", "stages", "deterministic", "host tier", "drafts"],
+    ids=[
+        "plain",
+        "chunked",
+        "little memory",
+        "ranks",
+        "stages",
+        "deterministic",
+        "deterministic ranks",
+        "host tier",
+        "drafts",
+    ],
 )
 def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
     folder, prompts, answers = model

@@ -386,6 +386,19 @@ def test_settings_of_the_cache_count(plan_of: Any) -> None:
     assert replace(plan, num_blocks=0).max_model_len == 0
 
 
+def test_an_indexer_is_counted(tmp_path: Path) -> None:
+    """A key behind each latent, and the choice, unless all contexts are short enough to attend to all tokens."""
+    make_checkpoint("deepseek_v32", tmp_path)
+
+    def plan(**settings: Any) -> Plan:
+        config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, **settings)
+        return make_plan(config, planning.cpu_here())
+
+    assert plan(max_model_len=64).kv_bytes(1) == 3 * (40 + 16 + 24) * 4
+    most = [plan(max_model_len=length, max_num_batched_tokens=512).activations for length in (16, 17, 64)]
+    assert most[0] < most[1] - 512 * 4 * 16 * 24 < most[2]
+
+
 def test_latents_are_all_that_is_cached(plan_of: Any, shapes: Path) -> None:
     plan = plan_of("glm-4.7-flash")
     assert plan.kv_bytes(1) == 47 * (512 + 64) * 2
