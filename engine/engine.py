@@ -184,25 +184,33 @@ class Engine:
         return outputs
 
     def _step(self, outputs: StepOutputs) -> None:
-        on_device(self._tiered.before_step)
-        scheduled = self.scheduler.schedule()
-        launched = self._launch(scheduled)
-        self._tiered.after_launch()
+        scheduled, launched = self._launch_next()
         oldest = self.in_flight.take_oldest(launched)
         result = on_device(oldest.read) if oldest is not None else None
         outputs.outputs += self._take_late()
         if result is not None:
             self._update(*result, outputs)
+            if launched is None:  # the next step waited for these tokens: it runs while they are sent
+                scheduled, launched = self._launch_next()
+                outputs.outputs += self._take_late()
         if launched is None:
             if not self.in_flight:
                 on_device(self._tiered.wait)
             return
         if launched.guided:
             outputs.outputs += on_device(self._guided.sample, launched, scheduled, oldest)
-        if launched.has_ended:
+        if launched.has_ended and result is None:
             self._update(*on_device(launched.read), outputs)
         else:
             self.in_flight.append(launched)
+
+    def _launch_next(self) -> tuple[SchedulerOutput, Handle | None]:
+        """Schedule and launch the next step, if there is one."""
+        on_device(self._tiered.before_step)
+        scheduled = self.scheduler.schedule()
+        launched = self._launch(scheduled)
+        self._tiered.after_launch()
+        return scheduled, launched
 
     def _launch(self, scheduled: SchedulerOutput) -> Handle | None:
         """Launch a step, or only what is to be copied if it has no requests."""

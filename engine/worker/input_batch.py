@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain
 
 import numpy as np
 import torch
@@ -67,18 +67,19 @@ class BatchSamples:
         self.rows = rows  # [S]
         self.unwanted = batch.partial  # samples, in ascending order
         if self.has_drafts:
-            # [n + 1]: each request's first sample, and the end.
-            self.first = [0, *accumulate(number + 1 for number in batch.num_drafts)]
-            self.requests: list[int] = []  # [S]: index of each sample's request
-            self.from_end: list[int] = []  # [S]: how many tokens of its request follow the one before the sample
-            self.token_index: list[int] = []  # [S]: the token before the sample, in the step
-            for i, (number, end) in enumerate(zip(batch.num_drafts, accumulate(batch.num_tokens), strict=True)):
-                self.requests += [i] * (number + 1)
-                self.from_end += range(number, -1, -1)
-                self.token_index += range(end - 1 - number, end)
+            counts = np.array(batch.num_drafts) + 1
+            ends = counts.cumsum()
+            requests = np.arange(len(rows)).repeat(counts)
+            from_end = ends[requests] - 1 - np.arange(ends[-1])
+            token_index = np.cumsum(batch.num_tokens)[requests] - 1 - from_end
+            self.first = [0, *ends.tolist()]  # [n + 1]: each request's first sample, and the end
+            self.requests: list[int] = requests.tolist()  # [S]: index of each sample's request
+            self.token_index: list[int] = token_index.tolist()  # [S]: the token before the sample, in the step
+            self.drafts = token_index[1:][requests[1:] == requests[:-1]]  # each draft's index in the step
             self.rows = [rows[i] for i in self.requests]
             self.unwanted = [self.first[i] for i in batch.partial]  # an unfinished chunk has no drafts
-            self.columns = torch.tensor([self.requests, self.from_end, self.token_index])  # [3, S]
+            # [3, S]: request, how many of its tokens follow the one before the sample, and the index of that one
+            self.columns = torch.from_numpy(np.stack((requests, from_end, token_index)))
             self.all_drafted = 0 not in batch.num_drafts
             self._columns = self.columns.numpy().astype(np.int32)
 
@@ -242,9 +243,9 @@ class InputBatch:
         for i in (starts < self._num_known[at]).nonzero()[0]:  # all but these compute their row's newest token
             first, known = members.query_start[i], members.rows[i].token_ids[starts[i] : context_lens[i]]
             tokens[first : first + len(known)] = known
-        for request_id, drafts in output.drafts.items():
-            end = members.query_start[members.indices[request_id] + 1]
-            tokens[end - len(drafts) : end] = drafts
+        if output.drafts:
+            in_order = (output.drafts.get(request_id, ()) for request_id in output.batch.request_ids)
+            tokens[members.samples.drafts] = list(chain.from_iterable(in_order))
         tokens[num_tokens : num_tokens + len(updates)] = updates
         num_decodes = (real if splits else output.batch.num_decodes) + (0 if padded_tokens else padding)
         positions = members.samples.positions(context_lens)
@@ -309,16 +310,12 @@ class InputBatch:
     def rewind(self, rewinds: dict[str, tuple[int, int]]) -> None:
         """Set rows to the outcome of their drafts: request id → number of computed tokens, and newest token."""
         assert (layout.NUM_COMPUTED, layout.LAST_TOKEN) == (0, 1)
-        values = []
-        for request_id, (num_computed, newest) in rewinds.items():
-            row = self.rows[request_id].index
-            self._num_computed[row] = num_computed
-            values.append((row, num_computed, newest))
+        values = np.array([(self.rows[request_id].index, *outcome) for request_id, outcome in rewinds.items()])
+        self._num_computed[values[:, 0]] = values[:, 1]
         if self._records is not None:
-            for row, *outcome in values:
-                self._records[row, :2] = outcome
+            self._records[values[:, 0], :2] = values[:, 1:]
             return
-        on_device = self.device.upload(torch.tensor(values))
+        on_device = self.device.upload(torch.from_numpy(values))
         self.state.records[on_device[:, 0], :2] = on_device[:, 1:]
 
     def expand_samples(self, packed: PackedStep, step: StepTensors, with_params: bool) -> None:

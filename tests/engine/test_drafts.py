@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.core.batch import SchedulerOutput
 from engine.core.drafts.policy import DraftPolicy
 from engine.core.drafts.proposer import Proposal
 from engine.core.engine_request import EngineRequest
@@ -143,6 +144,40 @@ def test_earlier_answers_are_guessed_and_imposed_acceptance_keeps_drafts(tiny_mo
     stats = llm._engine.scheduler.stats()
     assert 1 + stats.num_accepted_tokens / stats.num_drafts == pytest.approx(3.0, abs=0.3)
     llm.close()
+
+
+class _OnDevice:
+    """A step that has not ended when it is launched, as on an accelerator."""
+
+    has_ended = False
+
+    def __init__(self, handle: Any) -> None:
+        result = handle.read()  # before another step overwrites it
+        self.read, self.guided = lambda: result, handle.guided
+
+
+def test_the_next_step_is_launched_before_the_tokens_of_drafts_are_returned(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    expected = LLM(str(tiny_model), **SETTINGS).generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
+    engine = LLM(str(tiny_model), **SETTINGS)._engine
+    launch, steps_with_drafts = engine.runner.launch, list[bool]()
+
+    def launched(output: SchedulerOutput) -> Any:
+        steps_with_drafts.append(bool(output.drafts))
+        return _OnDevice(launch(output))
+
+    monkeypatch.setattr(engine.runner, "launch", launched)
+    for i, ids in enumerate(PROMPTS):
+        engine.add_request(EngineRequest(f"{i}", ids, params))
+    found: dict[str, list[int]] = {f"{i}": [] for i in range(len(PROMPTS))}
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id] += output.new_token_ids
+        assert engine.in_flight or not engine.scheduler.queues.running, "the device waits for the CPU"
+    assert [*found.values()] == [list(each.outputs[0].token_ids) for each in expected]
+    assert sum(steps_with_drafts) > 3
 
 
 class _Always:
