@@ -1,7 +1,7 @@
 """Profile the GPU in a workload: the share it is idle, the kernels, and Triton compiles after warm-up.
 
     python -m benchmarks.micro.gpu_profile --model qwen3-0.6b --work nano,latency1
-    python -m benchmarks.micro.gpu_profile --work decode --trace decode.json.gz    a few steps, for https://ui.perfetto.dev
+    python -m benchmarks.micro.gpu_profile --work decode --trace decode.json.gz    # for https://ui.perfetto.dev
 
 The workload runs once to warm up, once for its time, and once under the profiler. Idle is the share of the profiled
 time, from the first kernel to the last, in which no kernel or copy ran; CPU time of a step is the engine's own, without
