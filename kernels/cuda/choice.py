@@ -28,8 +28,8 @@ class Choice:
     adapted_tokens: int = 8  # Gluon's small-batch kernel with LoRA adapters; then these have kernels of their own
     adapted_rank: int = 16  # of adapters in that kernel
     adapted_tokens_first: bool = False  # that kernel where weights are the columns of a tile (small layers)
-    extended_tokens: int = 0  # the GEMM computes that of all slots: weights of layers are stored with their rows
-    extended_wide: bool = False  # then the programs that are left compute more outputs
+    extended_tokens: int = 1023  # the GEMM computes that of all slots: weights of layers are stored with their rows
+    extended_wide: bool = True  # then the programs that are left compute more outputs
     extended_share: float = 0.26  # at most so many rows for each of the weight's
     add_norm_tokens: int = 512  # after cuBLAS, the norm's kernel adds to the residual stream; then cuBLAS does
     # Deterministic mode. Checked by `python -m tests.gpu determinism`.
