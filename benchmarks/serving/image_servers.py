@@ -34,7 +34,8 @@ from benchmarks.processes import (
 )
 from benchmarks.result_files import to_text
 from benchmarks.serving.servers import MODULES, as_options, server_command
-from engine.flags import Parser, add_flags, check, flag, load, run_command
+from engine.errors import ConfigError
+from engine.flags import Parser, add_flags, check, flag, load, nearest, run_command
 
 ASCII = 128  # token ids below it are characters, so that texts have as many tokens in every engine
 LOADS = "text", "unique", "repeated"
@@ -55,6 +56,7 @@ class ImageServersFlags:
 
     engines: tuple[str, ...] = flag((), "quire, vllm (else those installed)", metavar="NAME")
     model: str = flag("qwen3-vl-8b", "a name of benchmarks/model_shapes.py, or a folder", metavar="NAME")
+    loads: tuple[str, ...] = flag(LOADS, "what is sent: text, unique, repeated", metavar="NAME")
     num_prompts: int = flag(256, "requests of each load", at_least=1)
     max_concurrency: int = flag(64, "requests at the same time", at_least=1)
     height: int = flag(768, "pixels of each image", at_least=1)
@@ -78,6 +80,10 @@ class ImageServersFlags:
     def __post_init__(self) -> None:
         check(self)
         object.__setattr__(self, "engines", words_of(self.engines) or _installed())
+        object.__setattr__(self, "loads", words_of(self.loads))
+        for kind in self.loads:
+            if kind not in LOADS:
+                raise ConfigError(f"loads must be {', '.join(LOADS)}, got {kind!r}{nearest(kind, LOADS)}")
         for engine in (*self.engines, *(self.engine_args or {})):
             check_engine(engine, MODULES, None, None)
 
@@ -150,7 +156,7 @@ class ImageComparison:
     def _measure(self, job: Job, number: int, scratch: Path) -> None:
         log = scratch / "server.txt"
         with self._served(job, log) as port:
-            for load in LOADS if port else ():
+            for load in self.flags.loads if port else ():
                 print(f"[{number + 1}/{self.flags.rounds}] {job.engine} · {load}", file=sys.stderr, flush=True)
                 assert port is not None
                 found = self._load(job, load, number, port, scratch)

@@ -73,6 +73,9 @@ def test_every_engine_gets_the_same_settings_and_loads() -> None:
     assert "random_mm_num_distinct_items" not in unique
     assert repeated["random_mm_num_distinct_items"] == 8
     assert len({each["seed"] for each in (text, unique, repeated)}) == 3
+    assert ImageServersFlags(engines=("quire",), loads=("repeated,text",)).loads == ("repeated", "text")
+    with pytest.raises(ConfigError, match="loads must be text, unique, repeated, got 'uniq'"):
+        ImageServersFlags(engines=("quire",), loads=("uniq",))
     with pytest.raises(ConfigError, match="engine 'transformers' must be one of quire, vllm"):
         ImageServersFlags(engines=("transformers",))
 
@@ -129,7 +132,7 @@ def test_a_time_limit_ends_the_comparison(folder: Path, tmp_path: Path, capsys: 
     """The limit counts from the start; the load that it cuts has no row, and later ones are not begun."""
     path = tmp_path / "r.json"
     flags = ImageServersFlags(
-        engines=("quire",), model=str(folder), num_prompts=1_000, max_model_len=512, text_len=8, output_len=3,
+        engines=("quire",), model=str(folder), num_prompts=1_000, max_model_len=512, output_len=3, loads=("repeated",),
         engine_args={"quire": {"num_gpu_blocks_override": 256, "device": "cpu"}},
     )  # fmt: skip
     comparison = image_servers.ImageComparison(flags, path, float("inf"))
@@ -143,5 +146,5 @@ def test_a_time_limit_ends_the_comparison(folder: Path, tmp_path: Path, capsys: 
         patch.setattr(image_servers, "wait_until_ready", over_once_ready)
         result = comparison.run()
     assert result["rows"] == []
-    assert result["failures"] == ["quire · text: the time was over"]
+    assert result["failures"] == ["quire · repeated: the time was over"]
     assert json.loads(path.read_text())["failures"] == result["failures"]
