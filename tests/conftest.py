@@ -27,11 +27,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW_FOLDERS = "clients", "ray"  # of tests
 sys.dont_write_bytecode = False  # whatever the variable said: assertions are rewritten once, too
 
 # In the background Ctrl-C is ignored, also by what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Return whether all tests are collected, not a selection."""
+    return [Path(path).resolve() for path in config.args] == [ROOT / "tests"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what is slow throughout: to import others' clients takes seconds."""
+    is_slow = collection_path.parent == ROOT / "tests" and collection_path.name in SLOW_FOLDERS
+    return True if is_slow and config.getoption("markexpr") == "not slow" and _is_whole(config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,10 +55,12 @@ def pytest_collection(session: pytest.Session) -> None:
     """
     gc.disable()
     number, count = (os.environ.get(name, "") for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"))
-    if not count or [Path(path).resolve() for path in session.config.args] != [ROOT / "tests"]:
+    if not count or not _is_whole(session.config):
         return
-    files = [file for file in (ROOT / "tests").rglob("test_*.py") if not file.with_name("__init__.py").exists()]
-    for file in sorted(files)[int(number.removeprefix("gw")) :: int(count)]:  # pytest gives packages other names
+    folders = [each for each in (ROOT / "tests").iterdir() if each.is_dir() and each.name not in SLOW_FOLDERS]
+    files = sorted(file for each in folders for file in each.rglob("test_*.py"))
+    files = [file for file in files if not file.with_name("__init__.py").exists()]  # pytest names packages otherwise
+    for file in files[int(number.removeprefix("gw")) :: int(count)]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # collection tells the reason
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 

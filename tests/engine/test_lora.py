@@ -24,7 +24,7 @@ from tests.oracles.gguf_files import write_gguf
 from tests.oracles.peft_adapters import PROMPTS, answers, base_model, make_adapter
 from tests.oracles.quantised import make_quantised
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 MAX_ERROR = 1e-4
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "block_size": 8,
