@@ -8,6 +8,7 @@ streamed to a client cannot be changed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -160,26 +161,33 @@ class Tokenizer:
         A token that would get a different id than in the config is left out. Special tokens are matched before
         normalisation, which could put a `▁` in front of them.
         """
+        tokens, ids = list[tokenizers.AddedToken](), dict[str, int]()
+        size = self._backend.get_vocab_size(with_added_tokens=True)
         for token_id, entry in sorted((config.added_tokens_decoder or {}).items()):
-            known = self._backend.token_to_id(entry.content)
-            new = self._backend.get_vocab_size(with_added_tokens=True)
-            if token_id == (new if known is None else known):
+            known = ids.get(entry.content, self._backend.token_to_id(entry.content))
+            if entry.content and token_id == (size if known is None else known):
+                size += known is None
+                ids[entry.content] = token_id
                 given = {name: value for name, value in msgspec.structs.asdict(entry).items() if value is not None}
-                self._add(tokenizers.AddedToken(**given))
+                tokens.append(tokenizers.AddedToken(**given))
+        self._add(tokens)
         named = [*(getattr(config, name) for name in _SPECIAL_NAMES), *(config.additional_special_tokens or ())]
         texts = {
             text for entry in named if (text := _token_text(entry)) and self._backend.token_to_id(text) is not None
         }
+        special = []
         for token in self._backend.get_added_tokens_decoder().values():
             if token.special or token.content in texts:
                 options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
-                self._add(tokenizers.AddedToken(token.content, special=True, normalized=False, **options))
+                special.append(tokenizers.AddedToken(token.content, special=True, normalized=False, **options))
                 texts.discard(token.content)
-        for text in sorted(texts):
-            self._add(tokenizers.AddedToken(text, special=True, normalized=False))
+        special += [tokenizers.AddedToken(text, special=True, normalized=False) for text in sorted(texts)]
+        self._add(special)
 
-    def _add(self, token: tokenizers.AddedToken) -> None:
-        (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([token])
+    def _add(self, added: list[tokenizers.AddedToken]) -> None:
+        """Add tokens in their order, many at once: each call goes through all tokens that were added before."""
+        for special, tokens in itertools.groupby(added, lambda token: token.special):
+            (self._backend.add_special_tokens if special else self._backend.add_tokens)(list(tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. Special tokens in the text are recognised.

@@ -137,6 +137,26 @@ def test_chat_template_places(model_folder: Path) -> None:
     assert Tokenizer.from_folder(model_folder).chat_templates == {"default": "in jinja", "tool_use": "tools in jinja"}
 
 
+def test_many_tokens_are_added_at_once(backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's config has thousands, and each call to the backend goes through all that are there."""
+    backend = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
+    first, calls, add = backend.get_vocab_size(with_added_tokens=True), list[int](), Tokenizer._add
+
+    def counted(self: Tokenizer, added: list[tokenizers.AddedToken]) -> None:
+        calls.append(len(added))
+        add(self, added)
+
+    monkeypatch.setattr(Tokenizer, "_add", counted)
+    entries = {str(first + i): {"content": f"<more {i}>", "special": i % 2 == 0} for i in range(100)}
+    entries |= {str(first + 100): {"content": "<more 7>"}, str(first + 200): {"content": "<apart>"}}
+    found = Tokenizer(backend, {"added_tokens_decoder": entries})
+    assert [found.token_to_id(f"<more {i}>") for i in range(100)] == list(range(first, first + 100))
+    assert found.token_to_id("<apart>") is None, "its id would be another one"
+    assert found.vocab_size == first + 100
+    assert {first + i for i in range(0, 100, 2)} <= found.special_ids
+    assert calls == [100, len(found.special_ids)]
+
+
 def test_config_adds_and_marks_tokens(backends: dict[str, Any]) -> None:
     backend = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
     size = backend.get_vocab_size()
