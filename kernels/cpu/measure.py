@@ -61,8 +61,10 @@ def choose(compiling: Callable[[int, int], None] = build.compiling) -> None:
         if found is None:
             times, is_whole = _measure()
             found = Choices(times)
-            busy = "" if is_whole else "the machine is too busy to measure all: the next start does it again; "
-            logger.info("C++ kernels: %s%s", busy, found.describe())
+            if is_whole:
+                logger.info("C++ kernels: %s", found.describe())
+            else:
+                logger.info("the machine is too busy to time the C++ kernels: they are used, the next start times them")
             if is_kept and is_whole:
                 with contextlib.suppress(OSError):
                     found.write(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from engine.vision.sources import ImageSource
 from server.generation.request import FUNCTION_NAME, Conversation, Message, Tool, ToolCall, ToolChoice, text_and_images
@@ -94,6 +94,17 @@ class ToolCallFields(Body):
     index: int | None = None
 
 
+def _typed_parts(content: Any) -> Any:
+    """Give the type of texts to parts that are strings or have a text alone: other servers read these, too."""
+    if not isinstance(content, list):
+        return content
+    texts = ({"text": part} if isinstance(part, str) else part for part in content)
+    return [
+        {**part, "type": "text"} if isinstance(part, dict) and "text" in part and part.get("type") is None else part
+        for part in texts
+    ]
+
+
 class MessageFields(Body):
     """One message. Accepts the empty fields of an answer's message, so that clients can send it back unchanged."""
 
@@ -103,6 +114,7 @@ class MessageFields(Body):
     content: Annotated[
         str | list[TextPart | ImagePart | VideoPart | RefusalPart | ThinkingPart] | None,
         one_message("a string or a list of text, image and video parts; other parts are not supported"),
+        BeforeValidator(_typed_parts),
     ] = None
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None

@@ -52,8 +52,9 @@ def test_it_is_measured_once_and_kept(native: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_busy_machine_makes_uncertain_is_not_kept(
-    native: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    native: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger=measure.logger.name)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "auto")
     compiled = build.path(build.cache_folder(), native.instruction_set)
@@ -64,6 +65,9 @@ def test_what_a_busy_machine_makes_uncertain_is_not_kept(
     measure.choose()
     assert not compiled.with_suffix(".json").exists()
     assert not native.choices.times
+    assert caplog.messages == [
+        "the machine is too busy to time the C++ kernels: they are used, the next start times them"
+    ]
     interruptions = itertools.count(step=1000)
     monkeypatch.setattr(measure, "_once", lambda *_: 0.5)
     monkeypatch.setattr(measure, "_interruptions", lambda: next(interruptions))

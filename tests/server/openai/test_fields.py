@@ -125,3 +125,18 @@ def test_a_thinking_budget_has_the_tokens_around_the_reasoning(serve: Serve, liv
     assert body["warnings"][0].startswith("thinking_token_budget: has no effect here")
     assert live.engine.requests[-1][2].thinking_token_budget is None
     assert live.chat(thinking_token_budget=-1).status_code == 400
+
+
+def test_parts_without_a_type_are_texts(serve: Serve) -> None:
+    live = serve(FakeEngine())
+    for content in (
+        ["one", "two"],
+        [{"text": "one"}, {"type": None, "text": "two"}],
+        ["one", {"type": "text", "text": "two"}],
+    ):
+        response = live.post("/v1/chat/completions", messages=[{"role": "user", "content": content}], max_tokens=1)
+        assert response.status_code == 200, response.text
+        assert "one\ntwo" in live.prompt_text()
+    for part in ({"image": "one"}, 5, {"text": 5}, {"type": "audio", "text": "one"}):
+        response = live.post("/v1/chat/completions", messages=[{"role": "user", "content": [part]}], max_tokens=1)
+        assert response.json()["error"]["param"] == "messages[0].content", part
