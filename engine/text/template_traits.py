@@ -18,6 +18,7 @@ from engine.text.chat_template import ChatTemplate, ChatTemplateError
 Message = dict[str, Any]
 ContentForm = Literal["empty", "null", "missing"]
 ReasoningForm = Literal["reasoning_content", "thinking", "part"]
+Variables = Literal["", "tools", "functions", "xml_tools"]
 MAX_SECONDS = 10.0  # of probing; a usual template takes some hundredths of a second
 CALL_ID = "call00001"  # accepted by templates that require nine letters and digits
 
@@ -42,7 +43,9 @@ class TemplateTraits:
     """The messages that a template keeps as they are. The defaults need no change of any conversation."""
 
     parts: bool = False  # content must be a list of typed parts
-    variables: Literal["", "tools", "functions"] = ""  # what the template requires, see `required_variables`
+    variables: Literal["", "tools", "functions", "xml_tools"] = (
+        ""  # what the template requires, see `required_variables`
+    )
     system: bool = True  # a system message at the beginning
     several_systems: bool = True  # several of them there
     late_system: bool = True  # a system message after other messages
@@ -92,9 +95,11 @@ class TemplateTraits:
 
 
 def required_variables(kind: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """Return variables that some templates require: `tools` as a list even if it is empty, or Firefunction's
-    `functions`.
+    """Return variables that some templates require: `tools` as a list even if it is empty, Firefunction's
+    `functions`, or SmolLM3's `xml_tools`.
     """
+    if kind == "xml_tools":
+        return {"xml_tools": list(tools or ())}
     if kind == "tools":
         return {"tools": list(tools or ())}
     if kind == "functions":
@@ -110,13 +115,17 @@ def probe(
     variables.
     """
     tools, deadline = [_TOOL] if with_tools else None, monotonic() + MAX_SECONDS
+    kinds: tuple[Variables, ...] = ("", "tools", "functions")
+    if with_tools and "xml_tools" in template.source:
+        kinds = ("", "xml_tools")
     try:
-        for required in ("", "tools", "functions"):
+        for required in kinds:
             given = {"tools": tools, **(variables or {}), **required_variables(required, tools)}
             for parts in (False, True):
                 probe = _Probe(template, given, parts, deadline)
                 text = probe.render([_user()]) or ""
-                if "PROBEASK" in text and not (parts and "type" in text):  # and not a list written as it is
+                is_shown = "xml_tools" not in kinds or required or _TOOL["function"]["name"] in text
+                if "PROBEASK" in text and is_shown and not (parts and "type" in text):  # and no list as it is
                     return replace(probe.traits(), parts=parts, variables=required)
     except TimeoutError:
         pass
@@ -138,7 +147,7 @@ def takes_image_parts(template: ChatTemplate, variables: Mapping[str, Any], trai
     return "PROBEASK" in text and text != plain and "'type'" not in text and '"type"' not in text
 
 
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probe_other",

@@ -298,3 +298,13 @@ def test_tools_that_the_template_does_not_show() -> None:
 
 def test_requests_may_set_variables_that_templates_require() -> None:
     assert render("functions", [ASK], functions="F;", datetime="D;").text.startswith("F;D;")
+
+
+def test_tools_that_the_template_reads_under_another_name() -> None:
+    source = "{% for t in xml_tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    rendered = renderer(source + templates.PECULIAR["turns only"]).render([ASK], tools=[TOOL])
+    assert "<tool>lookup</tool>" in rendered.text
+    assert not rendered.changes
+    assert "<tool>" not in renderer(source + templates.PECULIAR["turns only"]).render([ASK]).text
+    both = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    assert "<tool>" not in renderer(both + source + templates.PECULIAR["turns only"]).render([ASK], tools=[TOOL]).text
