@@ -356,7 +356,8 @@ def add_tokenizer(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
     words = [*_byte_alphabet(), *("Ġ" + _word(i) for i in range(text_config["vocab_size"] - 256))]
-    special = {"<|begin|>": text_config["bos_token_id"], "<|end|>": text_config["eos_token_id"]}
+    ends = {"<|begin|>": "bos_token_id", "<|end|>": "eos_token_id"}  # encoders may have none
+    special = {text: text_config[name] for text, name in ends.items() if text_config.get(name) is not None}
     if "vision_config" in config:
         special |= special_tokens(config)
         add_processor(folder)
@@ -371,7 +372,8 @@ def add_tokenizer(folder: Path) -> None:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []},
     }
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    named = {ends[text].removesuffix("_id"): text for text in special if text in ends}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import llama_cpp, workloads
 from benchmarks.counting import counting_folder
 from benchmarks.floors import decode_seconds
-from benchmarks.model_shapes import model_folder
+from benchmarks.model_shapes import add_tokenizer, model_folder
 from benchmarks.processes import describe_machine, last_line, nvidia_smi, process_group, wait_for_free_gpu
 from benchmarks.random_weights import write_random_weights
 from benchmarks.result_files import to_text
@@ -275,6 +275,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             }
             if embeds:
                 _check_alone(flags, "embeddings")
+                add_tokenizer(folder)
             adapters = _adapters(flags, folder, works)
             if adapters:
                 settings |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK}
@@ -285,7 +286,7 @@ def plan(flags: EnginesFlags, has_gpu: bool) -> list[list[Job]]:
             for engine in flags.engines:
                 own = server if engine == llama_cpp.NAME else settings | more.get(engine, {})
                 if embeds and engine == "vllm":
-                    own = {"runner": "pooling", **own}
+                    own = {**own, "runner": "pooling", "skip_tokenizer_init": False}  # it asks for one to embed
                 agrees = own.get("load_format") == "auto" and not counts  # text that counts agrees whatever is wrong
                 shown = compared if agrees and not embeds else ()
                 pair.append(Job(engine, Path(model).name, folder, own, tuple(works), "", adapters, shown))

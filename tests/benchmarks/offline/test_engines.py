@@ -15,6 +15,7 @@ import pytest
 from benchmarks.offline import engines, latency, one_engine
 from benchmarks.offline.engines import EnginesFlags, Job, Results
 from engine.errors import ConfigError
+from engine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,6 +72,8 @@ def test_embeddings_are_work_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     wanted = {"models": ("bge-large",), "work": ("embed",), "models_dir": str(tmp_path)}
     (pair,) = engines.plan(flags(**wanted, engines=("quire", "vllm")), has_gpu=True)
     assert [job.settings.get("runner") for job in pair] == [None, "pooling"]
+    assert [job.settings["skip_tokenizer_init"] for job in pair] == [True, False], "vLLM embeds with a tokenizer only"
+    assert Tokenizer.from_folder(pair[1].folder).decode([30_000])
     assert {job.settings["max_model_len"] for job in pair} == {512}
     with pytest.raises(ConfigError, match="embeddings is for quire and vllm alone, not transformers"):
         engines.plan(flags(**wanted), has_gpu=True)
