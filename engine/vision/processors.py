@@ -463,5 +463,6 @@ def _config(folder: Path) -> tuple[str, dict[str, Any]]:
         if isinstance(found, dict) and name == "processor_config.json":
             found = found.get("image_processor")
         if isinstance(found, dict):
-            return name, found | (found.get("media_proc_cfg") or {})  # of Kimi K2.5
+            own = found.get("media_proc_cfg")  # of Kimi K2.5
+            return name, found | own if isinstance(own, dict) else found
     return FILES[0], {}

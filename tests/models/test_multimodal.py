@@ -55,6 +55,23 @@ def test_methods_of_text_models_leave_encoders_floats(method: str, tmp_path: Pat
         assert found.scheme(f"model.{name}") is None
 
 
+def test_the_quantisation_of_a_text_model_leaves_encoders_floats(tmp_path: Path) -> None:
+    """As Kimi K2.5 is published: not the whole model's config.json has it, but the text model's."""
+    text = {
+        "model_type": "mistral", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64,
+        "intermediate_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    config: dict[str, Any] = {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}}
+    names = "vision_tower.transformer.layers.0.attention.q_proj", "multi_modal_projector.linear_1"
+    for whole, is_float in (({}, True), ({"quantization_config": text["quantization_config"]}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text} | whole))
+        found = read_spec(tmp_path).quantization
+        assert found is not None
+        assert found.scheme("model.layers.0.self_attn.q_proj") is not None
+        assert [found.scheme(f"model.{name}") is None for name in names] == [is_float] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "architecture", "field", "prefix"),
     [
