@@ -391,7 +391,17 @@ class VisionSpec:
     """An encoder of images: a transformer over patches. A block of patches becomes a token of the text model."""
 
     kind: Literal[
-        "qwen", "pixtral", "siglip", "intern", "intern_chat", "glm", "gemma4", "gemma4_unified", "kimi_vl", "kimi_k25"
+        "qwen",
+        "qwen2",
+        "pixtral",
+        "siglip",
+        "intern",
+        "intern_chat",
+        "glm",
+        "gemma4",
+        "gemma4_unified",
+        "kimi_vl",
+        "kimi_k25",
     ] = "qwen"  # see `models.vision.kinds`
     hidden_size: int
     intermediate_size: int
@@ -403,6 +413,7 @@ class VisionSpec:
     tile: Grid | None = None  # the only grid that the encoder reads, an image may have several; None: it reads any
     num_tiles: tuple[int, int] = 1, 12  # fewest and most of an image, where the processor's file does not say
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "gelu_tanh"
+    steepness: float = 1.0  # the activation's input is multiplied by it, its result divided (not where it is gated)
     eps: float = 1e-6  # of norms
     norm: Literal["rms", "layer"] = "layer"  # of InternVL
     qkv_bias: bool = True  # of InternVL and GLM
@@ -413,7 +424,7 @@ class VisionSpec:
     is_standardised: bool = False  # of Gemma 4: tokens are shifted and scaled before the projection
     theta: float = 10_000.0  # of the encoder's RoPE
     deepstack: tuple[int, ...] = ()  # layers whose merged output is added after the first layers of the text model
-    is_older: bool = False  # Qwen2.5-VL's parts: RMSNorm, gated MLPs, and no bias of patches
+    is_older: bool = False  # Qwen2-VL's or Qwen2.5-VL's parts, without a bias of patches
     window: int = 0  # side of an attention window, in blocks of merged patches; 0: full attention
     full_layers: tuple[int, ...] = ()  # layers without windows
     # From the encoder to the text model: of the projector's MLP, and the eps of its norm.

@@ -434,6 +434,7 @@ def _tiles(file: ProcessorFile) -> TileProcessor:
 
 PROCESSORS: dict[str, Callable[[ProcessorFile], Processor]] = {
     "qwen": _qwen,
+    "qwen2": _qwen,
     "pixtral": _pixtral,
     "siglip": _square_and_crops,
     "intern": _tiles,

@@ -56,7 +56,7 @@ def test_methods_of_text_models_leave_encoders_floats(method: str, tmp_path: Pat
 
 
 def test_the_quantisation_of_a_text_model_leaves_encoders_floats(tmp_path: Path) -> None:
-    """As Kimi K2.5 is published: not the whole model's config.json has it, but the text model's."""
+    """Kimi K2.5 is published so: the text model's part of config.json has it."""
     text = {
         "model_type": "mistral", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64,
         "intermediate_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
@@ -76,7 +76,7 @@ def test_the_quantisation_of_a_text_model_leaves_encoders_floats(tmp_path: Path)
     ("name", "architecture", "field", "prefix"),
     [
         ("qwen3", "InternVLChatModel", "llm_config", "language_model."),
-        ("qwen2", "Qwen2VLForConditionalGeneration", "", ""),
+        ("qwen2", "GotOcr2ForConditionalGeneration", "", ""),
         ("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
     ],
 )

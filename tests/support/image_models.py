@@ -57,6 +57,10 @@ VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 36,
 }
+OLDEST = {
+    "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": SIDE,
+    "spatial_merge_size": MERGE, "temporal_patch_size": 2,
+}  # fmt: skip
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu", "tokens_per_second": 2}
@@ -119,6 +123,7 @@ LATENT = TEXT | {
 }  # fmt: skip
 MISTRAL = {key: value for key, value in TEXT.items() if key != "rope_parameters"} | {"model_type": "mistral"}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": (TEXT | {"rope_parameters": SECTIONS}, OLDEST),
     "Qwen2_5_VL": (TEXT | {"rope_parameters": SECTIONS}, VISION | WINDOWS),
     "Qwen3VL": (TEXT, VISION | {"deepstack_visual_indexes": [0, 2]}),
     "Qwen3_5": (TEXT | STATES, VISION),
@@ -237,7 +242,7 @@ def make_case(family: str, folder: Path, *, answers: bool = True) -> Case:
 def normalised(model: Any, pixels: np.ndarray) -> np.ndarray:
     """Return what a model's processor makes of uint8 patches [N, 3, P, P]: float64."""
     mean, std = [0.5] * 3, [0.5] * 3
-    if type(model).__name__.startswith(("Qwen2_5_VL", "Mistral3", "Glm")):
+    if type(model).__name__.startswith(("Qwen2", "Mistral3", "Glm")):
         mean, std = CLIP_MEAN, CLIP_STD
     if type(model).__name__.startswith("InternVL"):
         mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

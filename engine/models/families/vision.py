@@ -22,6 +22,7 @@ PIXTRAL_ROW_ENDS = 12, 13  # [IMG_BREAK] and [IMG_END] of all published tokenize
 TOWER = "vision_tower.", "multi_modal_projector."
 PARTS = {
     "qwen": ("visual.",),
+    "qwen2": ("visual.",),
     "glm": ("visual.",),
     "pixtral": TOWER,
     "siglip": TOWER,
@@ -55,6 +56,36 @@ def qwen3_vl(config: Config, text: Config) -> VisionSpec:
     _check_heads(spec)
     if round(spec.num_positions**0.5) ** 2 != spec.num_positions:
         raise ModelError("'vision_config': 'num_position_embeddings' must be a square")
+    return spec
+
+
+def qwen2_vl(config: Config, text: Config) -> VisionSpec:
+    """Qwen2-VL. Videos are not read."""
+    fields = _fields(config)
+    size = integer(fields, "embed_dim", 1280)
+    spec = VisionSpec(
+        kind="qwen2",
+        hidden_size=size,
+        intermediate_size=size * integer(fields, "mlp_ratio", 4),
+        num_layers=integer(fields, "depth", 32),
+        num_heads=integer(fields, "num_heads", 16),
+        patch_size=integer(fields, "patch_size", 14),
+        merge_size=integer(fields, "spatial_merge_size", 2),
+        image_token_id=integer(config, "image_token_id", 151655),
+        placeholder=_placeholder(config),
+        rope_sections=_sections(text, (16, 24, 24)),
+        rope_interleaved=False,
+        activation="silu",
+        steepness=1.702,
+        is_older=True,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+        min_pixels=56 * 56,
+        max_pixels=12_845_056,
+    )
+    _check_heads(spec)
+    if fields.get("hidden_act", "quick_gelu") != "quick_gelu":
+        raise ModelError("'vision_config': 'hidden_act' must be quick_gelu")
     return spec
 
 
@@ -443,6 +474,7 @@ def _layers(fields: Config, name: str, default: list[int], depth: int) -> tuple[
 
 
 VISION: dict[str, Callable[[Config, Config], VisionSpec | None]] = {
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl,

@@ -20,6 +20,7 @@ from engine.models.vision.siglip import SiglipEncoder
 
 KINDS: dict[str, Callable[[VisionSpec, int, Scope], VisionEncoder]] = {
     "qwen": QwenEncoder,
+    "qwen2": QwenEncoder,
     "pixtral": PixtralEncoder,
     "siglip": SiglipEncoder,
     "intern": InternEncoder,

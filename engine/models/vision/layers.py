@@ -110,9 +110,14 @@ class EncoderLayer(nn.Module):
         found = self.proj.run(self._attention(self.qkv.run(self.norm1(x)), turns, lengths))
         x = x + self._scaled(found, 0)
         inner, kind = self.up.run(self.norm2(x)), self.spec.activation
-        inner = gated(inner, kind) if self._is_gated else kernels.activation(inner, kind)
+        inner = gated(inner, kind) if self._is_gated else self._activated(inner)
         found = self.down.run(inner)
         return x + self._scaled(found, 1)
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        if (steepness := self.spec.steepness) == 1.0:
+            return kernels.activation(inner, self.spec.activation)
+        return kernels.activation(inner * steepness, self.spec.activation) / steepness
 
     def _scaled(self, found: Tensor, index: int) -> Tensor:
         """Scale the result of attention (0) or of the MLP (1)."""

@@ -1,4 +1,4 @@
-"""The image encoder of Qwen2.5-VL, Qwen3-VL and Qwen3.5. Shapes as in `engine.models.vision.layers`."""
+"""The image encoder of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. Shapes as in `engine.models.vision.layers`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ FORM = LayerForm(
     norms=("norm1", "norm2"), qkv=("attn.qkv",), out="attn.proj", up=("mlp.linear_fc1",), down="mlp.linear_fc2"
 )
 OLDER = replace(FORM, up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", norm="rms")  # Qwen2.5-VL
+OLDEST = replace(FORM, up=("mlp.fc1",), down="mlp.fc2")  # Qwen2-VL
 
 
 class QwenEncoder(VisionEncoder):
@@ -36,7 +37,7 @@ class QwenEncoder(VisionEncoder):
     def __init__(self, spec: VisionSpec, out_size: int, scope: Scope) -> None:
         super().__init__(spec)
         scope = scope / "visual"
-        form = OLDER if spec.is_older else FORM
+        form = OLDEST if spec.kind == "qwen2" else OLDER if spec.is_older else FORM
         self.patch_embed = PatchEmbedding(spec, scope / "patch_embed" / "proj", bias=not spec.is_older, frames=2)
         self.positions = PositionGrid(spec, scope / "pos_embed") if spec.num_positions else None
         self.layers = nn.ModuleList(EncoderLayer(spec, form, scope / "blocks" / i) for i in range(spec.num_layers))
