@@ -13,12 +13,16 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from engine.models.decoder import Decoder
 from engine.models.families import read_spec
 from engine.models.formats.gguf import GGUFBlocks
 from engine.models.gguf import folder as gguf_folder
 from engine.models.hub import resolve_model
 from engine.models.matrix import Matrix
+from engine.models.shard import Shard
+from engine.models.spec import ModelSpec
 from quire import LLM, SamplingParams
+from tests.models.test_shard import on_ranks
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_decode, transformers_logits
 from tests.oracles.gguf_files import TEMPLATE, write_gguf
 from tests.oracles.paged_runner import decode
@@ -86,6 +90,15 @@ def mixed(name: str) -> str:
     return TYPES[sum(map(ord, name)) % len(TYPES)]
 
 
+def load_packed(folder: Path, spec: ModelSpec, **options: Any) -> Decoder:
+    """Not by `pack_weights`: a CPU's products would round activations to eight bits."""
+    model = load(folder, spec, max_model_len=256, **options)
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            module.format.pack(module)
+    return model
+
+
 def logits(model: Any, tokens: list[list[int]]) -> torch.Tensor:
     return torch.cat([each.logits for each in decode(model, make_prompts(), NUM_TOKENS, forced=tokens)]).float()
 
@@ -103,10 +116,7 @@ def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
     want = torch.cat(expected)
     assert (torch.cat([each.logits for each in exact]) - want).abs().max().item() <= MAX_ERROR
     assert spec.quantization is not None
-    kept = load(folder, spec, max_model_len=256)
-    for module in kept.modules():
-        if isinstance(module, Matrix):
-            module.format.pack(module)  # not `pack_weights`: a CPU's products would round activations to eight bits
+    kept = load_packed(folder, spec)
     assert (logits(kept, tokens) - want).abs().max().item() <= MAX_ERROR
 
 
@@ -125,6 +135,24 @@ def test_equals_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: 
     fed = [(prompt, each.token_ids) for prompt, each in zip(make_prompts(), ours, strict=True)]
     expected = torch.cat([transformers_logits(theirs.eval(), *each) for each in fed])
     assert (torch.cat([each.logits for each in ours]) - expected).abs().max().item() <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", ["llama-gqa4-llama3", "qwen3_moe", "gemma3", "gpt_oss"])
+def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+    """Each reads its part of the file's blocks, whose permutations, norms and mixed types are those of one rank."""
+    model = make_checkpoint(name, tmp_path / "hf", CASES[name])
+    folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", alike if len(name) % 2 else mixed)))
+    spec, prompts = read_spec(folder), make_prompts()[:2]
+    one = decode(load_packed(folder, spec), prompts, 4)
+    forced = [each.token_ids for each in one]
+
+    def on_rank(shard: Shard, communicator: Any) -> torch.Tensor:
+        part = load_packed(folder, spec, shard=shard, communicator=communicator)
+        return torch.cat([each.logits for each in decode(part, prompts, 4, forced=forced)])
+
+    want = torch.cat([each.logits for each in one])
+    for found in on_ranks(2, on_rank):
+        assert (found - want).abs().max() <= 1e-4 * max(1.0, float(want.abs().max()))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
