@@ -281,6 +281,7 @@ _FORMATS = (
         begin=">>>",
         call=("", "\n", ""),
         separator=">>>",
+        bare=True,  # the prompt ends in the first mark
     ),
     ToolFormat(
         name="apertus",

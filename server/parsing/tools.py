@@ -46,7 +46,8 @@ def call_tags(
 def _bare_head(format: ToolFormat, name: str) -> str:
     """Return a regular expression for the start of an answer that consists of calls, up to the arguments."""
     opening = rf"{re.escape(format.opening)}\s*" if format.opening else ""
-    return opening + (head(name) if format.is_object else name + re.escape(format.call[1]))
+    between = re.escape(format.call[1]).replace("\\\n", r"\n")  # a line of a grammar ends at a line break
+    return opening + (head(name) if format.is_object else name + between)
 
 
 def _header(format: ToolFormat) -> Pattern:

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from server.settings import ServerConfig
-from tests.support.fake_engine import make_tokenizer
+from tests.support.fake_engine import GrammarEngine, make_tokenizer
 from tests.support.live_server import Live, Serve
 from tests.support.live_server import start_answering as start
 from tests.support.templates import HERMES, LLAMA3, MISTRAL, QWEN3, THINKER
@@ -333,6 +333,16 @@ def test_templates_that_read_few_forms_of_schemas(schema: Any, shown: str, serve
     response = live.chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert response.status_code == 200, response.text
     assert shown in live.prompt_text()
+
+
+def test_an_answer_that_begins_inside_the_mark_of_a_call(serve: Serve) -> None:
+    """Functionary's prompts end in >>>, so that its answers begin with the name of a tool."""
+    live = serve(GrammarEngine(), ServerConfig(tool_call_parser="functionary_v32"))
+    live.engine.answer = 'weather\n{"city": "Rome"}'
+    for choice in ("auto", "required"):
+        (found,) = live.chat(tools=TOOLS, tool_choice=choice, max_tokens=60).json()["choices"]
+        (call,) = found["message"]["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "Rome"}'), choice
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -60,6 +60,9 @@ CASES: list[tuple[str, str, Found]] = [
         '<function name="f"><param name="x"><![CDATA[a\n<b>]]></param></function>',
         [("f", '{"x": "a\\n<b>"}')],
     ),
+    ("functionary_v32", 'f\n{"x": 1}', [("f", '{"x": 1}')]),
+    ("functionary_v32", 'f\n{"x": 1}>>>g\n{}', [("f", '{"x": 1}'), ("g", "{}")]),
+    ("functionary_v32", "f is a tool.\n{}", [("", "f is a tool.\n{}")]),
     ("minicpm5", '<function name="f"><param name="x"><![CDATA[3]]></param></function>', [("f", '{"x": "3"}')]),
     (
         "minicpm5",
