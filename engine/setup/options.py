@@ -11,8 +11,9 @@ from engine.models.hub import resolve_model
 from engine.models.quantization import Quantization, choose_quantization
 from engine.models.spec import LatentSpec, ModelSpec
 from engine.processing.input_processor import context_length
+from engine.setup import speculative
 from engine.setup.deterministic import check_deterministic
-from engine.setup.speculative import SpeculativeConfig, speculative_config
+from engine.setup.speculative import SpeculativeConfig
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
@@ -172,11 +173,11 @@ def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
 def drafts_of(config: EngineConfig, spec: ModelSpec, device: Device) -> SpeculativeConfig | None:
     """Return the settings of drafts; None: there are none, as for a model that generates nothing."""
     given = config.speculative_config
-    if (given is None and spec.has_states) or not spec.has_head:
-        return None  # with drafts, each request has more states, so fewer requests run
-    found = speculative_config(given, device.is_accelerator)
-    if given is None and found is not None and not device.is_accelerator and _holds_mtp(config, spec):
-        return speculative_config({"method": "mtp"}, on_accelerator=False)  # lookup is beside it
+    if (given is None and spec.has_states and not speculative.WITH_STATES) or not spec.has_head:
+        return None
+    found = speculative.speculative_config(given, device.is_accelerator)
+    if given is None and found is not None and _holds_mtp(config, spec):
+        return speculative.parse({"method": "mtp"})  # lookup is beside it
     return found
 
 

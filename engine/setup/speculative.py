@@ -10,10 +10,11 @@ from engine.errors import ConfigError
 from engine.worker.proposers.suffix import SuffixLimits
 from engine.worker.sampling.imposed import ImposedAcceptance
 
-# Whether there are drafts where they pay, if nothing is configured: by lookup, and on CPUs by the prediction layers of
-# the checkpoint.
+# Whether there are drafts where they pay, if nothing is configured: by lookup, and by the prediction layers of the
+# checkpoint.
 ON_CPUS = True
 ON_ACCELERATORS = False
+WITH_STATES = False  # of models with recurrent layers, too
 MAX_TOKENS = 32
 MAX_LOOKUP = 16
 MODEL_METHODS = ("draft_model", "mtp", "eagle3", "dflash")  # which run a model on the device

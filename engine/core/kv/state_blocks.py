@@ -65,7 +65,8 @@ class StateBlocks:
         from `start` to `end`.
         """
         size, count = self._size, -(-end // self._size)
-        kept = kept_blocks(start, end, size, self._caches, self._max_retracted[group])
+        most = min(self._max_retracted[group], end - start)  # a step without drafts takes back one token
+        kept = kept_blocks(start, end, size, self._caches, most)
         if self._caches:
             kept |= {self._end_of_prompt(request), request.branch}
             kept |= self._spread(group, first, count, num_spare)

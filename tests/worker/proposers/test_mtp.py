@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, EngineConfig, SamplingParams
 from engine.models.families import read_spec
+from engine.setup import speculative
 from engine.setup.options import drafts_of
 from engine.setup.speculative import ON_CPUS, parse
 from engine.worker.device import CpuDevice
@@ -70,6 +72,24 @@ def test_prediction_layers_draft_without_a_setting_where_drafts_are_on(tmp_path:
     assert len(tensors) < len(load_file(tmp_path / FILE))
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
     assert drafts_of(config, spec, CpuDevice()) == parse({})
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_prediction_layers_draft_by_default_wherever_drafts_are_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs and for models with recurrent states, too, once the constants say so."""
+    make_mtp_checkpoint(name, tmp_path)
+    spec, config = read_spec(tmp_path), EngineConfig(str(tmp_path), device="cpu")
+    gpu: Any = SimpleNamespace(is_accelerator=True)
+    for on_gpus, with_states in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(speculative, "ON_ACCELERATORS", on_gpus)
+        monkeypatch.setattr(speculative, "WITH_STATES", with_states)
+        is_on = on_gpus and (with_states or not spec.has_states)
+        assert drafts_of(config, spec, gpu) == (parse({"method": "mtp"}) if is_on else None)
+        assert (drafts_of(config, spec, CpuDevice()) is not None) == (with_states or not spec.has_states)
+    off = replace(config, speculative_config={"num_speculative_tokens": 0})
+    assert drafts_of(off, spec, gpu) is None
 
 
 @pytest.mark.slow
