@@ -349,9 +349,11 @@ class _Service:
             if self._connections.is_counted and not is_logged:
                 is_logged = True
                 _log.info(
-                    "stopping: %d requests may take up to %g s to finish; another signal aborts them",
+                    "stopping: %d request%s may take up to %g s to finish; another signal aborts %s",
                     num_working,
+                    "s" * (num_working > 1),
                     self._patience,
+                    "them" if num_working > 1 else "it",
                 )
             await asyncio.sleep(0.05)
         await self._close()

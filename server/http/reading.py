@@ -240,9 +240,19 @@ def _decoded(data: bytes, scope: Scope) -> Any:
     try:
         return _decode(data)
     except UnicodeDecodeError as error:
-        reason = f"it must be UTF-8 ({error.reason} at byte {error.start})"
+        fault = _first_fault(data, error)
+        reason = f"it must be UTF-8 ({fault.reason} at byte {fault.start})"
     except RecursionError:
         reason = "it is nested too deeply"
     except msgspec.DecodeError as error:
         reason = str(error).removeprefix("JSON is malformed: ")
     raise APIError(400, f"the body is not valid JSON: {reason}")
+
+
+def _first_fault(data: bytes, error: UnicodeDecodeError) -> UnicodeDecodeError:
+    """Return the error of decoding all of `data`. `error`: of decoding one string in it."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as whole:
+        return whole
+    return error

@@ -386,6 +386,7 @@ def test_second_signal_ends_the_patience(model: Path, quick_quire: list[str]) ->
         wait_until(lambda: httpx.get(f"{server.url}/readyz", timeout=60).json()["phase"] == "draining")
         assert server.process.poll() is None
         assert server.stop(signal.SIGINT) == 0
+        assert "stopping: 1 request may take up to 100 s to finish" in "".join(server.errors)
         thread.join(60)
         assert json.loads(finished[0])["choices"][0]["finish_reason"] == "abort"
         assert "Traceback" not in "".join(server.errors)
