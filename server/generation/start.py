@@ -321,4 +321,6 @@ def _reader(model: Model, request: GenerationRequest, prompt: Prompt) -> AnswerR
         max_calls = None if chat.takes_several_calls(request) else 1
         schemas = {tool.name: tool.parameters for tool in callable}
         tools = ToolReader(format, schemas, max_calls, required=request.tool_mode == "required")
+    elif chat.tool_format is not None and chat.tool_format.content:
+        tools = ToolReader(chat.tool_format, {}, None)  # removes the mark before the content
     return MarkedReader(reasoning, tools, counter=counter, shows_reasoning=request.include_reasoning)

@@ -39,6 +39,7 @@ class ToolFormat:
     first_index: int = 0
     single: bool = False  # one call in each answer
     bare: bool = False  # an answer that consists of calls only needs no mark
+    content: str = ""  # what stands before content instead of a tool's name, where the mark precedes both
     # Also read `name{…}` and `name[ARGS]{…}`.
     headed: bool = False
     short_ids: bool = False  # the chat template requires ids of nine letters and digits
@@ -282,6 +283,7 @@ _FORMATS = (
         call=("", "\n", ""),
         separator=">>>",
         bare=True,  # the prompt ends in the first mark
+        content="all\n",
     ),
     ToolFormat(
         name="apertus",

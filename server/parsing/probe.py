@@ -189,7 +189,7 @@ def _reads(format: ToolFormat, turn: _Turn) -> bool:
     if not format.bare and format.begin not in text:
         return False
     found = read(format, text, _SCHEMAS)
-    leads = format.begin in text and bool(text.partition(format.begin)[0].strip())
+    leads = not format.content and format.begin in text and bool(text.partition(format.begin)[0].strip())
     return found is not None and found[1] == turn.calls and not leads
 
 

@@ -119,8 +119,14 @@ class ToolReader:
                 pieces.append(Content(rest))
         elif self._in_calls:
             self.is_cut = marked
-        elif not (cut and len(mark := rest.lstrip()) >= self._least_mark and self._format.begin.startswith(mark)):
+        elif not (cut and self._begins_mark(rest.lstrip())):
             pieces.append(Content(rest))
+
+    def _begins_mark(self, text: str) -> bool:
+        """Return whether the text at the end of a cut answer is the start of a mark."""
+        if len(text) >= self._least_mark and self._format.begin.startswith(text):
+            return True
+        return self._may_be_bare and bool(text) and self._format.content.startswith(text)
 
     def _counts(self, piece: Piece) -> bool:
         if isinstance(piece, Content):
@@ -140,7 +146,10 @@ class ToolReader:
     def _read_content(self, pieces: list[Piece], finished: bool) -> bool:
         if self._may_be_bare:
             text = self._held.lstrip(" \t\r\n")
-            if not text or not self._read_bare(text, finished):
+            if self._skip_content_mark(text):
+                self._may_be_bare = False
+                return True
+            if not text or self._may_be_content_mark(text, finished) or not self._read_bare(text, finished):
                 return not self._may_be_bare
             return True
         before, mark, rest = self._held.partition(self._format.begin)
@@ -187,7 +196,10 @@ class ToolReader:
                 self._raw += mark if mark == begin else ""
                 self._held = text.removeprefix(mark)
                 return True
-        if any(mark.startswith(text) for mark in self._format.marks):
+        if self._skip_content_mark(text):
+            self._raw, self._in_calls = "", False
+            return True
+        if any(mark.startswith(text) for mark in (*self._format.marks, self._format.content)):
             return False
         if text[0] in self._format.between:
             self._raw += text[0] if self._raw else ""
@@ -199,6 +211,17 @@ class ToolReader:
             return False
         self._give_up(pieces)
         return True
+
+    def _skip_content_mark(self, text: str) -> bool:
+        """Skip the mark of content, where `text`, the held text without leading spaces, begins with it."""
+        mark = self._format.content
+        if not mark or not text.startswith(mark):
+            return False
+        self._held = text.removeprefix(mark)
+        return True
+
+    def _may_be_content_mark(self, text: str, finished: bool) -> bool:
+        return not finished and self._format.content.startswith(text)
 
     def _may_begin(self, text: str) -> bool:
         """Return whether more text may make this the start of a call."""

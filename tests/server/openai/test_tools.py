@@ -345,6 +345,30 @@ def test_an_answer_that_begins_inside_the_mark_of_a_call(serve: Serve) -> None:
         assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "Rome"}'), choice
 
 
+RECIPIENTS = """
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- '[assistant]' }}
+{%- if m.content %}{{- '>>>all\\n' + m.content }}{%- endif %}
+{%- for c in m.tool_calls or [] %}{{- '>>>' + c.function.name + '\\n' + c.function.arguments }}{%- endfor %}<|end|>
+{%- else %}{{- '[' + m.role + ']' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '[assistant]>>>' }}{%- endif %}"""
+
+
+def test_answers_of_parts_for_recipients(serve: Serve) -> None:
+    """Functionary 3.2: what it writes to `all` is content, and every other part is a call."""
+    text = "all\nOne moment.\n"
+    live = start(serve, RECIPIENTS, f'{text}>>>weather\n{{"city": "Rome"}}>>>time\n{{}}')
+    answer = live.chat(tools=TOOLS).json()
+    message = answer["choices"][0]["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert (message["content"], calls) == ("One moment.", [("weather", '{"city": "Rome"}'), ("time", "{}")])
+    live.engine.answer = text
+    for options in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert live.chat(**options).json()["choices"][0]["message"]["content"] == "One moment.\n"
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_formats_that_are_not_listed(serve: Serve, shape: str) -> None:
     source, text = SHAPES[shape]

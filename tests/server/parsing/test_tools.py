@@ -63,6 +63,12 @@ CASES: list[tuple[str, str, Found]] = [
     ("functionary_v32", 'f\n{"x": 1}', [("f", '{"x": 1}')]),
     ("functionary_v32", 'f\n{"x": 1}>>>g\n{}', [("f", '{"x": 1}'), ("g", "{}")]),
     ("functionary_v32", "f is a tool.\n{}", [("", "f is a tool.\n{}")]),
+    ("functionary_v32", "all\nHello\nall\n", [("", "Hello\nall\n")]),
+    ("functionary_v32", "all", [("", "all")]),
+    ("functionary_v32", "allow f\n{}", [("", "allow f\n{}")]),
+    ("functionary_v32", "all\n>>> 1 + 1\n2", [("", ">>> 1 + 1\n2")]),
+    ("functionary_v32", 'all\nI look.>>>f\n{"x": 1}>>>g\n{}', [("", "I look."), ("f", '{"x": 1}'), ("g", "{}")]),
+    ("functionary_v32", 'f\n{"x": 1}>>>all\nDone.', [("f", '{"x": 1}'), ("", "Done.")]),
     ("minicpm5", '<function name="f"><param name="x"><![CDATA[3]]></param></function>', [("f", '{"x": "3"}')]),
     (
         "minicpm5",
