@@ -15,6 +15,7 @@ from engine.vision.loader import ImageLoader, Picture, PromptWithImages
 from server.generation.chat_format import ChatFormat
 from server.generation.errors import InvalidRequestError
 from server.generation.request import Conversation, Message
+from server.generation.roles import check_roles
 from server.generation.tool_schemas import completed_definitions, plain_definitions
 from server.parsing.harmony import EFFORTS
 
@@ -54,6 +55,7 @@ class ConversationEncoder:
         Raises `RequestError` as `encode` does, and when the template rejects the messages in every shape.
         """
         conversation.check()
+        check_roles(conversation.messages, self._chat.source)
         options = conversation.template_options()
         if self._chat.writes_harmony and (effort := options.get("reasoning_effort")) in EFFORTS:
             options["reasoning_effort"] = EFFORTS[effort]
