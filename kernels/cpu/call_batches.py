@@ -14,7 +14,8 @@ R = TypeVar("R")
 
 MOST_BYTES = 32 << 20  # of memory that waiting calls hold, and others could have had
 FEW_CALLS = 4  # of a batch: not worth a look at each of PyTorch's operations
-REST = 64  # pieces of work that are done as usual then
+MANY_OPERATIONS = 8  # of PyTorch for each call: looking at them costs more than the batches gain
+REST = 64  # pieces of work that are done as usual in either case
 
 
 class _Batching(Watch):
@@ -24,9 +25,10 @@ class _Batching(Watch):
 
     def __init__(self, waiting: Waiting) -> None:
         super().__init__()
-        self._waiting, self._num_bytes = waiting, 0
+        self._waiting, self._num_bytes, self.num_operations = waiting, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
         name = func.overloadpacket.__name__
         reads = name not in VIEWS or (name in MAY_COPY and not args[0].is_contiguous())
         if reads or self._num_bytes > MOST_BYTES:
@@ -54,11 +56,12 @@ class CallBatches:
             return work()
         native.waiting = waiting = Waiting(native)
         try:
-            with _Batching(waiting):
+            with _Batching(waiting) as seen:
                 result = work()
             waiting.make()
         finally:
             native.waiting = None
-        if waiting.num_calls < FEW_CALLS * waiting.num_batches:
+        have_few_calls = waiting.num_calls < FEW_CALLS * waiting.num_batches
+        if have_few_calls or seen.num_operations > MANY_OPERATIONS * waiting.num_calls:
             self._rest = REST
         return result

@@ -130,6 +130,23 @@ def test_work_with_few_calls_in_a_batch_is_done_as_usual_for_a_while(monkeypatch
     assert counts == [1, -1, -1, 1]
 
 
+def test_work_with_many_other_operations_is_done_as_usual_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def work() -> None:
+        for _ in range(call_batches.FEW_CALLS):
+            step.embedding(TABLE, IDS)
+        counts.append(waiting())
+        for _ in range(call_batches.MANY_OPERATIONS * call_batches.FEW_CALLS):
+            TABLE.view(-1)
+
+    monkeypatch.setattr(call_batches, "REST", 2)
+    batches = CallBatches()
+    for _ in range(4):
+        batches.run(work)
+    assert counts == [4, -1, -1, 4]
+
+
 def test_recorded_work_is_not_put_off() -> None:
     weight = matmul.pack_weight(torch.randn(48, 32))
     recorded = step.record(lambda: CallBatches().run(lambda: matmul.linear(step.embedding(TABLE, IDS), weight)))
