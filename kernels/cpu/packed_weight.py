@@ -163,7 +163,9 @@ def _by_group(each: Tensor, channels: int, group: int) -> Tensor:
 
 
 def _bytes(codes: Tensor) -> Tensor:
-    return _kept(_tiles((codes.short() + layout().byte_offset).to(torch.uint8), 4))
+    """Pack codes [N, K] of int8, each with the offset of bytes added, which may wrap."""
+    kept = _kept(_tiles(codes.view(torch.uint8), 4))
+    return kept.add_(layout().byte_offset) if layout().byte_offset else kept
 
 
 def _fours(weight: QuantizedWeight) -> Tensor:
@@ -190,13 +192,15 @@ def _step(kind: int) -> int:
     return (1, layout().bf16_channels, 4, 8, 16)[kind]
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    return F.pad(matrix, (0, 0, 0, -len(matrix) % layout().tile_rows))
+def _padded(matrix: Tensor, step: int = 1) -> Tensor:
+    """Add zeros up to whole tiles of rows and steps of channels; the matrix itself, not a copy, if none are missing."""
+    missing = (0, -matrix.shape[1] % step, 0, -len(matrix) % layout().tile_rows)
+    return F.pad(matrix, missing) if any(missing) else matrix.contiguous()
 
 
 def _tiles(matrix: Tensor, step: int) -> Tensor:
     """[N, K] → [tiles, steps, rows of a tile, step], padded with zeros."""
-    padded = F.pad(_padded(matrix), (0, -matrix.shape[1] % step))
+    padded = _padded(matrix, step)
     return padded.view(-1, layout().tile_rows, padded.shape[1] // step, step).transpose(1, 2)
 
 
