@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from engine.utils.imports import uncollected
 from engine.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -107,4 +108,6 @@ _MODULES = {
 def __getattr__(name: str) -> Any:  # so that `quire --help` and the API process need not import PyTorch
     if name not in _MODULES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    with uncollected():
+        module = importlib.import_module(_MODULES[name])
+    return getattr(module, name)

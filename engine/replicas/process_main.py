@@ -7,13 +7,14 @@ from __future__ import annotations
 import gc
 import sys
 
+from engine.utils.imports import uncollected
+
 
 def main() -> None:
-    gc.disable()  # scanning PyTorch's modules repeatedly during their import takes 0.2 s
-    from engine.replicas import process
+    with uncollected():
+        from engine.replicas import process
 
-    gc.freeze()  # the modules stay
-    gc.enable()
+        gc.freeze()  # the modules stay
     # Seconds that the engine loop, after each wait, may wait for a thread that compiles a grammar.
     sys.setswitchinterval(0.0005)
     process.main()

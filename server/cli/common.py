@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ def _demo_model() -> Path:
     """Return the bundled model's folder: the checkout's or the wheel's; the checkout's path if neither exists."""
     checkout = Path(__file__).resolve().parents[2] / "configs" / "demo"
     if not (checkout / "config.json").is_file():
+        import importlib.metadata  # takes 0.03 s
+
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             for file in importlib.metadata.files("quire") or ():
                 if file.parts[-4:] == ("share", "quire", "demo", "config.json"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 
@@ -28,6 +27,8 @@ def foreign_package(root: Path = ROOT) -> str | None:
 
 def _owners(name: str) -> str:
     """Return the distributions, other than Quire, that contain a package of this name."""
+    import importlib.metadata  # takes 0.03 s
+
     found = importlib.metadata.packages_distributions().get(name, [])
     others = sorted({f"{each} {importlib.metadata.version(each)}" for each in found if each != "quire"})
     return f"that of {' and '.join(others)}" if others else "another program's"

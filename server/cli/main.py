@@ -51,9 +51,11 @@ def _run(words: list[str]) -> int:
     if (found := foreign_package()) is not None:
         print(f"quire: error: {found}", file=sys.stderr)
         return 1
+    from engine.utils.imports import uncollected
     from engine.utils.log import configure_logging, debugging
 
-    parser = command_line(words[0] if words else "")
+    with uncollected():
+        parser = command_line(words[0] if words else "")
     if not words:
         parser.print_help(sys.stderr)
         return 2

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import ConfigError, EngineConfig, EngineError
 from engine.flags import add_flags
+from engine.utils.imports import uncollected
 from engine.utils.log import configure_logging
 from server.cli.common import load_with_model, models_argument
 from server.cli.exposure import command_line_warning, exposure_warning, reachable_urls
@@ -237,10 +238,12 @@ class _Service:
         `AsyncEngine.ready`, and `ConfigError` when another process listens on the address by now.
         """
         from engine import AsyncEngine
-        from server.app import create_starting_app
-        from server.observability.readiness import Readiness
-        from server.observability.server_metrics import ServerMetrics
-        from server.starting import Switch
+
+        with uncollected():
+            from server.app import create_starting_app
+            from server.observability.readiness import Readiness
+            from server.observability.server_metrics import ServerMetrics
+            from server.starting import Switch
 
         readiness, metrics = Readiness(engine), ServerMetrics(engine)
         switch = Switch(create_starting_app(settings, readiness, metrics), readiness)
