@@ -23,6 +23,7 @@ from engine.models.pooling_config import Prompts, is_embedding_model, normalizes
 from engine.models.spec import ModelSpec, VisionSpec
 from engine.processing.grammars import Grammars
 from engine.processing.model_info import ModelInfo
+from engine.processing.stored_weights import StoredWeights
 from engine.text.tokenizer import Tokenizer
 from engine.vision.loader import ImageLayout, ImageLoader
 from engine.vision.processors import read_processor
@@ -60,6 +61,7 @@ class InputProcessor:
     classifier: Classifier | None = None  # of a classification model
     prompts: Prompts = field(default_factory=Prompts)  # of an embedding model
     images: ImageLoader | None = None  # None: the model reads text only
+    weights: StoredWeights | None = None
     fingerprint: str = ""  # see `system_fingerprint`
 
     @classmethod
@@ -83,6 +85,7 @@ class InputProcessor:
             _read_classifier(config, folder, spec, tokenizer),
             read_prompts(folder),
             _image_loader(config, folder, spec, tokenizer),
+            StoredWeights(folder, spec, config.quantization, config.device),
         )
 
     def of_engine(self, max_model_len: int, fingerprint: str = "") -> InputProcessor:
@@ -117,6 +120,7 @@ class InputProcessor:
             classifier=self.classifier,
             prompts=self.prompts,
             images=self.images,
+            weights=self.weights,
             fingerprint=self.fingerprint,
         )
 

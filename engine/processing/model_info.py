@@ -10,6 +10,7 @@ from typing import Any
 from engine.core.engine_request import Adapter
 from engine.models.classifier import Classifier, read_adapter_classifier
 from engine.models.pooling_config import Prompts
+from engine.processing.stored_weights import StoredWeights
 from engine.text.tokenizer import Tokenizer
 from engine.vision.loader import ImageLoader
 
@@ -33,6 +34,7 @@ class ModelInfo:
     hidden_size: int = 0
     classifier: Classifier | None = None  # the head of a classification model
     fingerprint: str = ""  # of deterministic answers, see `system_fingerprint`; "": they are not
+    weights: StoredWeights | None = None
     images: ImageLoader | None = None  # loads images for it; None: it reads text only
 
     def classifier_with(self, adapter: Adapter | None) -> Classifier | None:

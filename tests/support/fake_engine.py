@@ -25,6 +25,7 @@ from engine.processing.grammars import vocabulary_of
 from engine.processing.input_processor import InputProcessor
 from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
+from engine.processing.stored_weights import StoredWeights
 from engine.replicas.in_flight import InFlight
 from engine.replicas.state import EngineState, StateHolder
 from engine.stats import ExpertTokens, StepTokens
@@ -86,6 +87,7 @@ class FakeEngine:
         self.is_encoder, self.prompts = False, Prompts()
         self.classifier: Any = None
         self.images: ImageLoader | None = None
+        self.weights: StoredWeights | None = None
         self.with_images: list[EngineRequest] = []
         self.generates = True
         self.model_name = "toy"
@@ -144,6 +146,7 @@ class FakeEngine:
             hidden_size=HIDDEN_SIZE,
             classifier=self.classifier,
             images=self.images,
+            weights=self.weights,
         )
 
     @property

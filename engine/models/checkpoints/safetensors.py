@@ -36,7 +36,7 @@ class SafetensorsFolder(Checkpoint):
     def tensors(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
         outside: list[str] = []
-        files, indexed = _files(self._folder)
+        files, indexed = weight_files(self._folder)
         for file in files:
             with open_safetensors(file, self._folder) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
@@ -86,7 +86,7 @@ class SafetensorsFolder(Checkpoint):
         return by_file
 
 
-def _files(folder: Path) -> tuple[list[Path], Container[str]]:
+def weight_files(folder: Path) -> tuple[list[Path], Container[str]]:
     """Return the index's shards and the tensors that it names, or model.safetensors, or else all .safetensors files.
 
     Those of Mistral's own format do not count. A single file is newer than an index whose shards are absent.

@@ -24,10 +24,11 @@ _DETAILS = {
     "format": "safetensors",
     "family": "llama",
     "families": ["llama"],
-    "parameter_size": "",
-    "quantization_level": "",
+    "parameter_size": "8.0B",
+    "quantization_level": "BF16",
 }
-_CARD = {"name": f"{MODEL}:latest", "model": f"{MODEL}:latest", "size": 0, "digest": "9f86d081", "details": _DETAILS}
+_NAMES = {"name": f"{MODEL}:latest", "model": f"{MODEL}:latest"}
+_CARD = {**_NAMES, "size": 16060556376, "digest": "9f86d081", "details": _DETAILS}
 
 ENDPOINTS = (
     Endpoint(
@@ -124,7 +125,7 @@ ENDPOINTS = (
         "/api/ps",
         TAG,
         "List the models in memory: the served names",
-        answer={"models": [{**_CARD, "expires_at": _TIME, "size_vram": 0, "context_length": 4096}]},
+        answer={"models": [{**_CARD, "expires_at": _TIME, "size_vram": 16060556376, "context_length": 4096}]},
     ),
     Endpoint(
         "GET",

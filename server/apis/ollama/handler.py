@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -108,11 +108,13 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
     @app.get("/api/tags")
     async def ollama_tags(request: Request) -> dict[str, Any]:
         caller = caller_of(request)
+        await _count_weights(server.listed(), caller)
         return {"models": [card for listed in server.listed() for card in _tags(listed, caller)]}
 
     @app.get("/api/ps")
     async def ollama_ps(request: Request) -> dict[str, Any]:
         caller = caller_of(request)
+        await _count_weights(server.listed(), caller)
         return {"models": [card for listed in server.listed() if listed.is_awake for card in _running(listed, caller)]}
 
     @app.get("/api/version")
@@ -121,8 +123,9 @@ def add_model_routes(app: FastAPI, server: ServerState) -> None:
 
     @app.post("/api/show", response_model=None)
     async def ollama_show(body: ShowRequest, request: Request) -> Response:
-        name = body.model or body.name
-        model.check_name(served_name(model, name) if name else None, caller_of(request))
+        name, caller = body.model or body.name, caller_of(request)
+        model.check_name(served_name(model, name) if name else None, caller)
+        await _count_weights(server.listed(), caller)
         return json_response(_description(model), warnings_about(body, server.settings.strict))
 
     async def not_here() -> None:
@@ -141,6 +144,13 @@ def served_name(model: Model, name: str) -> str:
     return name if model.serves(name) else name.removesuffix(LATEST)
 
 
+async def _count_weights(all_listed: Sequence[ListedModel], caller: Caller) -> None:
+    """Let the figures of the models' weights be computed, the first time in a thread: they take up to seconds."""
+    for model in (listed.model for listed in all_listed):
+        if model is not None and (weights := model.info.weights) is not None:
+            await model.in_thread(weights.count, tenant=caller.tenant(""))
+
+
 def _tags(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
     return [{**_card(listed.model, name), "modified_at": _time(listed.created)} for name in listed.names_for(caller)]
 
@@ -149,7 +159,9 @@ def _running(listed: ListedModel, caller: Caller) -> list[dict[str, Any]]:
     """Return the cards of a model that is awake."""
     assert listed.model is not None
     expires = _FOREVER if listed.expires is None else _time(listed.expires)
-    more = {"expires_at": expires, "size_vram": 0, "context_length": listed.model.info.max_model_len}
+    info = listed.model.info
+    on_gpu = info.weights.num_bytes_on_gpu if info.weights is not None else 0
+    more = {"expires_at": expires, "size_vram": on_gpu, "context_length": info.max_model_len}
     return [{**_card(listed.model, name), **more} for name in listed.names_for(caller)]
 
 
@@ -160,14 +172,22 @@ def _tagged(name: str) -> str:
 def _details(model: Model | None) -> dict[str, Any]:
     """`model`: None: it has not been loaded so far."""
     family = "" if model is None else _family(model)
+    weights = None if model is None else model.info.weights
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": "safetensors" if weights is None else weights.format,
         "family": family,
         "families": [family],
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": "" if weights is None else written_count(weights.num_parameters),
+        "quantization_level": "" if weights is None else weights.quantization_level,
     }
+
+
+def written_count(num_parameters: int) -> str:
+    """Return a number of parameters as Ollama writes it: 134.52M, 8.0B."""
+    if num_parameters >= 1e9:
+        return f"{num_parameters / 1e9:.1f}B"
+    return f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.2f}K"
 
 
 def _family(model: Model) -> str:
@@ -176,11 +196,13 @@ def _family(model: Model) -> str:
 
 def _card(model: Model | None, name: str) -> dict[str, Any]:
     tagged, digest = _tagged(name), hashlib.sha256(name.encode()).hexdigest()
-    return {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details(model)}
+    size = model.info.weights.num_bytes if model is not None and model.info.weights is not None else 0
+    return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(model)}
 
 
 def _description(model: Model) -> dict[str, Any]:
     family, chat, with_tools = _family(model), model.chats.default, model.chats.with_tools
+    weights = model.info.weights
     can = {
         "completion": model.info.generates,
         "tools": model.info.generates and with_tools is not None and with_tools.tool_format is not None,
@@ -193,7 +215,11 @@ def _description(model: Model) -> dict[str, Any]:
         "parameters": "\n".join(f"{name} {value}" for name, value in sorted(model.info.default_sampling.items())),
         "template": chat.source if chat is not None else "",
         "details": _details(model),
-        "model_info": {"general.architecture": family, f"{family}.context_length": model.info.max_model_len},
+        "model_info": {
+            "general.architecture": family,
+            **({} if weights is None else {"general.parameter_count": weights.num_parameters}),
+            f"{family}.context_length": model.info.max_model_len,
+        },
         "capabilities": [name for name, there in can.items() if there],
         "modified_at": _time(model.started),
     }

@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import ollama
 import pytest
 
+from engine.models.families import read_spec
+from engine.processing.stored_weights import StoredWeights
+from server.apis.ollama.handler import written_count
 from server.settings import ServerConfig
 from tests.support.fake_engine import ANSWER, FakeEngine, GrammarEngine, embedding_of, make_tokenizer
 from tests.support.live_server import Live, run_server
 from tests.support.templates import HERMES
+from tests.support.tiny_model import write_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
 THINKS = (
@@ -354,3 +359,23 @@ def test_what_curl_sends_without_a_header_is_json(live: Live) -> None:
     browser = {**form, "Origin": f"http://127.0.0.1:{live.port}"}
     assert live.http.post("/api/chat", content=body, headers=browser).status_code == 400
     assert live.http.post("/v1/chat/completions", content=body, headers=form).status_code == 400
+
+
+def test_figures_of_the_weights(serve: Callable[..., Live], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    engine = FakeEngine()
+    engine.weights = StoredWeights(folder, read_spec(folder, {}), device="cpu")
+    live = serve(engine)
+    size = (folder / "model.safetensors").stat().st_size
+    (tag,), (running,) = (live.http.get(f"/api/{path}").json()["models"] for path in ("tags", "ps"))
+    shown = live.post("/api/show", model="toy").json()
+    assert (tag["size"], running["size"], running["size_vram"]) == (size, size, 0)
+    for details in (tag["details"], running["details"], shown["details"]):
+        found = [details[name] for name in ("format", "parameter_size", "quantization_level")]
+        assert found == ["safetensors", "93.25K", "F32"]
+    assert shown["model_info"]["general.parameter_count"] == engine.weights.num_parameters
+
+
+@pytest.mark.parametrize(("number", "text"), [(8_030_261_248, "8.0B"), (134_515_008, "134.52M"), (999, "1.00K")])
+def test_numbers_of_parameters(number: int, text: str) -> None:
+    assert written_count(number) == text
