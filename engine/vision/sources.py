@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import re
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 # Pictures, one a frame, with a comma between; perhaps with the number of them a second.
 _FRAMES_URL = re.compile(r"data:video/(?:jpeg|png|webp)(?:;fps=([0-9.]{1,10}))?;base64,", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
+_PART_CHARS = 1 << 18  # of base64, decoded at a time: meanwhile no other thread runs Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,15 @@ def from_base64(text: str) -> bytes:
     if len(text) > decode.MAX_BYTES * 4 // 3 + 4096:
         raise ImageError(f"the file has more than {decode.MAX_BYTES >> 20} MiB")
     try:
-        return base64.b64decode(_SPACES.sub("", text) if len(text.split(None, 1)) > 1 else text, validate=True)
+        return _decoded(_SPACES.sub("", text) if len(text.split(None, 1)) > 1 else text)
     except (binascii.Error, ValueError):
         raise ImageError("its base64 is not valid") from None
+
+
+def _decoded(text: str) -> bytes:
+    parts = []
+    for start in range(0, len(text), _PART_CHARS):
+        parts.append(binascii.a2b_base64(text[start : start + _PART_CHARS], strict_mode=True))
+        if len(parts[-1]) < _PART_CHARS // 4 * 3 and start + _PART_CHARS < len(text):
+            raise binascii.Error("padding before the end")
+    return b"".join(parts)
