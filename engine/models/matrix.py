@@ -41,6 +41,11 @@ class CheckpointTensor:
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(span.start, span.stop, span.step) for span in self.spans)
 
+    @property
+    def is_copied(self) -> bool:
+        """Return True if the memory gets the stored values as they are, rounded to its dtype."""
+        return self.take is None and not self.others and self.memory.is_floating_point()
+
     def is_stored_so(self, dtype: torch.dtype) -> bool:
         """Return True if a stored tensor of this dtype has the same bytes as the memory."""
         is_whole = self.shape == list(self.memory.shape) and all(span.step == 1 for span in self.spans)

@@ -243,7 +243,7 @@ def _fill(
     total, done = sum(tensor.num_bytes for tensor in stored.values()), 0
     num_bytes = {tensor.name: tensor.num_bytes for tensor in stored.values()}
     wanted = {tensor.name: declared[name] for name, tensor in stored.items()}
-    for name, value in checkpoint.read(wanted) if device is None else checkpoint.read_to(device, wanted):
+    for name, value in checkpoint.read_for(wanted) if device is None else checkpoint.read_to(device, wanted):
         progress("loading", done, total)
         if value is not None:
             wanted[name].fill(value)

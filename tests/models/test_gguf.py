@@ -25,7 +25,7 @@ from engine.models.gguf.architectures import ARCHITECTURES
 from engine.models.gguf.blocks import TYPES
 from engine.models.gguf.header import read_header, split_files
 from engine.models.hub import resolve_model, short_name
-from engine.models.matrix import FLOAT_DTYPES, Matrix, Part, Scope
+from engine.models.matrix import FLOAT_DTYPES, CheckpointTensor, Matrix, Part, Scope
 from engine.models.quantization import GGUF_SCHEMES, read_quantization
 from engine.models.shard import Span
 from kernels import QuantizedWeight
@@ -68,6 +68,7 @@ def test_blocks_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = TYPES["Q4_K"].decode(data)
     monkeypatch.setattr("engine.models.gguf.blocks.DECODED_AT_ONCE", 1024)
     assert torch.equal(TYPES["Q4_K"].decode(data), whole)
+    assert torch.equal(TYPES["Q4_K"].decode(data, torch.bfloat16), whole.bfloat16())
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
@@ -420,6 +421,27 @@ def test_memory_of_decoded_types_is_told(tmp_path: Path, caplog: pytest.LogCaptu
         }  # fmt: skip
         checkpoint.log_decoding(torch.bfloat16)
     assert caplog.messages == ["GGUF: matrices of the types Q4_K become bfloat16 and take 2.00 GiB, 0.56 in the file"]
+
+
+def test_decoded_values_are_rounded_once_to_their_memory(tmp_path: Path) -> None:
+    data = bytearray(file_of(LLAMA, TENSORS, kind=8))  # Q8_0
+    at = len(data) - 4 * 32 * 32  # of the last tensor, 32 blocks
+    data[at : at + 32 * 34] = np.random.default_rng(1).integers(0, 60, 32 * 34, dtype=np.uint8).tobytes()
+    (tmp_path / "m.gguf").write_bytes(data)
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path / "m.gguf")))
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    stored = checkpoint.tensors()
+    exact = {name: value.clone() for name, value in checkpoint.read(stored)}
+    assert any(bool((value != value.bfloat16()).any()) for value in exact.values())
+    for take in (None, lambda part: None):  # what takes a part itself may compute with it
+        declared = {
+            name: CheckpointTensor(
+                name, tuple(map(Span.whole, each.shape)), torch.empty(each.shape, dtype=torch.bfloat16), take=take
+            )
+            for name, each in stored.items()
+        }
+        for name, value in checkpoint.read_for(declared):
+            assert torch.equal(value, exact[name] if take else exact[name].bfloat16())
 
 
 # Finding files

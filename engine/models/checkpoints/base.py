@@ -50,6 +50,13 @@ class Checkpoint(ABC):
         A value is valid until the next one is asked for. Raises `ModelError` if the checkpoint is damaged.
         """
 
+    def read_for(self, wanted: Mapping[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
+        """Like `read`, for a rank that copies its slices. A value may be rounded to the dtype of the declared memory.
+
+        wanted: name → declared tensor.
+        """
+        yield from self.read(wanted)
+
     def read_to(
         self, device: torch.device, wanted: Mapping[str, CheckpointTensor]
     ) -> Iterator[tuple[str, Tensor | None]]:

@@ -89,15 +89,20 @@ class GGUFCheckpoint(Checkpoint):
         for name in names:
             yield name, self._value(name, CPU)
 
+    def read_for(self, wanted: Mapping[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, declared in wanted.items():
+            yield name, self._value(name, CPU, declared.memory.dtype if declared.is_copied else torch.float32)
+
     def read_to(
         self, device: torch.device, wanted: Mapping[str, CheckpointTensor]
     ) -> Iterator[tuple[str, Tensor | None]]:
         for name in wanted:
             yield name, self._value(name, device)
 
-    def _value(self, name: str, device: torch.device) -> Tensor:
-        """Read a tensor. Its entry may say: `heads` whose rows are permuted, an `offset` that was added, `log` where
-        the file has -exp(value), and the bytes from one expert to the next, if they are not an expert's (`stride`).
+    def _value(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Read a tensor; `dtype`: of decoded blocks. Its entry may say: `heads` whose rows are permuted, an `offset`
+        that was added, `log` where the file has -exp(value), and the bytes from one expert to the next, if they are not
+        an expert's (`stride`).
         """
         stack, index = self._where[name]
         tensor = self._stacks[stack]
@@ -112,7 +117,7 @@ class GGUFCheckpoint(Checkpoint):
             rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
         if tensor["blocks"]:
             return rows.view(shape[0], -1, of.num_bytes)
-        value = of.decode(rows).view(shape)
+        value = of.decode(rows, torch.float32 if tensor.keys() & {"log", "offset"} else dtype).view(shape)
         if tensor.get("log"):
             return (-value).log()
         return value - tensor["offset"] if "offset" in tensor else value

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.models.gguf.types import SIZES
 
-DECODED_AT_ONCE = 1 << 22  # values: each needs some twelve bytes meanwhile
+# Values: each needs some twelve bytes meanwhile, which a CPU's caches then hold.
+DECODED_AT_ONCE, DECODED_ON_GPU = 1 << 19, 1 << 22
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 
@@ -36,20 +37,20 @@ class BlockType:
     unpack: Callable[[Tensor], Groups] | None = None  # [n, num_bytes] uint8 → groups; None: `dtype`
     dtype: torch.dtype = torch.float32  # of plain values
 
-    def decode(self, blocks: Tensor) -> Tensor:
-        """Convert blocks [rows, bytes] uint8 to [rows, columns] float32; plain values keep their dtype."""
+    def decode(self, blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Convert blocks [rows, bytes] uint8 to [rows, columns], rounded to `dtype`; plain values keep theirs."""
         if self.unpack is None:
             return blocks.contiguous().view(self.dtype)
         rows = len(blocks)
         columns = blocks.shape[1] // self.num_bytes * self.values
-        out = torch.empty(rows, columns, dtype=torch.float32, device=blocks.device)
-        step = max(DECODED_AT_ONCE // max(columns, 1), 1)
+        out = torch.empty(rows, columns, dtype=dtype, device=blocks.device)
+        step = max((DECODED_AT_ONCE if blocks.is_cpu else DECODED_ON_GPU) // max(columns, 1), 1)
         for part, into in zip(blocks.split(step), out.split(step), strict=True):
             codes, scale, minimum = self.unpack(part.reshape(-1, self.num_bytes))
-            values = into.view(-1, *codes.shape[1:])
-            torch.mul(codes, scale.unsqueeze(2), out=values)
+            values = codes * scale.unsqueeze(2)
             if minimum is not None:
                 values -= minimum.unsqueeze(2)
+            into.copy_(values.view(into.shape))
         return out
 
 
