@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.models.attention import Attention, AttentionMetadata
-from engine.models.errors import ModelError
 from engine.models.matrix import CheckpointModule, CheckpointTensor, Scope
 from engine.models.norms import LayerNorm
 from engine.models.residual import ResidualEpilogue, ResidualStream, SublayerInput
 from engine.models.shard import Span
 from engine.models.spec import DisentangledSpec
-
-ON_GPUS = False  # until `python -m tests.gpu encoders --match DebertaV2` ran
 
 
 class RelativeEmbeddings(CheckpointModule):
@@ -27,8 +24,6 @@ class RelativeEmbeddings(CheckpointModule):
 
     def __init__(self, spec: DisentangledSpec, hidden_size: int, eps: float, scope: Scope) -> None:
         super().__init__()
-        if scope.device.type not in ("cpu", "meta") and not ON_GPUS:
-            raise ModelError("attention by relative positions (DeBERTa) is supported on CPUs alone")
         self.spec, self._name = spec, scope.name("weight")
         self.weight = scope.empty(2 * spec.span, hidden_size)
         self.norm: nn.Module | None = LayerNorm(scope / "norm", hidden_size, eps, bias=True) if spec.norm else None

@@ -25,7 +25,6 @@ STEP_DRAFTS = 192  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
 VERY_LARGE_MEMORY = 128 << 30  # from which the largest steps that decompress experts have room
-CHOOSES_ON_GPUS = False  # sparse attention over latents: `python -m tests.gpu sparse`
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -138,9 +137,6 @@ def _check_caches(config: EngineConfig, spec: ModelSpec, device: Device) -> None
         )
     if fp8 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         raise ConfigError(f"kv_cache_dtype must be auto for latent attention, got {config.kv_cache_dtype!r}")
-    chooses = any(isinstance(layer.mixer, LatentSpec) and layer.mixer.index is not None for layer in spec.layers)
-    if chooses and device.is_accelerator and not CHOOSES_ON_GPUS:
-        raise ConfigError(f"{spec.architecture} runs on CPUs only: its sparse attention was not checked on GPUs yet")
     if state_dtype != "auto" and not spec.has_states:
         raise ConfigError(f"mamba_ssm_cache_dtype {state_dtype!r} needs a model with recurrent layers: leave it out")
 

@@ -191,7 +191,6 @@ def test_tokens_of_chosen_latents(
     names, settings = ["greedy", "long prompt", "late"], {"skip_tokenizer_init": True}
     expected = answers(tmp_path, names, **settings)
     request.getfixturevalue("gpu")
-    monkeypatch.setattr(options, "CHOOSES_ON_GPUS", True)
     kinds, metadata = set(), LatentGroupAttention.metadata
 
     def counted(self: LatentGroupAttention, step: Any, prefills: Any) -> Any:

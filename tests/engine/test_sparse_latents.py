@@ -9,10 +9,6 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
-from engine.models.families import read_spec
-from engine.setup.options import runner_options
-from engine.worker.device import CpuDevice
 from kernels import FORMS
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_tokens
 from tests.support.answers import greedy_answers
@@ -82,13 +78,3 @@ def test_prefixes_from_a_file(model: Any, tmp_path: Path) -> None:
         assert greedy_answers(engine, prompts, LENGTH) == answers
         assert (engine.stats().prefix_hits > 60) is is_found
         engine.close()
-
-
-class Accelerator(CpuDevice):
-    is_accelerator = True
-
-
-def test_refused_on_gpus(model: Any) -> None:
-    folder = model[0]
-    with pytest.raises(ConfigError, match="runs on CPUs only"):
-        runner_options(config(folder), read_spec(folder), True, Accelerator())

@@ -15,7 +15,6 @@ import torch
 import kernels
 from engine import LLM, SamplingParams
 from engine.models.indexer import TokenChoice
-from engine.setup import options
 from kernels import reference
 from tests.gpu.checks import BF16, F32, LIMITS, Checks, relative_error
 
@@ -107,7 +106,6 @@ def check_sparse_engines(checks: Checks) -> None:
         return
     from tests.oracles.families import make_checkpoint, make_prompts, transformers_tokens
 
-    options.CHOOSES_ON_GPUS = True
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for case in ("deepseek_v32", "glm_moe_dsa"):
         if not checks.wants(f"sparse engine {case}"):

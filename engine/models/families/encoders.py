@@ -274,7 +274,7 @@ def mpnet(config: Config) -> ModelSpec:
 
 
 def deberta(config: Config) -> ModelSpec:
-    """DeBERTa v2 and v3 (mxbai-rerank, NLI, zero-shot classifiers): BERT with scores by relative positions; on CPUs."""
+    """DeBERTa v2 and v3 (mxbai-rerank, NLI, zero-shot classifiers): BERT with scores by relative positions."""
     terms = config.get("pos_att_type")
     terms = terms.split("|") if isinstance(terms, str) else terms or []
     for name, found, value in (
