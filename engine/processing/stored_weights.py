@@ -62,8 +62,19 @@ class StoredWeights:
 
     @cached_property
     def num_parameters(self) -> int:
-        decoder = decoder_of_shapes(replace(self.spec, quantization=None), torch.bfloat16, self.folder)
+        is_tied = self.spec.tie_word_embeddings or self._is_head_stored_as_embedding
+        spec = replace(self.spec, quantization=None, tie_word_embeddings=is_tied)
+        decoder = decoder_of_shapes(spec, torch.bfloat16, self.folder)
         return sum(bytes_of_parts(decoder, None).values()) // torch.bfloat16.itemsize
+
+    @cached_property
+    def _is_head_stored_as_embedding(self) -> bool:
+        """Return whether a GGUF file has one tensor for both, of which each gets a form of its own in memory."""
+        if not is_derived(self.folder):
+            return False
+        tensors = read_json(self.folder / TENSORS, self.folder)["tensors"]
+        head, embedding = tensors.get("lm_head"), tensors.get("model.embed_tokens.weight")
+        return bool(head and embedding) and all(head[key] == embedding[key] for key in ("file", "start"))
 
     @cached_property
     def _files(self) -> list[Path]:

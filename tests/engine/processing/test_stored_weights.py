@@ -64,5 +64,20 @@ def test_type_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     assert (weights.format, weights.num_bytes, weights.quantization_level) == ("gguf", 70, level)
 
 
+def test_a_tensor_that_is_embedding_and_head_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    folder = write_model(tmp_path / "gguf" / "m")
+    tied = read_spec(folder, {})
+    spec = replace(tied, tie_word_embeddings=False)
+
+    def counted(head_start: int) -> int:
+        stored = {"model.embed_tokens.weight": {"file": "a", "start": 0}, "lm_head": {"file": "a", "start": head_start}}
+        (folder / "gguf.json").write_text(json.dumps({"files": [], "tensors": stored}))
+        return StoredWeights(folder, spec).num_parameters
+
+    assert counted(0) == StoredWeights(folder, tied).num_parameters
+    assert counted(99) == counted(0) + tied.vocab_size * tied.hidden_size
+
+
 def _named(method: str) -> Quantization:
     return Quantization(method=method, schemes=())
