@@ -287,8 +287,10 @@ def measured() -> list[Any]:
         content = json.loads(path.read_text())
         if content.get("benchmark") != "engines":
             continue
+        settings = (content["settings"]["engine_args"] or {}).get("quire", {})
+        if "speculative_config" in settings:  # a step yields several tokens
+            continue
         for run in content["runs"]:
-            settings = (content["settings"]["engine_args"] or {}).get(run["engine"], {})
             if run["work"] in ("latency1", "latency8", "decode"):
                 n = run["num_requests"]
                 rate = (n, run["num_prompt_tokens"] // n, run["output_tokens_per_second"])
