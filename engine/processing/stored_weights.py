@@ -1,4 +1,4 @@
-"""The size and kind of a model's weights, for lists of models."""
+"""The size and kind of a model's weights, for lists of models. PyTorch is imported when a figure is first computed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
-from engine.models.checkpoints.safetensors import weight_files
 from engine.models.errors import ModelError
 from engine.models.files import PICKLED, WEIGHT_FILES, read_json
 from engine.models.gguf.folder import TENSORS, is_derived
 from engine.models.spec import ModelSpec
-from engine.models.weights import bytes_of_parts, decoder_of_shapes
-from engine.worker.device import DEVICES
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _GGUF_TYPE = re.compile(r"(?i)(?:^|[-._])((?:i?q|tq)\d\w*|bf16|f16|f32|mxfp4\w*)(?=[-.])")  # in a file's name
@@ -53,15 +48,27 @@ class StoredWeights:
     @cached_property
     def num_bytes(self) -> int:
         """The bytes of the files; without files (random weights), those of the tensors."""
-        itemsize = getattr(torch, self.spec.dtype).itemsize
-        return sum(file.stat().st_size for file in self._files) or self.num_parameters * itemsize
+        if self._files:
+            return sum(file.stat().st_size for file in self._files)
+        import torch
+
+        itemsize: int = getattr(torch, self.spec.dtype).itemsize
+        return self.num_parameters * itemsize
 
     @property
     def num_bytes_on_gpu(self) -> int:
-        return self.num_bytes if self.device != "cpu" and DEVICES["cuda"].is_available() else 0
+        if self.device == "cpu":
+            return 0
+        from engine.worker.device import DEVICES
+
+        return self.num_bytes if DEVICES["cuda"].is_available() else 0
 
     @cached_property
     def num_parameters(self) -> int:
+        import torch
+
+        from engine.models.weights import bytes_of_parts, decoder_of_shapes
+
         is_tied = self.spec.tie_word_embeddings or self._is_head_stored_as_embedding
         spec = replace(self.spec, quantization=None, tie_word_embeddings=is_tied)
         decoder = decoder_of_shapes(spec, torch.bfloat16, self.folder)
@@ -82,6 +89,8 @@ class StoredWeights:
             return [Path(name) for name, *_ in read_json(self.folder / TENSORS, self.folder)["files"]]
         if (pickled := self.folder / PICKLED).is_file() and not any(self.folder.glob(WEIGHT_FILES)):
             return [pickled]
+        from engine.models.checkpoints.safetensors import weight_files
+
         with contextlib.suppress(ModelError):  # no files: the weights are random
             return weight_files(self.folder)[0]
         return []
