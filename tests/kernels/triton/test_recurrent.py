@@ -105,8 +105,9 @@ def test_delta_rule_in_chunks_is_that_token_by_token(
     num_keys, num_values, key_dim, value_dim = heads
     torch.manual_seed(block_size)
     lengths = [3, 17, 20] if only_decodes else LENGTHS
-    if module is fixed and only_decodes:
-        block_size = 4  # it computes a block's tokens again for each new one
+    if module is fixed:  # it computes a block's tokens again for each new one
+        block_size = 4 if only_decodes else block_size
+        lengths = lengths if only_decodes else [1, 17, max(50, block_size + 5)]
     steps = StateSteps(block_size, lengths, block_size, only_decodes=only_decodes)
     width = 2 * num_keys * key_dim + num_values * value_dim
     qkv = torch.randn(sum(lengths), width).to(dtype)
