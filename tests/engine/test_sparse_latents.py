@@ -13,7 +13,7 @@ from kernels import FORMS
 from tests.oracles.families import make_checkpoint, make_prompts, transformers_tokens
 from tests.support.answers import greedy_answers
 
-LENGTH = 48
+LENGTH = 32
 
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
