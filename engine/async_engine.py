@@ -18,7 +18,6 @@ from engine.errors import EngineDeadError, EngineError, ParameterError
 from engine.models.errors import ModelError
 from engine.models.files import Progress
 from engine.processing.adapters import find_adapter
-from engine.processing.model_info import ModelInfo
 from engine.processing.output_collector import OutputCollector, RequestUpdate
 from engine.processing.preparation import Preparation
 from engine.replicas.availability import Availability
@@ -33,6 +32,7 @@ from engine.replicas.streams import RunningStream
 
 if TYPE_CHECKING:
     from engine.processing.input_processor import InputProcessor
+    from engine.processing.model_info import ModelInfo
 
 _log = logging.getLogger(__name__)
 
