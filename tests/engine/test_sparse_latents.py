@@ -57,6 +57,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
         "drafts",
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_greedy_answers_are_those_of_transformers(model: Any, settings: dict[str, Any]) -> None:
     folder, prompts, answers = model
     engine = Engine(config(folder, **settings))
