@@ -19,16 +19,14 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_base64_in_parts() -> None:
     rng = random.Random(0)
-    for size in range(60):
+    for size in range(5, 60):
         data = rng.randbytes(size)
         text = base64.b64encode(data).decode()
         assert from_base64(text) == data
         assert from_base64(f" {text[:5]}\n{text[5:]}") == data
 
 
-@pytest.mark.parametrize(
-    "text", ["YQ==YWJj", "YWJjYQ==YWJj", "YWJjYWJjYWI=YWJj", "YWJj=", "YWJjYWJjY", "YWJjYWJj-_==", "é" * 8]
-)
+@pytest.mark.parametrize("text", ["YQ==YWJj", "YWJjYQ==YWJj", "YWJjYWJjYWI=YWJj", "YWJjYWJjY", "YWJjYWJj-_==", "é" * 8])
 def test_base64_that_is_not_valid(text: str) -> None:
     with pytest.raises(ImageError, match="base64 is not valid"):
         from_base64(text)
