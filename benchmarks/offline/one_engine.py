@@ -4,11 +4,15 @@
 
 Imports nothing of ours but the engine under test, so that every engine gets the same clean process. JOB is a dictionary
 with `engine`, `model` (a folder), `settings` (keywords of the engine's LLM class), `temperature` (of Quire and vLLM;
-else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun),
-`works`: [{name, prompts, output_lens, repeat, reset, adapters}], whose prompts Quire and vLLM embed where all lengths
-are 0, and perhaps `adapters`: folders of LoRA adapters, the first so many of which a work's requests use alternately,
-and `compared`: prompts of which Quire and vLLM report the first greedy tokens. A work of theirs may have `next`, token
-ids: what is timed then is the first token of the second turn, whose prompt is the first one with its answer and these.
+else 0.6), `started` (time.time() of the process's start), `deadline` (time.time() after which nothing more is begun)
+and `works`: [{name, prompts, output_lens, repeat, reset, adapters}]. Perhaps also with
+
+- `adapters`: folders of LoRA adapters. A work's requests use the first ones alternately, as many as its `adapters`.
+- `compared`: prompts. Quire and vLLM report the first greedy token of each.
+
+Quire and vLLM embed the prompts of a work whose output lengths are all 0. A work of theirs may have `next`, token ids.
+Then the first token of a second turn is timed: its prompt is the first prompt, its answer and these.
+
 Each line of EVENTS is a dictionary with `event`: ready, greedy, begin, run or done.
 """
 

@@ -76,7 +76,7 @@ class StoredWeights:
 
     @cached_property
     def _is_head_stored_as_embedding(self) -> bool:
-        """Return whether a GGUF file has one tensor for both, of which each gets a form of its own in memory."""
+        """Return whether a GGUF file has one tensor for both; in memory each has a form of its own."""
         if not is_derived(self.folder):
             return False
         tensors = read_json(self.folder / TENSORS, self.folder)["tensors"]

@@ -17,10 +17,10 @@ from engine.setup.speculative import SpeculativeConfig
 from engine.worker.device import CpuDevice, Device, DeviceNotFoundError, find_device
 from engine.worker.options import AdapterOptions, RunnerOptions
 
-HOST_FRACTION = 0.25  # of the free host memory, for what a GPU's KV cache evicts, by default, and at most
-MOST_HOST_BYTES = 64 << 30  # of a replica
-HOST_RESERVE = 0.5  # of the free host memory, which stays free: other engines and programs have a share, too
-STAGED_MEMORY = 10 << 30  # bytes of GPU memory from which the memory for copies to the host counts little
+# The host tier by default: a fraction of the free host memory, at most so many bytes for a replica.
+HOST_FRACTION, MOST_HOST_BYTES = 0.25, 64 << 30
+HOST_RESERVE = 0.5  # fraction of the free host memory that stays free for other programs
+STAGED_MEMORY = 10 << 30  # smaller GPUs have no host tier by default: the buffers for copies would take much of theirs
 STEP_DRAFTS = 192  # of all requests in a step
 SPLIT_DRAFTS = True  # see `RunnerOptions.splits_drafts`
 LARGE_MEMORY = 64 << 30  # bytes of GPU memory from which 1024 requests run at once by default
@@ -153,7 +153,7 @@ def _check_compression(config: EngineConfig, device: Device, dtype: torch.dtype)
 
 def _host_cache_bytes(config: EngineConfig, device: Device) -> int:
     """Return the host memory of each rank for evicted blocks. By default there is none on a CPU, where the KV cache is
-    in the same memory, nor with several ranks or addresses that sleep keeps: no GPU has checked these with a host tier.
+    in the same memory, nor with several ranks or sleep mode: no GPU has checked the host tier with these.
     """
     if not config.enable_prefix_caching:
         return 0

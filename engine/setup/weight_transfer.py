@@ -67,11 +67,15 @@ def send_weights(tensors: Mapping[str, Tensor], address: str, seconds: float = S
 
 
 def receive_weights(address: str, seconds: float = SECONDS) -> dict[str, Tensor]:
-    """Return the tensors that `send_weights` sends, in the CPU's memory. Raises `RuntimeError` if none come."""
+    """Return the tensors that `send_weights` sends, in the CPU's memory. Raises `RuntimeError` if none come, and
+    `ValueError` for a dtype that is not known here.
+    """
     connection = _Connection(address, RECEIVER, seconds)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=connection.device)
     received = {}
     for name, dtype, shape in json.loads(connection.store.get("tensors")):
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name} has the dtype {dtype}, which this version of PyTorch does not know")
         received[name] = torch.empty(shape, dtype=DTYPES[dtype])
         for piece in _pieces(received[name]):
             connection.receive(buffer[: len(piece)])

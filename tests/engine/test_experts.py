@@ -27,7 +27,7 @@ LENGTH = 30
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe_lite", "gemma4_moe", "gemma4_small"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A random model, prompts of which two begin alike, and transformers' greedy answers."""
+    """A random model, prompts (two begin alike), and transformers' greedy answers."""
     folder = tmp_path_factory.mktemp("experts")
     oracle = make_checkpoint(request.param, folder)
     prompts = make_prompts()

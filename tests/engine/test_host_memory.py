@@ -17,7 +17,7 @@ BLOCK = 16 << 10
 
 
 class Machine:
-    """A machine with this much free memory, of which chunks are taken."""
+    """A machine with this much free memory; each chunk takes some of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         self.free, self.num_taken = free, 0

@@ -18,7 +18,7 @@ LENGTH = 32
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A random model, prompts of which two begin alike, and transformers' greedy answers."""
+    """A random model, prompts (two begin alike), and transformers' greedy answers."""
     FORMS.choose(False)  # the last engine of the model before was deterministic
     folder = tmp_path_factory.mktemp("sparse")
     oracle = make_checkpoint(request.param, folder)

@@ -19,7 +19,7 @@ FEW_BLOCKS = {"every layer": 10, "every other layer": 38, "three of four layers"
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, int]:
-    """A random model, prompts of which two begin alike, transformers' greedy answers, and how many blocks are few."""
+    """A random model, prompts (two begin alike), transformers' greedy answers, and how many blocks are few."""
     folder = tmp_path_factory.mktemp("windowed")
     prompts, answers = make_windowed(request.param, folder)
     return folder, prompts, answers, FEW_BLOCKS[request.param]

@@ -22,6 +22,7 @@ from engine.models.vision.layers import (
     gated,
     mixed,
     patch_positions,
+    rope_frequencies,
 )
 
 
@@ -39,8 +40,8 @@ class Gemma4Encoder(VisionEncoder):
         self.standard = nn.ModuleList(Vector(tower, name, size) for name in standard)
         self.norm = UnitRMSNorm(scope / "embed_vision" / "embedding_pre_projection_norm", size, spec.eps)
         self.projection = Linear(scope / "embed_vision", size, {"embedding_projection": out_size})
-        exponents = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
-        self.register_buffer("frequencies", 1.0 / spec.theta ** exponents.to(scope.device), persistent=False)
+        frequencies = rope_frequencies(spec.head_dim // 2, spec.theta, scope.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     frequencies: Tensor  # [head_dim / 4]
 

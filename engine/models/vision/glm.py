@@ -23,6 +23,7 @@ from engine.models.vision.layers import (
     VisionEncoder,
     gated,
     patch_positions,
+    rope_frequencies,
 )
 
 FORM = LayerForm(
@@ -53,8 +54,8 @@ class GlmEncoder(VisionEncoder):
         self.merge = Vector(scope, "downsample.weight", out_size, size, spec.merge_size, spec.merge_size)
         self.merge_bias = Vector(scope, "downsample.bias", out_size)
         self.merger = Merger(spec, out_size, scope / "merger")
-        exponents = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
-        self.register_buffer("frequencies", 1.0 / spec.theta ** exponents.to(scope.device), persistent=False)
+        frequencies = rope_frequencies(spec.head_dim // 2, spec.theta, scope.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     frequencies: Tensor  # [head_dim / 4]
 

@@ -27,6 +27,12 @@ from engine.models.spec import Grid, VisionSpec
 Turns = tuple[Tensor, Tensor]  # cos and sin [N, head_dim / 2] float32
 
 
+def rope_frequencies(num_channels: int, theta: float, device: torch.device) -> Tensor:
+    """Return the angles [num_channels / 2] float32 by which RoPE turns pairs of channels per row, or per column."""
+    exponents = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
+    return 1.0 / theta ** exponents.to(device)
+
+
 class EncodedImages(NamedTuple):
     """T tokens of images, encoded for the text model."""
 

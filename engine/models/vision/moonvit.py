@@ -22,6 +22,7 @@ from engine.models.vision.layers import (
     Vector,
     VisionEncoder,
     patch_positions,
+    rope_frequencies,
 )
 
 FORM = LayerForm(
@@ -50,8 +51,8 @@ class MoonEncoder(VisionEncoder):
         self.norm = LayerNorm(projector / "pre_norm", size, spec.projector_eps, bias=True)
         self.inner = Linear(projector, self._merged, {inner: self._merged}, bias=True)
         self.outer = Linear(projector, self._merged, {outer: out_size}, bias=True)
-        exponents = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
-        self.register_buffer("frequencies", 1.0 / spec.theta ** exponents.to(scope.device), persistent=False)
+        frequencies = rope_frequencies(spec.head_dim // 2, spec.theta, scope.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     frequencies: Tensor  # [head_dim / 4]
 

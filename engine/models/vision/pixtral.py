@@ -20,6 +20,7 @@ from engine.models.vision.layers import (
     PatchEmbedding,
     VisionEncoder,
     patch_positions,
+    rope_frequencies,
 )
 
 FORM = LayerForm(
@@ -46,8 +47,8 @@ class PixtralEncoder(VisionEncoder):
         layers = tower / "transformer" / "layers"
         self.layers = nn.ModuleList(EncoderLayer(spec, form, layers / i) for i in range(spec.num_layers))
         self.projector = Projector(spec, out_size, scope / "multi_modal_projector")
-        exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-        self.register_buffer("frequencies", 1.0 / spec.theta ** exponents.to(scope.device), persistent=False)
+        frequencies = rope_frequencies(spec.head_dim, spec.theta, scope.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     frequencies: Tensor  # [head_dim / 2]
 

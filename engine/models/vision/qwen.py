@@ -22,6 +22,7 @@ from engine.models.vision.layers import (
     VisionEncoder,
     form_norm,
     placed,
+    rope_frequencies,
 )
 
 FORM = LayerForm(
@@ -46,8 +47,8 @@ class QwenEncoder(VisionEncoder):
             Merger(spec, form, out_size, scope / "deepstack_merger_list" / i, norm_first=False)
             for i in range(len(spec.deepstack))
         )
-        exponents = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
-        self.register_buffer("frequencies", 1.0 / spec.theta ** exponents.to(scope.device), persistent=False)
+        frequencies = rope_frequencies(spec.head_dim // 2, spec.theta, scope.device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     frequencies: Tensor  # [head_dim / 4]
 

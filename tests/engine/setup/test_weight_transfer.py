@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,3 +55,11 @@ def test_a_sender_that_does_not_come() -> None:
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ValueError, match="an address is nccl://HOST:PORT or gloo://HOST:PORT"):
         receive_weights(address)
+
+
+def test_dtypes_of_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SimpleNamespace(get=lambda key: json.dumps([("head", "float3_e1m1", [2, 3])]))
+    connection = SimpleNamespace(store=store, device=torch.device("cpu"))
+    monkeypatch.setattr(weight_transfer, "_Connection", lambda *_: connection)
+    with pytest.raises(ValueError, match="tensor head has the dtype float3_e1m1, which this version of PyTorch"):
+        receive_weights("gloo://127.0.0.1:1")
